@@ -1,9 +1,11 @@
-"""Wheels that carry the native CPU kernels: where TILEWRIGHT_WHEEL_KERNELS is 1, they are
-compiled into the wheel, which is then one processor's, or into the clone of an editable
-installation. All else stands in pyproject.toml.
+"""Wheels with native CPU kernels.
 
-A compiler that fails costs the kernels alone: an installation without them compiles its own, or
-runs ONNX Runtime.
+With TILEWRIGHT_WHEEL_KERNELS=1, the kernels are compiled into the wheel, which then fits a single
+processor type, or into the clone of an editable installation. pyproject.toml has all other
+settings.
+
+Without a working compiler the kernels are omitted. The installation then compiles them at first
+use, or runs ONNX Runtime.
 """
 
 import importlib.util
@@ -23,7 +25,7 @@ NATIVE = Path("tilewright", "compiler", "targets", "cpu", "native", "library")
 
 
 def _recipe() -> ModuleType:
-    """The recipe, without the package, which is not installed yet."""
+    """Load the recipe from its file, because the package is not installed yet."""
     spec = importlib.util.spec_from_file_location("recipe", NATIVE / "recipe.py")
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
@@ -40,10 +42,10 @@ except ValueError as error:
 
 
 class BuildWithKernels(build_py):
-    """Copies the package, and compiles the kernels beside their sources' copies."""
+    """Copies the package, and compiles the kernels into the directory of their sources."""
 
     def run(self) -> None:
-        """Build as usual; then the kernels, where they are wanted."""
+        """Build as usual, then compile the kernels if requested."""
         super().run()
         if not HAS_KERNELS:
             return
@@ -68,10 +70,10 @@ def _run(command: list[str]) -> None:
 
 
 class OfOneProcessor(Distribution):
-    """A distribution whose wheel is named by the processor where it has the kernels."""
+    """A distribution whose wheel names the processor if it has kernels."""
 
     def has_ext_modules(self) -> bool:
-        """Whether there is machine code in it."""
+        """Return whether the wheel contains machine code."""
         return HAS_KERNELS
 
 

@@ -1,7 +1,7 @@
-"""``python -m bench make-batch``: a data set with the lengths of the ASC24 contest.
+"""``python -m bench make-batch``: write a data set with lengths as in the ASC24 contest.
 
-A JSON list of ``[prompt, prompt_len, output_len]``. Lengths are log-normal: prompts of 4 to 1,024
-tokens and answers of 6 to 1,776. Texts have several scripts.
+The file is a JSON list with ``[prompt, prompt_len, output_len]``. Lengths are log-normal: prompts
+have 4 to 1,024 tokens, and answers have 6 to 1,776 tokens. Texts have several scripts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tilewright.utils.files import create_file
 
 Row = tuple[str, int, int]
 PROMPTS, OUTPUTS = (4, 1024), (6, 1776)
-"""The least and the most tokens."""
+"""Minimum and maximum tokens."""
 
 _PROMPT_BODY, _OUTPUT_BODY = (math.log(110), 1.05), (math.log(170), 0.95)
 """Mean and deviation of the logarithms."""
@@ -54,20 +54,20 @@ _SHARES |= {"German": 5, "French": 5, "Russian": 5, "Arabic": 3, "Hindi": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
-    rows: int = option("how many", default=10_000, type=integer(1, 10_000_000))
-    seed: int = option("of lengths and texts", default=0, type=integer(0, 1 << 31))
+    rows: int = option("rows to write", default=10_000, type=integer(1, 10_000_000))
+    seed: int = option("seed for lengths and texts", default=0, type=integer(0, 1 << 31))
     token_ids: int | None = option(
-        "instead of texts random ids below N, of just these lengths, as OpenAI's batch whose "
-        "answers go on behind end tokens: the same work for every engine",
+        "write OpenAI batch lines with random token ids below N, exact lengths and ignore_eos, so "
+        "that all engines have the same work",
         type=integer(2, 1 << 31),
         metavar="N",
     )
-    output: str = option("a new file", "-o", "--output", default="batch.json", metavar="FILE")
+    output: str = option("new file", "-o", "--output", default="batch.json", metavar="FILE")
 
 
 def main(argv: list[str]) -> int:
-    """Write the data set and print its histogram; returns the exit code."""
-    text = "Make a data set of prompts and output lengths, like that of ASC24."
+    """Write the data set and print its histogram. Return the exit code."""
+    text = "Write a data set with prompts and output lengths as in ASC24."
     options = parse(_Options, argv, prog="python -m bench make-batch", description=text)
     rows = make_rows(options.rows, seed=options.seed)
     if options.token_ids is None:
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_rows(count: int, *, seed: int) -> list[Row]:
-    """The rows of a seed; the first rows of more are the same."""
+    """Return a seed's rows. A larger count has the same first rows."""
     rows = []
     for number in range(count):
         draw = random.Random(f"{seed} {number}")
@@ -98,7 +98,7 @@ def make_rows(count: int, *, seed: int) -> list[Row]:
 
 
 def token_rows(rows: Sequence[Row], vocabulary: int) -> list[dict[str, Any]]:
-    """The same lengths as requests of OpenAI's batches, their prompts random ids."""
+    """Return requests for OpenAI's batch format with the same lengths and random ids."""
     found = []
     for number, (_, num_prompt, num_output) in enumerate(rows):
         draw = random.Random(number)
@@ -109,7 +109,7 @@ def token_rows(rows: Sequence[Row], vocabulary: int) -> list[dict[str, Any]]:
 
 
 def histogram(rows: Sequence[Row]) -> list[str]:
-    """How many rows are how long, as lines of text."""
+    """Return a length histogram as text lines."""
     lines = [f"{len(rows):,} rows"]
     for name, values in (("prompts", [row[1] for row in rows]), ("answers", [r[2] for r in rows])):
         mean = sum(values) / len(values)
@@ -125,7 +125,7 @@ def histogram(rows: Sequence[Row]) -> list[str]:
 
 
 def _length(draw: random.Random, body: tuple[float, float], ends: tuple[int, int]) -> int:
-    """Drawn again where it is too short or too long, as such rows were left out of the set."""
+    """Draw a length until it is within ``ends``, because the contest excluded other rows."""
     while True:
         found = round(draw.lognormvariate(*body))
         if ends[0] <= found <= ends[1]:
@@ -133,7 +133,7 @@ def _length(draw: random.Random, body: tuple[float, float], ends: tuple[int, int
 
 
 def _text(draw: random.Random, language: str, length: int) -> tuple[str, int]:
-    """Text of about so many tokens, and how many; tokenizers differ, and count their own."""
+    """Return a text with about ``length`` tokens, and its approximate token count."""
     if language in _JOINED:
         characters = _JOINED[language]
         return "".join(draw.choices(characters, k=length)), length

@@ -1,6 +1,6 @@
-"""``python -m bench perf-check``: measure the rows of PERF.md again, and compare the figures.
+"""``python -m bench perf-check``: measure PERF.md's rows again, and compare the values.
 
-The records name the commands. A row for another machine is skipped with the reason.
+Records contain their commands. Rows for another machine are skipped with a reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tilewright.utils.child_process import PYTHON, Child
 
 EXIT_NOT_REPRODUCED = 1
 ACCURACY_POINTS = 0.5
-"""Top-1 and top-5 are of the same positions: they may differ by so much, both ways."""
+"""Allowed difference in top-1 and top-5, in percentage points for equal positions."""
 _TOLERANCE = 5.0
 _RECORDS = ("cpu.jsonl", "h200.jsonl")
 _ROOT = Path(__file__).resolve().parents[1]
@@ -49,12 +49,12 @@ _THREADS = re.compile(r"\b([0-9]+) threads\b")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
     results: tuple[str, ...] = option(
-        f"JSON lines (default: {', '.join(_RECORDS)} of results/)",
+        f"JSON lines (default: {', '.join(_RECORDS)} in results/)",
         default=tuple(str(_FOLDER / name) for name in _RECORDS),
         metavar="FILE",
     )
-    precisions: tuple[str, ...] = option("only these", default=(), metavar="NAME")
-    cases: tuple[str, ...] = option("only these", default=(), metavar="NAME")
+    precisions: tuple[str, ...] = option("precisions to measure", default=(), metavar="NAME")
+    cases: tuple[str, ...] = option("cases to measure", default=(), metavar="NAME")
     tolerance: float = option(
         "minimum half width of an interval, in percent", default=_TOLERANCE, type=real(0, 100)
     )
@@ -63,7 +63,7 @@ class _Options:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A record with figures in PERF.md: speed and TTFT, accuracy, or both."""
+    """A record with values in PERF.md: speed and TTFT, accuracy, or both."""
 
     record: Result
     has_speed: bool
@@ -78,7 +78,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A figure measured again, with the recorded and the new value."""
+    """A repeated measurement, with the recorded and the new value."""
 
     figure: str
     recorded: str
@@ -87,12 +87,12 @@ class Verdict:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``python -m bench perf-check``. Return 1 for a figure that is not reproduced.
+    """Run ``python -m bench perf-check``. Return 1 if a value is not reproduced.
 
     Raises:
-        ConfigError: for bad arguments, or if no row can be measured here.
+        ConfigError: for wrong arguments, or without a row for this machine.
     """
-    words = "Measure PERF.md's rows again and say which are reproduced."
+    words = "Measure the rows of PERF.md again and print the reproduced rows."
     options = parse(_Options, argv, prog="python -m bench perf-check", description=words)
     query = Query(precisions=options.precisions, cases=options.cases)
     recorded = claims(read_store(*map(Path, options.results)))
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def claims(results: Sequence[Result]) -> list[Claim]:
-    """Return the measured records of PERF.md's rows, in their order."""
+    """Return PERF.md's measured records in row order."""
     speeds: dict[int, Result] = {}
     accuracies: dict[int, Result] = {}
     for group in group_results([r for r in results if r.kind == "measured" and is_placed(r)]):
@@ -137,7 +137,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
 
 
 def reason_to_skip(record: Result) -> str:
-    """Return why this machine cannot measure a record, empty if it can."""
+    """Return the reason for skipping a record on this machine, or an empty text."""
     if record.calibration:
         return f"its calibrated folder is not recorded ({record.calibration})"
     if record.target.startswith("cpu"):
@@ -183,7 +183,7 @@ def _threads(record: Result) -> int:
 
 
 def cuda_row(record: Result) -> str | None:
-    """Return the name of a record's row of ``bench-cuda``."""
+    """Return a record's row name in ``bench-cuda``."""
     if record.target != "cuda" or record.weights != "random":
         return None
     wanted = record.model.lower(), record.precision_name, record.batch, record.prompt_length
@@ -196,7 +196,7 @@ def cuda_row(record: Result) -> str | None:
 
 
 def command_of(record: Result) -> list[str]:
-    """Return the recorded arguments of ``tilewright``, else arguments from the fields."""
+    """Return the recorded arguments of ``tilewright``, or arguments made from the fields."""
     if record.command:
         words = shlex.split(record.command.removeprefix("python -m "))[1:]
     else:
@@ -213,9 +213,9 @@ def command_of(record: Result) -> list[str]:
 
 
 def measured_again(here: Sequence[Claim]) -> Iterator[tuple[Claim, Result | str]]:
-    """Yield each claim with its new record, or with an error.
+    """Yield each claim with its new record or an error.
 
-    Rows of ``bench-cuda`` share a process, and so their compiled programs.
+    ``bench-cuda`` rows share a process with its compiled programs.
     """
     rows = {id(each): cuda_row(each.record) for each in here}
     shared = [each for each in here if rows[id(each)]]
@@ -238,7 +238,7 @@ def _key(record: Result) -> tuple[object, ...]:
 
 
 def run(words: Sequence[str]) -> list[Result] | str:
-    """Return the results of a command, or its exit status without results."""
+    """Return a command's results, or its exit status without results."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.jsonl"
         command = [*PYTHON, *_PROGRAMS[words[0]], *words, "--results", str(path)]
@@ -250,10 +250,10 @@ def run(words: Sequence[str]) -> list[Result] | str:
 
 
 def compare(claim: Claim, now: Result, *, tolerance: float) -> list[Verdict]:
-    """Compare each figure of a claim with the new record.
+    """Compare a claim's values with a new record.
 
-    Speeds are equal if their 95 % intervals overlap. ``tolerance``: minimum half width, a fraction
-    of the median.
+    Speeds are equal if their 95 % intervals overlap. ``tolerance`` is the minimum half width, as a
+    fraction of the median.
     """
     old, found = claim.record, []
     if now.effective_id != old.effective_id:

@@ -1,7 +1,7 @@
-"""The devices Tilewright knows: sizes and rates that targets, plans and models of time read.
+"""Known devices with sizes and rates for targets, plans and time models.
 
-Figures are published or measured, as each row's ``source`` says. Imports no torch and starts no
-device; the host is looked at only when :func:`describe_cpu` is called.
+Values are published or measured, see the ``source`` of each row. Imports no torch and starts no
+device. Only :func:`describe_cpu` inspects the host.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from types import MappingProxyType
 from tilewright.errors import CompileError, ConfigError
 from tilewright.utils.registry import Registry
 
-# A worker core does 4.096 TFLOP/s at LoFi and 1 GHz; 2, 3 and 4 phases take 2, 3 and 4 times as
-# long. 64 cores a chip. Of the DRAM rate 240 to 265 GB/s are reached in practice.
+# A worker core has 4.096 TFLOP/s at LoFi and 1 GHz. 2, 3 and 4 phases take 2, 3 and 4 times as
+# long. A chip has 64 cores. 240 to 265 GB/s of the DRAM rate are reached in practice.
 _WORMHOLE_TFLOPS = MappingProxyType({"lofi": 262.0, "hifi2": 131.0, "hifi3": 87.0, "hifi4": 66.0})
 _WORMHOLE = "Tenstorrent Wormhole, 64 workers at 1 GHz: published peak rates, 12 DRAM banks"
 
-# Blackhole: 110 workers for kernels, at 1.35 GHz, with the cycles per phase of Wormhole.
+# Blackhole has 110 workers for kernels at 1.35 GHz, with the cycles per phase of Wormhole.
 _BLACKHOLE_TFLOPS = MappingProxyType(
     {"lofi": 608.0, "hifi2": 304.0, "hifi3": 203.0, "hifi4": 152.0}
 )
@@ -34,13 +34,18 @@ WORMHOLE, BLACKHOLE = "wormhole", "blackhole"
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """One kind of device; figures are per chip, and None where they are not known.
+    """A type of device. Values are per chip. None: unknown.
 
-    ``grid``: worker cores (rows, columns). ``num_cores``: multiprocessors where there is no grid.
-    ``l1_bytes``: usable per core. ``dram_bytes_per_s`` and ``link_bytes_per_s`` (one link, one
-    direction; ``num_links`` between neighbouring chips) are rates; ``tflops`` in 1e12 a second, by
-    fidelity (board) or format (GPU). ``architecture``: of a board's chips; ``num_banks`` of DRAM
-    on a chip.
+    Attributes:
+        grid: worker cores as (rows, columns).
+        num_cores: number of multiprocessors, for devices without a grid.
+        l1_bytes: usable L1 per core.
+        dram_bytes_per_s: DRAM rate.
+        num_links: links between neighboring chips.
+        link_bytes_per_s: rate of a link in one direction.
+        tflops: 1e12 operations per second, by fidelity (board) or format (GPU).
+        architecture: architecture of a board's chips.
+        num_banks: DRAM banks per chip.
     """
 
     name: str
@@ -61,11 +66,13 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class CpuDescription:
-    """The processor this runs on; ``num_cores`` are those this process may use.
+    """The processor of this machine.
 
-    ``num_physical_cores`` are the machine's, hyper-threads counted once, or None where the system
-    does not tell. ``isa`` lists the instruction sets that matter for a product, as Linux spells
-    them. ``family`` tells processors apart whose name a virtual machine hides.
+    Attributes:
+        num_cores: cores that this process may use.
+        num_physical_cores: cores of the machine without hyper-threads. None: unknown.
+        isa: instruction sets for matmuls, in Linux spelling.
+        family: processor family, useful if a virtual machine hides the name.
     """
 
     model_name: str
@@ -76,14 +83,14 @@ class CpuDescription:
 
     @property
     def full_name(self) -> str:
-        """The name, with the family where it is known."""
+        """The name, with the family if known."""
         return f"{self.model_name}, {self.family}" if self.family else self.model_name
 
 
 def _wormhole(
     name: str, num_chips: int, *, grid: tuple[int, int] | None, num_links: int | None
 ) -> DeviceSpec:
-    """A board or box of Wormhole chips, one target per kind."""
+    """Return the row of a Wormhole board or box."""
     return DeviceSpec(
         name.upper(),
         name,
@@ -126,17 +133,17 @@ BOARDS = (
     *("n150", "n300", "t3k", "tg"),
     *("p100", "p150", "p300", "qb2", "loudbox", "bh-galaxy"),
 )
-"""Targets whose devices are emulated and whose speed is predicted."""
+"""Targets with emulated devices and predicted speed."""
 
 CPU_BACKENDS = {"onnxruntime": "cpu", "native": "cpu-native"}
-"""What can run the target cpu, and the target's full name with it."""
+"""Full name of the target cpu by backend."""
 
 DEVICES.register("cpu", DeviceSpec("CPU", "cpu", 1, "the host; see describe_cpu"))
 DEVICES.register("n150", _wormhole("n150", 1, grid=(8, 8), num_links=None))
 DEVICES.register("n300", _wormhole("n300", 2, grid=(8, 8), num_links=2))
-# Two links inside each N300 are published; two between boards are assumed.
+# Two links within each N300 are published. Two links between boards are assumed.
 DEVICES.register("t3k", _wormhole("t3k", 8, grid=(8, 8), num_links=2))
-# Galaxy: its worker grid, rates and links are not published in the same terms.
+# The worker grid, rates and links of Galaxy are not published in the same terms.
 DEVICES.register("tg", _wormhole("tg", 32, grid=None, num_links=None))
 DEVICES.register("p100", _blackhole("p100", 1, num_banks=7))
 DEVICES.register("p150", _blackhole("p150", 1))
@@ -166,26 +173,27 @@ _CUDA_DRIVER = "libcuda.so.1"
 
 
 def get_device(name: str) -> DeviceSpec:
-    """The device called ``name``, in any case.
+    """Return the device with a name, in any case.
 
     Raises:
-        ConfigError: for an unknown name, listing the known ones.
+        ConfigError: for an unknown name, with the known names.
     """
     return DEVICES[name.lower()]
 
 
 def target_options(name: str) -> list[str]:
-    """The options of a command that mean the target of this full name, whatever is here."""
+    """Return the command options for a target's full name."""
     backend = next((each for each, full in CPU_BACKENDS.items() if full == name), None)
     return ["--target", name] if backend is None else ["--target", "cpu", "--backend", backend]
 
 
 def check_ranks(target: str, num_ranks: int) -> None:
-    """Refuse ranks of a board, which deals a model over its own chips, and of ONNX Runtime, which
-    has no exchange. ``target``: the full name.
+    """Check that a target supports ``num_ranks``. ``target`` is the full name.
+
+    A board shards a model over its own chips. ONNX Runtime has no collectives.
 
     Raises:
-        ConfigError: for more ranks than one, with what there is in their place.
+        ConfigError: for several ranks, with the alternatives.
     """
     if num_ranks == 1:
         return
@@ -203,12 +211,12 @@ def check_ranks(target: str, num_ranks: int) -> None:
 
 
 def check_gpu() -> None:
-    """Refuse what needs a GPU where Triton or a GPU is missing, without importing either's library.
+    """Check that Triton and a GPU exist, without importing their libraries.
 
     Triton's interpreter (``TRITON_INTERPRET=1``) needs no GPU.
 
     Raises:
-        CompileError: saying which of the two is missing.
+        CompileError: with the missing part.
     """
     check_triton()
     if os.environ.get("TRITON_INTERPRET") != "1" and not num_gpus():
@@ -219,10 +227,10 @@ def check_gpu() -> None:
 
 
 def check_triton() -> None:
-    """Refuse what target cuda writes or runs where Triton is missing, without importing it.
+    """Check that Triton is installed, without importing it.
 
     Raises:
-        CompileError: saying how it is installed.
+        CompileError: with the command for the installation.
     """
     if importlib.util.find_spec("triton") is None:
         raise CompileError(
@@ -232,7 +240,7 @@ def check_triton() -> None:
 
 
 def num_gpus() -> int:
-    """How many GPUs the CUDA driver shows this process; 0 where there is no driver."""
+    """Return the number of GPUs that the CUDA driver shows this process, 0 without a driver."""
     try:
         driver = ctypes.CDLL(_CUDA_DRIVER)
     except OSError:
@@ -243,11 +251,11 @@ def num_gpus() -> int:
 
 
 def describe_cpu(cpuinfo: Path = _CPUINFO) -> CpuDescription:
-    """The host's processor, from the system's own table; unknown parts are said to be so."""
+    """Return the processor of the host from ``/proc/cpuinfo``. Unknown fields are marked."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        text = ""  # not Linux: the platform module knows less, but something
+        text = ""  # not Linux; the platform module has a name
     fields: dict[str, str] = {}
     cores: set[tuple[str, str]] = set()
     package = "0"
@@ -278,8 +286,9 @@ def _usable_cores() -> int:
 
 
 def usable_cpus(topology: Path = _TOPOLOGY) -> tuple[int, ...]:
-    """The numbers of the CPUs that this process may run on, those of a package side by side, and
-    in it the hyper-threads of a core; in order of their numbers where the system tells no more.
+    """Return the numbers of the usable CPUs, sorted by package, core and hyper-thread.
+
+    Without topology information, the numbers are ascending.
     """
     if not hasattr(os, "sched_getaffinity"):
         return tuple(range(os.cpu_count() or 1))

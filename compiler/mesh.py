@@ -1,7 +1,7 @@
-"""Meshes of chips or ranks, and how an axis of a tensor is dealt over one side of a mesh.
+"""Meshes with chips or ranks, and splits for a tensor axis over a mesh axis.
 
-A share is a list of runs of the whole axis; what a run of zeros stands for exists on the chip
-alone, so that heads and columns that do not divide are padded or repeated exactly.
+A share is a list of index ranges. A range with zeros exists on a chip only, so
+that indivisible heads and columns are padded or repeated exactly.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ ROWS, COLUMNS = "r", "c"
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """``rows`` x ``columns`` chips: heads and hidden columns are dealt over the rows' axis ``r``
-    (its ``rows`` chips), the residual stream over ``c``. A board of one axis is n x 1 here, which
-    ttnn calls 1 x n.
+    """``rows`` x ``columns`` chips.
+
+    Heads and hidden columns are split over the axis ``r`` (``rows`` chips), and the residual
+    stream over ``c``. A board with a single axis is n x 1, and 1 x n in ttnn.
     """
 
     rows: int = 1
@@ -37,7 +38,7 @@ class Mesh:
         return self.rows * self.columns
 
     def size(self, axis: str) -> int:
-        """The number of chips along an axis."""
+        """Return the chips along an axis."""
         return self.rows if axis == ROWS else self.columns
 
     def __str__(self) -> str:
@@ -46,9 +47,12 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class SplitPolicy:
-    """How shares are made: as equal ones, padded with zeros (``pads``: one program serves all
-    chips), or of whole units without zeros, in proportion to ``shares`` (none: as even as whole
-    units allow, the larger ones first).
+    """How to split an axis.
+
+    Attributes:
+        pads: equal shares padded with zeros, so that all chips run the same program. Else whole
+            units without zeros.
+        shares: proportions for unpadded shares. Empty: almost equal shares, larger shares first.
     """
 
     pads: bool = False
@@ -59,45 +63,45 @@ EQUAL, UNEVEN = SplitPolicy(pads=True), SplitPolicy()
 
 
 def in_shares(shares: Sequence[int]) -> SplitPolicy:
-    """The policy that deals in proportion to one positive number a rank: SHARES."""
+    """Return the policy for a split in proportion to a positive number per rank."""
     assert shares and all(each > 0 for each in shares), shares
     return SplitPolicy(shares=tuple(shares))
 
 
 @dataclass(frozen=True, slots=True)
 class IndexRange:
-    """``count`` positions of the whole axis from ``start``; None: zeros."""
+    """``count`` positions of the whole axis from ``start``. None: zeros."""
 
     start: int | None
     count: int
 
     @property
     def end(self) -> int:
-        """The position behind the last one, of a run that is not of zeros."""
+        """The position after the last one. The range must not be zeros."""
         assert self.start is not None
         return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The runs of every chip along a mesh axis; the shares of a padded deal are of one size."""
+    """Every chip's index ranges along a mesh axis. Padded shares have equal sizes."""
 
     shares: tuple[tuple[IndexRange, ...], ...]
 
     @property
     def size(self) -> int:
-        """Positions on a chip, zeros included, where all have equally many."""
+        """The positions on a chip, with zeros. All shares must be equal."""
         assert len(set(self.sizes)) == 1, self.sizes
         return self.sizes[0]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Positions of each chip's share, zeros included."""
+        """The positions in each share, with zeros."""
         return tuple(sum(run.count for run in share) for share in self.shares)
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the shares side by side are the whole axis, each position once."""
+        """Return whether the concatenated shares are the whole axis."""
         end = 0
         for run in (run for share in self.shares for run in share):
             if run.start != end:
@@ -106,7 +110,7 @@ class Split:
         return True
 
     def in_units(self, unit: int) -> Split:
-        """The same shares of an axis whose positions are ``unit`` of these each: of heads, say."""
+        """Return the split for an axis whose unit has ``unit`` positions, as a head."""
         runs = [run for share in self.shares for run in share]
         assert all(run.count % unit == 0 and (run.start or 0) % unit == 0 for run in runs)
         return Split(
@@ -120,8 +124,9 @@ class Split:
         )
 
     def times(self, unit: int) -> Split:
-        """The same shares of an axis that has ``unit`` positions for each of these: the opposite of
-        :meth:`in_units`.
+        """Return the split for an axis with ``unit`` positions for each position.
+
+        It inverts :meth:`in_units`.
         """
         return Split(
             tuple(
@@ -134,7 +139,7 @@ class Split:
         )
 
     def merged(self) -> Split:
-        """The same shares with runs that follow one another as one."""
+        """Return the same shares with adjacent ranges merged."""
         shares = []
         for share in self.shares:
             runs: list[IndexRange] = []
@@ -148,7 +153,7 @@ class Split:
         return Split(tuple(shares))
 
     def moved(self, first: int) -> Split:
-        """The same shares of a part of an axis that begins at ``first`` of it."""
+        """Return the same shares with all positions shifted by ``first``."""
         return Split(
             tuple(
                 tuple(IndexRange(None if r.start is None else first + r.start, r.count) for r in s)
@@ -157,7 +162,7 @@ class Split:
         )
 
     def indices(self, rank: int) -> Tensor:
-        """int64 ``[size]``: the position in the whole axis of each of a chip's; -1 for zeros."""
+        """Return the position in the whole axis of each of a chip's, int64 ``[size]``, -1: zero."""
         parts = [
             torch.full((run.count,), -1)
             if run.start is None
@@ -167,7 +172,7 @@ class Split:
         return torch.cat(parts)
 
     def take(self, whole: Tensor, axis: int, rank: int) -> Tensor:
-        """A chip's share of a tensor along ``axis``, zeros where the split says so."""
+        """Return a chip's share along ``axis``, with zeros for padding."""
         indices = self.indices(rank).to(whole.device)
         found = whole.index_select(axis, indices.clamp(min=0))
         shape = [1] * whole.ndim
@@ -176,13 +181,13 @@ class Split:
 
 
 def deal(size: int, count: int, *, unit: int = TILE, policy: SplitPolicy = EQUAL) -> Split:
-    """``size`` positions over ``count`` chips or ranks in whole units, as the policy says.
+    """Split ``size`` positions over ``count`` chips or ranks in whole units.
 
-    With zeros at the end where it pads; else every share has a unit at least, and only the last
-    one may end inside a unit.
+    Padded splits have zeros at the end. In other splits, every share has at least one unit, and
+    only the last share may end within a unit.
 
     Raises:
-        CompileError: for fewer units than ranks, where nothing is padded.
+        CompileError: without padding, for fewer units than ranks.
     """
     if policy.pads:
         share = -(-size // (count * unit)) * unit
@@ -207,8 +212,9 @@ def _padded(start: int, real: int, share: int) -> tuple[IndexRange, ...]:
 
 
 def _units(num_units: int, shares: Sequence[int]) -> list[int]:
-    """Whole units in proportion to ``shares``, one each at least; the first ones get what is left
-    over, the furthest behind its due before others.
+    """Return whole units in proportion to ``shares``, at least one each.
+
+    The remaining units go to the shares with the largest deficit, then to the first.
     """
     due = [num_units * share / sum(shares) for share in shares]
     given = [max(1, int(each)) for each in due]
@@ -223,11 +229,11 @@ def _units(num_units: int, shares: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """How query and key/value heads are dealt over ``count`` chips or ranks.
+    """A split for query and key/value heads over ``count`` chips or ranks.
 
-    ``num_heads`` and ``num_kv_heads`` are those of the first, which of padded deals are all
-    chips', padding included. ``query_of[rank]`` and ``kv_of[rank]`` name the model's heads on a
-    chip, None for one of zeros.
+    Attributes:
+        num_heads, num_kv_heads: heads on the first chip. Padded splits have equal chips.
+        query_of, kv_of: model heads on each chip. None: a head of zeros.
     """
 
     num_heads: int
@@ -236,11 +242,11 @@ class HeadSplit:
     kv_of: tuple[tuple[int | None, ...], ...]
 
     def queries(self, head_dim: int, *, first: int = 0) -> Split:
-        """The columns of the query heads, which begin at ``first`` of the whole axis."""
+        """Return the query heads' columns, from ``first`` on the whole axis."""
         return _columns(self.query_of, head_dim, first)
 
     def keys(self, head_dim: int, *, first: int = 0) -> Split:
-        """The columns of the key (or value) heads."""
+        """Return the key (or value) heads' columns."""
         return _columns(self.kv_of, head_dim, first)
 
 
@@ -253,18 +259,18 @@ def split_heads(
     kv_unit: int = 1,
     query_unit: int = 1,
 ) -> HeadSplit:
-    """The queries of a chip or rank read that one's keys alone, in groups of one size.
+    """Split heads. A chip's queries read its own keys only, in equal groups.
 
-    Padded: every chip gets as many heads. Key/value heads are padded to the next number that
-    ``count`` divides, or that divides ``count``; in the latter case each is repeated on ``count /
-    heads`` chips, which share the queries of its group between them (padded to equal shares).
+    Padded: every chip has equally many heads. The key/value heads are padded to a
+    multiple or a divisor of ``count``. In the latter case, each head is repeated on ``count /
+    heads`` chips. These chips share the queries of its group, padded to equal shares.
 
-    Not padded: whole groups, as evenly as the policy says; of fewer key/value heads than ranks each
-    rank holds one, and the group's queries are dealt over the ranks that share it. No rank's heads
-    begin inside a run of ``kv_unit`` key/value heads, or ``query_unit`` queries.
+    Not padded: whole groups in the proportions of the policy. With fewer key/value heads than
+    ranks, each rank has a single head, and the ranks with the same head share its queries. No
+    rank's heads begin within ``kv_unit`` key/value heads, or ``query_unit`` queries.
 
     Raises:
-        CompileError: where there are fewer query heads than chips, or fewer such runs.
+        CompileError: for fewer query heads than chips, or fewer units than ranks.
     """
     if num_heads < count:
         noun = ("chips", "meshes of at most") if policy.pads else ("ranks", "at most")
@@ -287,7 +293,7 @@ def split_heads(
 
 
 def _head_split(queries: Split, keys: Split) -> HeadSplit:
-    """The heads that the ranks' runs name."""
+    """Return the heads in the ranks' index ranges."""
     query_of, kv_of = (
         tuple(tuple(split.indices(rank).tolist()) for rank in range(len(split.shares)))
         for split in (queries, keys)
@@ -298,7 +304,7 @@ def _head_split(queries: Split, keys: Split) -> HeadSplit:
 def _split_groups(
     num_heads: int, num_kv_heads: int, count: int, policy: SplitPolicy, query_unit: int
 ) -> HeadSplit:
-    """Several ranks to a key/value head, which share its queries."""
+    """Split each key/value head's queries over several ranks."""
     group = num_heads // num_kv_heads
     queries, keys = [], []
     shares = policy.shares or (1,) * count
@@ -345,7 +351,7 @@ def _columns(heads: tuple[tuple[int | None, ...], ...], head_dim: int, first: in
 
 
 def join(*splits: Split) -> Split:
-    """Shares side by side: a chip's Q columns, then its K, then its V columns."""
+    """Concatenate the shares: a chip's Q columns, then its K columns, then its V columns."""
     count = len(splits[0].shares)
     return Split(
         tuple(tuple(run for split in splits for run in split.shares[r]) for r in range(count))

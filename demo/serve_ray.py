@@ -1,10 +1,10 @@
-"""Serve a model with Ray Serve: Ray routes, scales and restarts, each replica is one actor.
+"""Serve a model with Ray Serve. Ray routes, scales and restarts replicas, which are actors.
 
-An actor has CPUs and GPUs of one machine and starts ``tilewright serve`` on them, with the options
-it is given; requests and streamed answers pass through. Started again while it serves, with other
-options or another model, it replaces replica by replica, and no request is lost:
+An actor has CPUs and GPUs of a machine, and runs ``tilewright serve`` with the given options.
+Requests and streamed responses pass through. A second start with other options or another model
+replaces the running replicas one by one, without lost requests:
 
-    python demo/serve_ray.py --ray-replicas 2 --gpus 1 path/to/model --target cuda --max-seats 64
+    python demo/serve_ray.py --ray-replicas 2 --gpus 1 path/to/model --target cuda --max-num-seqs 64
 
 Needs the extra ``ray``.
 """
@@ -29,13 +29,13 @@ _HOP_BY_HOP = frozenset(("connection", "content-length", "host", "keep-alive", "
 
 
 class Served:
-    """A ``tilewright serve`` of this process's own, on a free port, until it is closed.
+    """A ``tilewright serve`` process on a free port, until `close`.
 
     Args:
-        argv: the options of ``tilewright serve``, without a host and a port.
+        argv: options of ``tilewright serve``, without host and port.
 
     Raises:
-        TilewrightError: where it does not come up, with what it said last.
+        TilewrightError: if the server does not start, with its last message.
     """
 
     def __init__(self, argv: list[str]) -> None:
@@ -53,11 +53,11 @@ class Served:
             time.sleep(_LOOK_SECONDS)
 
     def is_healthy(self) -> bool:
-        """Whether it answers requests now."""
+        """Return whether the server is healthy."""
         return is_healthy("127.0.0.1", self.port, timeout_s=10.0)
 
     def close(self) -> None:
-        """End it; Ray has waited for its answers."""
+        """Stop the server. Ray has waited for its responses."""
         self._child.stop()
 
     def _fail(self) -> bytes:
@@ -65,14 +65,14 @@ class Served:
 
 
 class Replica:
-    """What Ray runs in an actor: hands requests to a server of its own, and its answers back."""
+    """A Ray actor that passes requests to its own server."""
 
     def __init__(self, argv: list[str]) -> None:
         self._served = Served(argv)
         self._session: Any = None
 
     async def __call__(self, request: Any) -> Any:
-        """Answer an HTTP request as the server does, piece by piece."""
+        """Stream the server's response to an HTTP request."""
         import aiohttp
         from starlette.responses import StreamingResponse
 
@@ -93,17 +93,17 @@ class Replica:
             try:
                 async for piece in answer.content.iter_any():
                     yield piece
-            finally:  # a client that has gone frees its slot
+            finally:  # a lost client frees its slot
                 answer.close()
 
         headers = {k: v for k, v in answer.headers.items() if k.lower() not in _HOP_BY_HOP}
         return StreamingResponse(pieces(), status_code=answer.status, headers=headers)
 
     async def check_health(self) -> None:
-        """Ray starts another actor where this raises several times.
+        """Check the server. Ray replaces the actor after several failures.
 
         Raises:
-            TilewrightError: where the server does not answer requests.
+            TilewrightError: if the server is not healthy.
         """
         if not await asyncio.to_thread(self._served.is_healthy):
             raise TilewrightError("the server of this replica is not healthy")
@@ -114,17 +114,17 @@ class Replica:
 
 
 def main(argv: list[str]) -> int:
-    """Deploy; returns the exit code once a signal has come, or at once into a running cluster."""
+    """Deploy. Return after a signal, or at once with a running cluster."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ray-replicas", type=int, default=1, help="actors (default: 1)")
-    parser.add_argument("--cpus", type=float, default=1, help="of each (default: 1)")
-    parser.add_argument("--gpus", type=float, default=0, help="of each (default: 0)")
-    parser.add_argument("--ray-host", default="127.0.0.1", help="the address to listen on")
-    parser.add_argument("--ray-port", type=int, default=8000, help="(default: 8000)")
-    parser.add_argument("--users", type=int, default=256, help="requests on a replica at a time")
-    parser.add_argument("--address", help="of a Ray cluster; without it one is started here")
+    parser.add_argument("--ray-replicas", type=int, default=1, help="number of actors (default: 1)")
+    parser.add_argument("--cpus", type=float, default=1, help="CPUs per actor (default: 1)")
+    parser.add_argument("--gpus", type=float, default=0, help="GPUs per actor (default: 0)")
+    parser.add_argument("--ray-host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--ray-port", type=int, default=8000, help="port (default: 8000)")
+    parser.add_argument("--users", type=int, default=256, help="concurrent requests per replica")
+    parser.add_argument("--address", help="address of a Ray cluster (default: start a cluster)")
     asked, options = parser.parse_known_args(argv)
     try:
         import ray

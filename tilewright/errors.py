@@ -1,4 +1,4 @@
-"""The errors a user can cause. Everything else that is raised is a bug of ours."""
+"""Errors of users. Any other exception is an internal error."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 _LONGEST_NAME = 80
-"""The number of characters of a given value that are compared with what is allowed."""
+"""Maximum number of compared characters of a given value."""
 
 
 class TilewrightError(Exception):
-    """A user's error, in one line: what was wrong, where, what is allowed. Commands exit with its
-    ``exit_code``.
+    """A user error on a single line: place, mistake and allowed values.
+
+    Commands exit with ``exit_code``.
     """
 
     exit_code = 2
 
 
 class CheckpointError(TilewrightError):
-    """A model's files are missing, cut short, corrupt or of a kind that is not read."""
+    """A model's files are missing, truncated, corrupt or unsupported."""
 
 
 class ConfigError(TilewrightError):
-    """A configuration file or an option has a value that is not allowed."""
+    """A configuration file or an option has an invalid value."""
 
 
 class CompileError(TilewrightError):
@@ -30,25 +31,26 @@ class CompileError(TilewrightError):
 
 
 class NoRoomError(CompileError):
-    """What was compiled cannot be written: a full disk, a limit, no temporary folder."""
+    """The compiled program cannot be written: full disk, limit, or no temporary directory."""
 
 
 class RankError(TilewrightError):
-    """A rank of several has ended, hangs or does not answer: the whole group ends."""
+    """A rank has ended, hangs or does not answer. The whole group ends."""
 
     exit_code = 3
 
 
 class RankRefusedError(TilewrightError):
-    """What was asked for cannot be done, as another rank than this one was the first to say."""
+    """Another rank has refused the request first."""
 
 
 class ExchangeError(RankError):
-    """An exchange between ranks has failed: ``rank`` is the one that did not take its part.
+    """A collective has failed. ``rank`` is the absent rank.
 
     Args:
-        said: what it did not do, or did.
-        after: how long it was waited for, in words; nothing where it has gone.
+        said: failure of the rank.
+        rank: rank number.
+        after: waiting time in words. Empty: the rank is gone.
     """
 
     def __init__(self, said: str, rank: int, after: str = "") -> None:
@@ -56,25 +58,24 @@ class ExchangeError(RankError):
         self.rank, self._said, self._after = rank, said, after
 
     def of_step(self, number: int) -> str:
-        """What was said, with the step that the exchange belongs to."""
+        """Return the message with the step of the collective."""
         return f"{self._said} of step {number} {self._after}".rstrip()
 
 
 class RequestError(TilewrightError):
-    """A request cannot be served: a prompt too long, an unknown id, a parameter out of range."""
+    """A request is invalid: long prompt, unknown id, or parameter out of range."""
 
 
 def one_line(error: BaseException, length: int = 200) -> str:
-    """What an error of a library says, fit for a message of ours: one printable line, cut."""
+    """Return a library's error as a printable line of at most ``length`` characters."""
     text = " ".join(str(error).split())[:length] or type(error).__name__
     return text if text.isprintable() else repr(text)
 
 
 def allowed(values: Iterable[object], given: object = None) -> str:
-    """The tail of a message that lists what is allowed: ``allowed: a, b, c``.
+    """Return the end of an error message: ``allowed: a, b, c``.
 
-    Where the name ``given`` instead is close to one of them, that one is proposed:
-    ``allowed: a, b, c; did you mean 'b'?``.
+    A value similar to ``given`` is suggested: ``allowed: a, b, c; did you mean 'b'?``.
     """
     names = [str(value) for value in values]
     close = []

@@ -1,6 +1,6 @@
-"""A model to ask: opened, compiled through the cache and served; what `tilewright.LLM` is.
+"""Class `LLM`: opens a model, compiles it through the cache, and generates text.
 
-It knows text, messages and answers; slots, pages and steps are the runtime's.
+Knows text, messages and answers. The runtime knows slots, pages and steps.
 """
 
 from __future__ import annotations
@@ -54,15 +54,17 @@ Chats = Sequence[str | Chat]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a model answered; ``str()`` of it, and so ``print``, is its text.
+    """An answer. ``str()`` returns its text.
 
     Attributes:
         text: the answer without special tokens.
         tokens: its token ids, with the end token.
-        finish_reason: ``stop`` at an end token, ``length`` at ``max_tokens``, ``cancelled``.
-        num_prompt_tokens: of them, ``num_cached_tokens`` had been computed for an earlier prompt.
+        finish_reason: ``stop`` at an end token, ``length`` at ``max_tokens``, or ``cancelled``.
+        num_prompt_tokens: prompt tokens.
+        num_cached_tokens: prompt tokens from the prefix cache.
         num_draft_tokens, num_accepted_tokens: Verified draft tokens, and the accepted ones.
-        first_s: seconds from the question to the first token; total_s: to the last one.
+        first_s: seconds from the request to the first token.
+        total_s: seconds from the request to the last token.
     """
 
     text: str
@@ -80,15 +82,15 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second after the first token. None: there are none."""
+        """Tokens per second after the first token. None for a single token."""
         seconds = self.total_s - self.first_s
         return (len(self.tokens) - 1) / seconds if len(self.tokens) > 1 and seconds > 0 else None
 
 
 class AnswerStream(Iterator[str]):
-    """The text of one answer, piece by piece as it comes; `answer` is the whole of it so far.
+    """Iterates over an answer's text while it is generated.
 
-    Leaving it early with `close`, or at the end of a ``with`` block, ends the request.
+    `close`, or the end of a ``with`` block, ends an unfinished request.
     """
 
     def __init__(self, request: RequestState, pieces: Iterator[str], tokenizer: Tokenizer) -> None:
@@ -99,15 +101,15 @@ class AnswerStream(Iterator[str]):
 
     @property
     def answer(self) -> Answer:
-        """The answer so far, whole once the stream has ended.
+        """The answer so far, complete at the stream's end.
 
         Raises:
-            RequestError: where the model's logits were no numbers.
+            RequestError: if the model's logits are no numbers.
         """
         return _answer(self._request, self._tokenizer)
 
     def close(self) -> None:
-        """End the request; nothing happens where it has ended."""
+        """End an unfinished request."""
         getattr(self._pieces, "close", lambda: None)()
 
     def __enter__(self) -> Self:
@@ -120,11 +122,11 @@ class AnswerStream(Iterator[str]):
 class LLM:
     """A model that answers: ``LLM("smollm2").chat("Why is the sky blue?")``.
 
-    What was compiled once comes from the cache, and a prompt that begins as an earlier prompt
-    computes only what is new. Several prompts run as a batch. Every method takes the sampling
-    parameters of :class:`tilewright.compiler.sampling.params.SamplingParams` as keywords
-    (``temperature``, ``top_p``, ``max_tokens``, ``seed`` ...); the model's own end tokens end an
-    answer unless ``stop_token_ids`` names others, and ``max_tokens`` is 512 or the free context.
+    Compiled programs come from the cache, and prompts share computed prefixes. Several prompts run
+    as a batch. Every method takes the fields of
+    :class:`tilewright.compiler.sampling.params.SamplingParams` as keywords (``temperature``,
+    ``top_p``, ``max_tokens``, ``seed`` ...). The default of ``stop_token_ids`` is the model's end
+    tokens. The default of ``max_tokens`` is 512, or the free context if it is smaller.
 
     Args:
         model: a directory, a file, a name on the Hugging Face hub, ``shape:NAME``, or a directory
@@ -135,8 +137,8 @@ class LLM:
             (default: 8), ``max_model_len`` and ``tensor_parallel_size``.
 
     Raises:
-        TilewrightError: for a model that is not found or not read, or for choices that do not fit
-            together or this machine.
+        TilewrightError: for an unknown or unreadable model, or for options that do not fit together
+            or this machine.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class LLM:
 
     @classmethod
     def of_compiled(cls, source: ModelHandle, compiled: Compiled, config: EngineConfig) -> Self:
-        """Make an LLM of a compiled model."""
+        """Make an LLM from a compiled model."""
         made = cls.__new__(cls)
         made._begin(source, compiled, config)
         return made
@@ -178,7 +180,7 @@ class LLM:
 
     @property
     def max_context(self) -> int:
-        """The most positions of a sequence, prompt and answer together."""
+        """Maximum positions in a sequence, prompt and answer together."""
         return self.compiled.executable.capabilities.max_context
 
     @overload
@@ -188,10 +190,10 @@ class LLM:
     def generate(self, prompts: Sequence[str], **sampling: Any) -> list[Answer]: ...
 
     def generate(self, prompts: str | Sequence[str], **sampling: Any) -> Answer | list[Answer]:
-        """Continue a text, or several as a batch, as they stand: without the chat template.
+        """Continue a text or a batch of texts, without the chat template.
 
         Raises:
-            RequestError: for a text that does not fit the context, or parameters out of range.
+            RequestError: for a text above the context, or parameters out of range.
         """
         if isinstance(prompts, str):
             return self._run([self._plain(prompts)], sampling)[0]
@@ -204,11 +206,11 @@ class LLM:
     def chat(self, messages: Chats, **sampling: Any) -> list[Answer]: ...
 
     def chat(self, messages: str | Chat | Chats, **sampling: Any) -> Answer | list[Answer]:
-        """Answer a question or a chat through the model's template, or several chats as a batch.
+        """Answer a question or a chat with the chat template, or a batch of chats.
 
         Raises:
-            RequestError: where the model has no chat template, for messages it does not take, for
-                a chat that does not fit the context, or parameters out of range.
+            RequestError: for a model without a chat template, unsupported messages, a chat above
+                the context, or parameters out of range.
         """
         if isinstance(messages, str) or not messages or isinstance(messages[0], Mapping):
             one = cast("str | Chat", messages)
@@ -216,17 +218,17 @@ class LLM:
         return self._run([self._of_chat(each) for each in cast("Chats", messages)], sampling)
 
     def stream(self, prompt: str, **sampling: Any) -> AnswerStream:
-        """What `generate` gives for one prompt, piece by piece."""
+        """Stream `generate` for a single prompt."""
         return self._stream(self._plain(prompt), sampling)
 
     def stream_chat(self, messages: str | Chat, **sampling: Any) -> AnswerStream:
-        """What `chat` gives for one chat, piece by piece."""
+        """Stream `chat` for a single chat."""
         return self._stream(self._of_chat(messages), sampling)
 
     def stream_tokens(
         self, prompt: Sequence[int], images: Sequence[PromptImage] = (), **sampling: Any
     ) -> AnswerStream:
-        """The answer to token ids, piece by piece. ``images``: images in the prompt."""
+        """Stream the answer to token ids. ``images``: images in the prompt."""
         return self._stream((tuple(prompt), tuple(images)), sampling)
 
     def embed(
@@ -266,7 +268,7 @@ class LLM:
         return vectors[0] if isinstance(texts, str) else vectors
 
     def close(self) -> None:
-        """Release the model; it is not asked again."""
+        """Release the model."""
         self.compiled.executable.close()
 
     def __enter__(self) -> Self:

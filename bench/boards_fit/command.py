@@ -1,5 +1,6 @@
-"""``bench fit-perf-model``: fit the performance model of Tenstorrent boards to published speeds,
-hold out whole models and boards, and write the constants to the source.
+"""``bench fit-perf-model``: fit the Tenstorrent performance model to published speeds.
+
+Holds out whole models and boards, and writes the constants to the source.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ EXIT_STALE = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
-    speeds: str = option(SPEEDS, default=str(_ROOT / SPEEDS), metavar="FILE")
+    speeds: str = option(
+        f"published speeds ({SPEEDS})", default=str(_ROOT / SPEEDS), metavar="FILE"
+    )
     write: bool = option("write the constants to the source", default=False)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Fit the boards' time model; 1 where the constants kept are not those that the fit gives.
+    """Fit the boards' time model. Return 1 if the constants in the source differ.
 
     Raises:
-        TilewrightError: for a mistake in the arguments, or a file that cannot be read or written.
+        TilewrightError: for wrong arguments, or an unreadable or unwritable file.
     """
     options = parse(
         _Options,
@@ -45,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         description="Fit the performance model of Tenstorrent boards to published speeds.",
     )
     document = perf_md.load(options.speeds)
-    # what is fitted takes seconds to import, which help and mistakes need not wait for
+    # The imports take seconds. Help and argument errors do not wait for them.
     from bench.boards_fit.blackhole import blackhole_report, blackhole_source, study_blackhole
     from bench.boards_fit.programs import READINGS, Programs
     from bench.boards_fit.report import study_report, study_rows
@@ -71,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def is_kept(study: Study) -> bool:
-    """Whether the constants in the source are those of a fit."""
+    """Return whether the source has a fit's constants."""
     from tilewright.compiler.targets.tenstorrent.perf.constants import ERROR_BARS, FITTED
 
     pairs = [
@@ -84,10 +87,10 @@ def is_kept(study: Study) -> bool:
 
 
 def write_constants(path: Path, study: Study) -> None:
-    """Put a fit's constants between the marks of a source file.
+    """Write a fit's constants between the marks of a source file.
 
     Raises:
-        ConfigError: where the file cannot be read or written, or has no marks.
+        ConfigError: if the file is unreadable, unwritable or without marks.
     """
     lines = "".join(
         f"    {field.name}={getattr(study.constants, field.name):.4g},\n"
@@ -106,10 +109,10 @@ def fitted_source(path: Path) -> str:
 
 
 def replace_source(path: Path, made: str) -> None:
-    """Put text between the marks of a source file.
+    """Write text between the marks of a source file.
 
     Raises:
-        ConfigError: if the file cannot be read or written, or has no marks.
+        ConfigError: if the file is unreadable, unwritable or without marks.
     """
     try:
         text = path.read_text(encoding="utf-8")

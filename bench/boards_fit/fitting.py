@@ -1,7 +1,7 @@
-"""The performance model's few constants from published speeds, and how far off held-out rows are.
+"""Fits the performance model's constants to published times, with errors on held-out rows.
 
-Robust least squares on logarithms of ratios, constants kept positive by fitting their logarithms.
-Knows samples (a program's work and a published time), not where programs come from.
+Uses robust least squares on log ratios. Constants stay positive, because their logarithms are
+fitted. Knows samples (a program's work and a published time), not programs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import DECODE,
 
 Vector = NDArray[np.float64]
 C = TypeVar("C", bound=Any)
-"""Constants: a dataclass of positive numbers that samples predict from."""
+"""Type for constants: a dataclass with positive numbers."""
 
 DECODE_NAMES = (
     *("bank_bytes_per_s", "tile_cycles", "op_seconds", "bias_seconds", "ring_seconds"),
@@ -33,15 +33,15 @@ PREFILL_NAMES = (
 )
 
 _HUBER = 0.05
-"""Errors above it weigh linearly: some published rows contradict each other by more."""
+"""Errors above it have linear weight. Some published rows differ from each other by more."""
 _PULL = 1e-4
-"""Weight of the squared log distance to where the fit starts: holds constants no row tells of."""
+"""Weight for the squared log distance to the start. It fixes constants without data."""
 _MAX_STEPS, _TOLERANCE, _NUDGE = 100, 1e-9, 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A published time (``seconds`` of a step or a prompt) and the work behind it."""
+    """A published time for a step or a prompt in seconds, with its work."""
 
     model: str
     device: str
@@ -51,7 +51,7 @@ class Sample:
     is_decode: bool
 
     def predict(self, constants: Constants) -> float:
-        """The seconds that the performance model gives the sample."""
+        """Return the predicted seconds for the sample."""
         once = once_seconds(constants, is_decode=self.is_decode)
         return once + sum(
             count * work_seconds(work, constants, is_decode=self.is_decode)[0]
@@ -59,22 +59,22 @@ class Sample:
         )
 
     def error(self, constants: Constants) -> float:
-        """Predicted time over published time, less one."""
+        """Return the prediction's relative error."""
         return self.predict(constants) / self.seconds - 1
 
 
 def sample_of(
     program: DeviceProgram, *, model: str, device: str, source: str, seconds: float
 ) -> Sample:
-    """A sample of one program; equal work is counted, not listed."""
+    """Return a program's sample. Equal work is counted, not listed."""
     work = tuple(Counter(program_work(program)).items())
     return Sample(model, device, source, seconds, work, program.phase == DECODE)
 
 
 def fit(samples: Sequence[Any], names: Sequence[str], start: C = START) -> C:  # type: ignore[assignment]
-    """Constants called ``names`` from samples, the others as they are in ``start``.
+    """Fit the constants ``names`` to samples. The other constants are as in ``start``.
 
-    Gauss-Newton with Levenberg's damping and Huber's weights on log(predicted / published).
+    Uses Gauss-Newton with Levenberg's damping and Huber's weights on log(predicted / published).
     """
     assert len(samples) >= len(names)
     first = np.log([getattr(start, name) for name in names])
@@ -111,7 +111,7 @@ def fit(samples: Sequence[Any], names: Sequence[str], start: C = START) -> C:  #
 def held_out(
     samples: Sequence[Any], names: Sequence[str], key: Callable[[Any], Hashable], start: Any = START
 ) -> list[float]:
-    """The error of each sample by constants fitted without those of its key."""
+    """Return each sample's error with constants fitted without its key's samples."""
     fitted = {
         left: fit([sample for sample in samples if key(sample) != left], names, start)
         for left in {key(sample) for sample in samples}
@@ -120,7 +120,7 @@ def held_out(
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's, equal values sharing their mean rank."""
+    """Return Spearman's rank correlation. Equal values have their mean rank."""
     ranks = [_ranks(np.asarray(each, dtype=np.float64)) for each in (first, second)]
     a, b = (each - each.mean() for each in ranks)
     return float((a @ b) / np.sqrt((a @ a) * (b @ b)))

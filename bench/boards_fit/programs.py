@@ -1,5 +1,6 @@
-"""Programs of the published models on the boards, by their sizes: one layer is traced and lowered,
-and counted as often as the model has layers.
+"""Programs for the published models on boards, by their sizes.
+
+A single layer is traced and lowered, and counted as often as the model has layers.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
     from tilewright.compiler.targets.tenstorrent.program.instructions import DeviceProgram
 
 _ANY_BOARD = "n150"
-"""The passes are those of every board; the mesh comes in when a graph is lowered."""
+"""All boards have the same passes. Lowering adds the mesh."""
 
 MIXED = "formats introduced, fidelities named"
 AS_INTRODUCED, AS_NAMED = "as introduced", "as named"
 READINGS = (MIXED, AS_INTRODUCED, AS_NAMED)
-"""What the published rows' configurations are taken to be; the first is used."""
+"""Interpretations for the published configurations. The first is in use."""
 
 _ATTENTION_OPS = ("li_qkv", "li_o", "sdpa")
 _BFP4_IN_ACCURACY = ("Llama3.1-70B", "Qwen2.5-72B")
@@ -45,7 +46,7 @@ PUBLISHED: Mapping[str, str] = MappingProxyType(
         "Llama3.2-1B": "llama-3.2-1b",
         "Llama3.2-3B": "llama-3.2-3b",
         "Llama3.1-8B": "llama-3.1-8b",
-        # A prompt of text passes over the cross-attention layers of 11B and 90B.
+        # Text prompts skip the cross-attention layers in 11B and 90B.
         "Llama3.2-11B": "llama-3.1-8b",
         "Llama3.1-70B": "llama-3.1-70b",
         "Llama3.2-90B": "llama-3.1-70b",
@@ -55,12 +56,12 @@ PUBLISHED: Mapping[str, str] = MappingProxyType(
         "Phi-3-mini-128k-instruct": "phi-3.5-mini",
     }
 )
-"""The shape of each model of the published tables, by its name there; of equal sizes one shape."""
+"""Shape by published model name. Equal sizes have the same shape."""
 
 
 @dataclass(slots=True)
 class Programs:
-    """Makes programs; graphs are kept, traced ones by shape, lowered ones by configuration too."""
+    """Makes programs. Caches traced graphs by shape, and lowered graphs by configuration."""
 
     _traced: dict[str, GraphModule] = field(default_factory=dict)
     _graphs: dict[tuple[str, str], GraphModule] = field(default_factory=dict)
@@ -77,9 +78,9 @@ class Programs:
         length: int = 1,
         context: int,
     ) -> DeviceProgram:
-        """One step of a published model; ``device`` has ``num_replicas`` meshes of equal size.
+        """Return a published model's step. ``device`` has ``num_replicas`` equal meshes.
 
-        ``context``: positions attended to, the step's own included.
+        ``context``: attended positions, with the step's own positions.
         """
         assert phase in PHASES
         mesh = MESHES[device]
@@ -113,9 +114,9 @@ class Programs:
 
 
 def repeat_layer(program: DeviceProgram, num_layers: int) -> DeviceProgram:
-    """A program of one layer with that layer's instructions ``num_layers`` times.
+    """Return a one-layer program with its layer's instructions repeated ``num_layers`` times.
 
-    For counting and pricing alone: the copies share their values and weights.
+    For counts and time estimates only, because the copies share values and weights.
     """
     before = [each for each in program.instructions if each.layer is None]
     layer = [each for each in program.instructions if each.layer is not None]
@@ -126,12 +127,11 @@ def repeat_layer(program: DeviceProgram, num_layers: int) -> DeviceProgram:
 
 
 def published_precision(section: str, model: str, reading: str) -> PrecisionConfig:
-    """The configuration of a row of the section "accuracy" or another, as far as it is known.
+    """Return the presumed configuration for a row in the section "accuracy" or another section.
 
-    ``reading``: one of `READINGS`. As named: ours of the section's name, with its exceptions by
-    model. As introduced: what the tables' introductions say, gate and up in bfp4 (in the section
-    "accuracy" for two models only), the base elsewhere. Mixed: formats as introduced, fidelities
-    as named.
+    ``reading`` is in `READINGS`. As named: our configuration of the section's name, with its
+    exceptions by model. As introduced: gate and up in bfp4 (in the section "accuracy" for two
+    models only), the base elsewhere. Mixed: formats as introduced, fidelities as named.
     """
     named = load_precision("accuracy" if section == "accuracy" else "performance")
     if reading == AS_NAMED:
@@ -150,9 +150,9 @@ def published_precision(section: str, model: str, reading: str) -> PrecisionConf
 
 
 def _one_layer(shape: str) -> Any:
-    """A layer of a shape between an embedding and a head of its own; without its weights.
+    """Return a shape's single layer with embedding and head, without weights.
 
-    How rotations are stretched costs a board no time, and is left out.
+    Omits the rotation scaling, because it takes a board no time.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""A fit of the performance model and its tables: errors of rows held out, and of rows not used."""
+"""Report on a fitted performance model, with errors on held-out and unused rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from tilewright.evaluate.report.display import percent
 from tilewright.evaluate.report.table import Table
 
 _BAR = 90
-"""Percent of held-out rows that lie within the error bar of a prediction."""
+"""Percentage for error bars: held-out rows within a prediction's bar."""
 _BOARDS = ("N150", "N300", "T3K", "TG")
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """Errors of one sample's time: in the fit, and with its model, its family (models of the same
-    sizes) or its board left out of it.
+    """A sample's time errors: in the fit, and with its model, family or board held out.
+
+    A family has models with equal sizes.
     """
 
     sample: fitting.Sample
@@ -35,8 +36,12 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """One reading of the published configurations. Of decode the judged rows come first, then
-    Galaxy's; ``alone`` is the error without each model where only judged rows are fitted.
+    """An interpretation for the published configurations, with its fit.
+
+    Attributes:
+        decode: residuals for decode steps, judged rows first.
+        galaxy: residuals for Galaxy's decode steps.
+        alone: error without each model, fitted on judged rows only.
     """
 
     reading: str
@@ -48,8 +53,10 @@ class Study:
     alone: tuple[float, ...]
 
     def bars(self) -> dict[str, tuple[float, float]]:
-        """Error bars by kind of run, of a step and of a prompt: what nine of ten rows lie within,
-        of models left out of the fit (``short``) or of rows that are never fitted.
+        """Return error bars for steps and prompts by kind.
+
+        A bar covers nine of ten rows. ``short`` is of held-out models, the other kinds are of rows
+        that are never fitted.
         """
         errors = {
             "short": (
@@ -65,14 +72,14 @@ class Study:
         return {name: (_bar(steps), _bar(prompts)) for name, (steps, prompts) in errors.items()}
 
     def rank(self) -> float:
-        """Spearman's, of predicted and published speeds of the precision rows."""
+        """Return Spearman's correlation for the predicted and published precision rows."""
         matches = [case.decode for case in self.rows if case.kind == "precision" and case.decode]
         predicted = [1 / sample.predict(self.constants) for sample in matches]
         return fitting.rank_correlation(predicted, [1 / sample.seconds for sample in matches])
 
 
 def study_rows(reading: str, rows: Sequence[PublishedRow]) -> Study:
-    """Fit, and fit again without every model, family and board."""
+    """Fit a study, and fit again without each model, family and board in turn."""
     steps = [case.decode for case in rows if case.is_judged and case.decode]
     large = [case.decode for case in rows if case.is_galaxy and case.decode]
     prompts = [case.prefill for case in rows if case.is_judged and case.prefill]
@@ -249,7 +256,7 @@ def _predicted(
 
 
 def _short_title(heading: str) -> str:
-    """The settings in which the published precision rows differ."""
+    """Return the differing settings in a published precision row."""
     inner = heading.partition("{")[2].partition("}")[0]
     kept = [part for part in inner.split(", ") if part.split(":")[0] in _DIFFERING]
     return ", ".join(kept)

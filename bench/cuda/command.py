@@ -1,6 +1,6 @@
-"""``python -m bench bench-cuda``: speed of known shapes with random weights on a GPU, row by row.
+"""``python -m bench bench-cuda``: speed for known shapes with random weights on a GPU.
 
-The rates of memory reads and large matmuls are measured in the same run.
+The same run measures rates for memory reads and large matmuls.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
-    rows: tuple[str, ...] = option("some rows; 8b-* fits", default=(), metavar="NAME")
+    rows: tuple[str, ...] = option("row names, as 8b-*", default=(), metavar="NAME")
     list: bool = option("list the rows", default=False)
-    results: Path | None = option("append records, as JSON lines", metavar="FILE", type=Path)
-    profile: bool = option("show the kernels of steps by GPU time", default=False)
-    repeats: int | None = option(f"of every row ({REPEATS})", type=integer(1, 1000))
-    tensor_parallel: int = option("GPUs of a model", default=1, type=integer(1, 8), metavar="N")
-    host_time: bool = option("show the host time of a step of every program", default=False)
+    results: Path | None = option("JSON lines file for the records", metavar="FILE", type=Path)
+    profile: bool = option("show kernels by GPU time", default=False)
+    repeats: int | None = option(f"repeats per row ({REPEATS})", type=integer(1, 1000))
+    tensor_parallel: int = option("GPUs per model", default=1, type=integer(1, 8), metavar="N")
+    host_time: bool = option("show every program's host time per step", default=False)
     quick: bool = option(
-        f"{QUICK_REPEATS} repeats, {QUICK_TOKENS} tokens: no figures for a table", default=False
+        f"{QUICK_REPEATS} repeats, {QUICK_TOKENS} tokens, not for tables", default=False
     )
 
 
@@ -116,7 +116,7 @@ def programs(rows: Sequence[BenchRow]) -> list[tuple[BenchRow, ...]]:
 
 @dataclass(slots=True)
 class _Session:
-    """A run: by row name, the figures or the reason without figures."""
+    """A run with the values, or the reason for missing values, by row name."""
 
     screen: Console
     choices: Choices
@@ -126,11 +126,11 @@ class _Session:
     is_broken: bool = False
 
     def measure(self, rows: Sequence[BenchRow]) -> None:
-        """Measure the rows of a program. An error loses these rows only."""
+        """Measure a program's rows. An error affects only these rows."""
         try:
             self._measure(rows)
             return
-        except CheckpointError as error:  # the architecture of the shape does not exist
+        except CheckpointError as error:  # the shape has no architecture
             reason = str(error)
         except TilewrightError as error:
             reason, self.is_broken = str(error), True
@@ -159,7 +159,7 @@ class _Session:
                 self._take(made.measure(row, self.ceilings))
                 if row.metric == DECODE and (routing := made.routing(row)):
                     self._print(f"{row.name}: {routing}")
-            for row in rows if self.choices.is_profiled else ():  # after all timed runs
+            for row in rows if self.choices.is_profiled else ():  # after the timed runs
                 self._profile(made, row)
             if self.choices.shows_host_time:
                 for line in host_times(made.compiled.executable, made.options.max_batch):
@@ -168,7 +168,7 @@ class _Session:
             made.close()
 
     def _take(self, found: Figures) -> None:
-        """Keep, record and print a row at once: the run may end at any time."""
+        """Record and print a row at once, because the run may end at any time."""
         self.found[found.row.name] = found
         if found.result is not None and self.choices.results is not None:
             append(self.choices.results, found.result)
@@ -184,7 +184,7 @@ class _Session:
             jobs, is_decode = made.jobs(row), row.metric != TTFT
             found = step_times.profile(made.compiled.executable, jobs, is_decode=is_decode)
             self._print(f"{row.name}: kernels by GPU time\n{found}")
-        except Exception as error:  # a failed profiler loses no row
+        except Exception as error:  # a failed profiler does not affect the row
             traceback.print_exc()
             self.is_broken = True
             self._print(f"{row.name}: no profile: {one_line(error)}", style="yellow")
@@ -219,14 +219,14 @@ class _Session:
 
 
 def _figure(value: Callable[[Figures], float | None]) -> Callable[[Figures], str]:
-    """Return a column of values in the unit of the metric."""
+    """Return a column with values in the metric's unit."""
     return lambda found: decimal(
         value(found), METRICS[found.row.metric].digits, none="-", grouped=True
     )
 
 
 def _share(found: Figures) -> str:
-    """Return the share of the limit that a value reaches."""
+    """Return the reached share of the limit."""
     if not found.limit:
         return "-"
     share = found.value / found.limit

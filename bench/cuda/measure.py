@@ -1,4 +1,4 @@
-"""Measurement of the rows of ``bench-cuda``: programs, timed runs, figures, records, starts.
+"""Measures the rows of ``bench-cuda``: programs, timed runs, records and starts.
 
 Prints nothing.
 """
@@ -47,27 +47,27 @@ from tilewright.runtime.engine import Engine
 from tilewright.utils.child_process import PYTHON, Child
 
 _LONG_PROMPT, _LONG_REPEATS = 16384, 3
-"""Maximum number of repeats of a prompt of this length, and of a start."""
+"""Long prompt length, and the maximum number of repeats for long prompts and starts."""
 _START_SECONDS, _START_PROMPT = 300, "Why is the sky blue?"
 _DEMO = Path(__file__).resolve().parents[2] / "demo" / "simple_text_demo.py"
 
 
 @runtime_checkable
 class ChoosesExperts(Protocol):
-    """An executable that counts the experts of a decode step, layer by layer."""
+    """An executable that counts the used experts of a decode step in each layer."""
 
     def chosen_experts(self, slots: Sequence[Slot], tokens: Sequence[int]) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a row in the unit of its metric.
+    """A row's values in its metric's unit.
 
     Attributes:
-        values: One figure of each repeat.
-        limit: Minimum or maximum by the ceilings of the device.
-        detail: Other figures in words.
-        result: The record. None: another row has the record.
+        values: a value for each repeat.
+        limit: bound from the device's measured rates.
+        detail: other values in words.
+        result: the record. None: another row has it.
     """
 
     row: BenchRow
@@ -78,12 +78,12 @@ class Figures:
 
     @property
     def value(self) -> float:
-        """The median of all repeats."""
+        """The median over all repeats."""
         return statistics.median(self.values)
 
 
 class Bench:
-    """A compiled program for rows with equal `BenchRow.program`. Close it before the next."""
+    """A compiled program for rows with equal `BenchRow.program`. Close it before another."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Bench:
         progress: Progress,
         num_ranks: int = 1,
     ) -> None:
-        release_memory()  # of a failed program
+        release_memory()  # after a failed program
         started = time.perf_counter()
         self._target, self._repeats, self._num_ranks = target, repeats, num_ranks
         self._context = rows[0].program[-1]
@@ -107,7 +107,7 @@ class Bench:
         self._measured: dict[tuple[int, int, int], tuple[Sequence[TimedRun], Result]] = {}
 
     def measure(self, row: BenchRow, ceilings: Ceilings) -> Figures:
-        """Measure a row. Rows with the same batch and lengths share runs and record."""
+        """Measure a row. Rows with equal batch and lengths share runs and record."""
         key = row.batch, row.prompt_length, row.num_generated
         is_known = key in self._measured
         if not is_known:
@@ -118,7 +118,7 @@ class Bench:
         return Figures(row, values, limit, detail, kept)
 
     def works(self, row: BenchRow) -> tuple[StepTraffic, StepTraffic]:
-        """Return the work of the prompt, and of the decode step in the middle."""
+        """Return the work for the prompt, and for a decode step at half the output."""
         context = row.prompt_length + (row.num_generated + 1) / 2
         return (
             prefill_work(self.compiled, num_tokens=row.prompt_length),
@@ -126,7 +126,7 @@ class Bench:
         )
 
     def text(self) -> str:
-        """Return a line with the model, the memory and the time to compile."""
+        """Return a line with model, memory and compile time."""
         executable, options = self.compiled.executable, self.options
         weights = executable.memory().weights / 1e9
         cache = options.max_batch * executable.state_bytes(options.max_context) / 1e9
@@ -137,13 +137,13 @@ class Bench:
         )
 
     def jobs(self, row: BenchRow) -> tuple[TimedRequest, ...]:
-        """Return the prompts of a row, one for each user."""
+        """Return a row's prompts, with a prompt per user."""
         return measure.plan_jobs(self.source, self._options_of(row)).jobs
 
     def routing(self, row: BenchRow) -> str:
-        """Return the number of experts in a decode step, empty for a dense model.
+        """Return a line about a decode step's experts, empty for a dense model.
 
-        The number depends on the random weights and prompts, and so do the bytes read.
+        The number and the bytes depend on the random weights and prompts.
         """
         executable = self.compiled.executable
         config = self.source.checkpoint_model().config
@@ -169,7 +169,7 @@ class Bench:
         result = measure.make_result(self.source, options, self.compiled, runs, plan=plan)
         command = f"python -m bench bench-cuda --rows {row.name} --repeats {self._repeats}"
         command += f" --tensor-parallel {self._num_ranks}" if self._num_ranks > 1 else ""
-        # The peak memory is of several programs in this process.
+        # The peak memory covers several programs in this process.
         return runs, replace(result, peak_memory_bytes=None, command=command)
 
     def _options_of(self, row: BenchRow) -> RunOptions:
@@ -177,7 +177,7 @@ class Bench:
         return run_options(row, target=self._target, repeats=self._repeats, num_ranks=ranks)
 
     def close(self) -> None:
-        """Release the memory of the program."""
+        """Release the program's memory."""
         self.compiled.executable.close()
         self._measured.clear()
         release_memory()
@@ -185,7 +185,7 @@ class Bench:
 
 def release_memory() -> None:
     """Return unused memory to the GPU."""
-    gc.collect()  # reference cycles keep tensors
+    gc.collect()  # tensors in reference cycles
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -222,7 +222,7 @@ def _figure(
     works: tuple[StepTraffic, StepTraffic],
     ceilings: Ceilings,
 ) -> tuple[tuple[float, ...], float, str]:
-    """Return values, limit and detail of a row."""
+    """Return a row's values, limit and detail."""
     prompt_limit, step_limit = (limit_seconds(work, ceilings) for work in works)
     prompts = [1e-3 * run.repeat.ttft_ms for run in runs if run.repeat.ttft_ms]
     rates = [row.batch * run.repeat.decode_tsu for run in runs if run.repeat.decode_tsu]
@@ -244,7 +244,7 @@ def _figure(
 
 
 def measure_start(row: BenchRow, *, target: str, repeats: int) -> Figures:
-    """Measure the time from process start to the first text of the demo, after one warm-up.
+    """Measure the seconds from process start to the demo's first text, after a warm-up.
 
     Raises:
         CompileError: if the demo fails.

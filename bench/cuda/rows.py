@@ -11,8 +11,12 @@ from tilewright.evaluate.cases.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What a row's figure is: ``short`` and ``text`` say it. ``is_most``: a floor is the most it
-    may be. ``digits``: how many are shown.
+    """A metric, with texts for tables.
+
+    Attributes:
+        short, text: name and description.
+        digits: printed decimals.
+        is_most: whether a floor is a maximum.
     """
 
     unit: str
@@ -23,7 +27,7 @@ class Metric:
 
     @property
     def label(self) -> str:
-        """The metric as a table names it, as ``TTFT, ms``."""
+        """The name with the unit in a table, as ``TTFT, ms``."""
         return f"{self.short}, {self.unit}"
 
 
@@ -42,11 +46,12 @@ METRICS: Mapping[str, Metric] = {
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """A speed to measure: a shape, a precision, a load and what it must come to.
+    """A speed to measure: shape, precision, load and bounds.
 
-    ``floor`` and ``goal``: in the metric's unit; None: there is none. ``context``: positions that
-    the program is compiled for, 0 for just those the row needs; rows of equal shape, precision and
-    context share a program.
+    Attributes:
+        floor, goal: bounds in the metric's unit. None: no bound.
+        context: the program's positions. 0: the row's positions. Rows with equal shape,
+            precision and context share a program.
     """
 
     name: str
@@ -62,11 +67,11 @@ class BenchRow:
 
     @property
     def program(self) -> tuple[str, str, int]:
-        """Shape, precision and positions of a program that serves the row."""
+        """Return the key for the row's program: shape, precision and positions."""
         return self.shape, self.precision, self.context or self.prompt_length + self.num_generated
 
     def is_met(self, value: float, bound: float) -> bool:
-        """Whether a figure is as good as the floor or the goal."""
+        """Return whether a value reaches the bound."""
         return value <= bound if METRICS[self.metric].is_most else value >= bound
 
 
@@ -74,16 +79,18 @@ _1B, _8B, _70B = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
 _35B = "qwen3.5-35b-a3b"
 _2K, _64K = 2048 + TABLE_GENERATED_TOKENS, 65536 + TABLE_GENERATED_TOKENS
 _PRECISIONS = {"bfp8": "all-bfp8", "bfp4": "all-bfp4"}
-"""Precision by its short name, if another."""
+"""Precisions by short name, if the names differ."""
 
 
 def _rows(prefix: str, shape: str, decode: str, *, first: str = "-", **more: int) -> list[BenchRow]:
-    """Return decode rows, and the first token after the first row.
+    """Return decode rows, with a row for the first token in second place.
 
     Args:
-        prefix: Begins all names, and ends with the short name of the precision.
-        decode: Users with floor and goal, as ``1:240/265 8:``.
-        first: Floor of the first token. Empty: none. ``-``: no row.
+        prefix: beginning for all names. It ends with the precision's short name.
+        shape: shape name.
+        decode: user counts with floor and goal, as ``1:240/265 8:``.
+        first: floor for the first token. Empty: no floor. ``-``: no row.
+        more: further row fields.
     """
     short = prefix.rpartition("-")[2]
     precision, rows = _PRECISIONS.get(short, short), []
@@ -129,7 +136,7 @@ ROWS: tuple[BenchRow, ...] = (
     BenchRow("8b-decode-64k", _8B, "bf16", DECODE_SHARE, 70, prompt_length=65536),
     BenchRow("8b-start", _8B, "bf16", START, 15),
 )
-"""The rows in the order of measurement. The start is last: its kernels are in the cache."""
+"""Rows in measurement order. The start is last, so that its kernels are cached."""
 
 
 LARGE_ROWS = tuple(_rows("70b-bf16", _70B, "1: 32:"))
@@ -155,13 +162,13 @@ TWO_GPUS: Mapping[str, tuple[float, float]] = {
 
 
 def find_rows(names: Sequence[str], num_ranks: int = 1) -> tuple[BenchRow, ...]:
-    """The rows of these names in the table's order; all without names. On several GPUs there are
-    more of them, and other floors and goals.
+    """Return the rows with these names in table order, or all rows.
 
-    A name that ends with ``*`` means every row that begins so.
+    A name that ends with ``*`` selects all rows with this beginning. Several GPUs have additional
+    rows, and other floors and goals.
 
     Raises:
-        ConfigError: for a name that no row has.
+        ConfigError: for an unknown name.
     """
     rows = ROWS
     if num_ranks > 1:

@@ -1,15 +1,15 @@
-"""First calls and memory of an emitted engine on one GPU.
+"""First calls and memory of an emitted engine on a single GPU.
 
 ``PYTHONPATH=. python3 -m bench.engine.first_calls`` writes an engine and random weights. A spawned
 process for each case loads the file by its path, without a name in ``sys.modules``. It prints:
 
-- the first call, the tenth and the median. The first may differ from the tenth by 10 %.
+- the first call, the tenth call and the median. The first may differ from the tenth by 10 %.
 - the time until the last call returns, while the GPU still computes.
 - memory without the context: weights, mapped memory and the rest. The rest may have 200 MB.
-- growth: pointers and graphs with more than 4,096 positions, and memory after the engine.
+- growth: pointers and graphs above 4,096 positions, and memory after the engine.
 
 ``--against PATH`` names another engine.py, or a checkout to write it. Two processes of each file
-run in turn. The exit code is 1 if a limit is missed.
+run in turn. The exit code is 1 after a missed limit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ pathlib.Path({path!r}).write_text(text)
 
 
 def load(path: str, *, registered: bool = False) -> Any:
-    """Load a file by its path. Old files must be in ``sys.modules``."""
+    """Load a file by its path. Old files need an entry in ``sys.modules``."""
     spec = importlib.util.spec_from_file_location("evaluated", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -72,21 +72,21 @@ def load(path: str, *, registered: bool = False) -> Any:
 
 
 def used_mb() -> float:
-    """Return the used GPU memory, by any process."""
+    """Return the GPU memory in use by all processes, in MB."""
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return float(total - free) / 1e6
 
 
 def mapped_mb(engine: Any) -> float:
-    """Return the memory behind reserved addresses."""
+    """Return the memory at reserved addresses, in MB."""
     executor = engine._executor
     tensors = (*executor.pages._tensors, *executor._slots._tensors)
     return sum(sum(addresses._parts) for _, addresses in tensors) / 1e6
 
 
 def measure_case(given: dict[str, Any], case: str, results: Any) -> None:
-    """Measure a case in this fresh process. The result goes into a queue."""
+    """Measure a case in a fresh process. Put the result into a queue."""
     torch.zeros(1, device="cuda")
     begin = used_mb()
     module = load(given["engine"], registered=given["old"])
@@ -112,7 +112,7 @@ def measure_case(given: dict[str, Any], case: str, results: Any) -> None:
 
 
 def measure_growth(given: dict[str, Any], results: Any) -> None:
-    """Measure prompts beyond the first memory, and several engines. Facts go into a queue."""
+    """Measure prompts above the first memory, and several engines. Put facts into a queue."""
     torch.zeros(1, device="cuda")
     module, config, device = load(given["engine"]), given["config"], torch.device("cuda", 0)
     engine = module.create_engine(config, given["weights"], "cuda")
@@ -156,7 +156,7 @@ def measure_growth(given: dict[str, Any], results: Any) -> None:
 
 
 def in_child(function: Any, *given: Any) -> dict[str, Any]:
-    """Run a function in a spawned process. Return the item it puts into its last argument."""
+    """Run a function in a spawned process. Return the item in its queue."""
     context = multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
     child = context.Process(target=function, args=(*given, results))
@@ -171,7 +171,7 @@ def in_child(function: Any, *given: Any) -> dict[str, Any]:
 
 
 def report(case: str, found: dict[str, Any], weights: float) -> bool:
-    """Print a case's lines and return whether it keeps its limits."""
+    """Print the lines of a case. Return whether its limits hold."""
     first, tenth = found["ms"][0], found["ms"][9]
     share, rest = first / tenth - 1, found["used"] - weights - found["mapped"]
     good = abs(share) <= LIMIT_SHARE and rest <= LIMIT_MB and not found["new_graphs"]
@@ -190,7 +190,7 @@ def report(case: str, found: dict[str, Any], weights: float) -> bool:
 
 
 def other_engine(given: argparse.Namespace, folder: Path) -> Path:
-    """Return the file to compare with, written by its own checkout."""
+    """Return the file for the comparison, written by its own checkout if necessary."""
     root, path = Path(given.against).resolve(), folder / "old_engine.py"
     if root.is_file():
         return root
@@ -202,7 +202,7 @@ def other_engine(given: argparse.Namespace, folder: Path) -> Path:
 
 
 def compare_with(old: dict[str, Any], new: dict[str, Any], case: str) -> None:
-    """Print medians for two files, each in two processes, in turn."""
+    """Print the medians of two files, with two processes each, in turn."""
     found = [in_child(measure_case, each, case) for each in (old, new, old, new)]
     medians = " ".join(f"{statistics.median(each['ms'][1:]):.3f}" for each in found)
     firsts = " ".join(f"{each['ms'][0]:.3f}" for each in found)
@@ -212,17 +212,17 @@ def compare_with(old: dict[str, Any], new: dict[str, Any], case: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure all cases and the growth. Return 1 for a missed limit."""
+    """Measure all cases and the growth. Return 1 after a missed limit."""
     parser = argparse.ArgumentParser(description="First calls and memory of an emitted engine.")
     option = parser.add_argument
-    option("--engine", help="engine.py (default: one is written)")
-    option("--config", help="model_config.json (default: 12 layers of 768)")
-    option("--against", help="another engine.py, or a checkout to write it")
+    option("--engine", help="path of an engine.py (default: write an engine)")
+    option("--config", help="path of a model_config.json (default: 12 layers of 768)")
+    option("--against", help="path of another engine.py, or of a checkout to write it")
     option("--products", default="triton", choices=("triton", "cuda"))
-    option("--tokens", default="cuda", choices=("cuda", "cpu"), help="their device")
-    option("--repeats", type=int, default=20, help="calls of a case, 10 or more")
-    option("--operations", type=int, default=60, help="random calls to compare")
-    option("--engines", type=int, default=5, help="engines to make for the memory")
+    option("--tokens", default="cuda", choices=("cuda", "cpu"), help="device of the tokens")
+    option("--repeats", type=int, default=20, help="calls per case, at least 10")
+    option("--operations", type=int, default=60, help="number of compared random calls")
+    option("--engines", type=int, default=5, help="number of engines for the memory")
     given = parser.parse_args(argv)
     config = json.loads(Path(given.config).read_text("utf-8")) if given.config else MODEL
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""A lowered graph as JSON for compiled directories: structure and metadata, no weights, no code.
+"""A lowered graph as JSON for compiled directories: structure and metadata, no weights.
 
-Only inputs have stored shapes. The ops' fakes compute all other shapes, so an inconsistent file
-fails to load.
+Only inputs have stored shapes. The fakes of the ops compute all other shapes, so an inconsistent
+file fails to load.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilewright.errors import CheckpointError, one_line
 
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 _WORDS = ("none", "tanh", *WIRES)
-"""All string arguments of ops: GELU variants and link formats of collectives."""
+"""All string arguments of ops: GELU variants and formats of collectives."""
 
 _MAX_SIZE = 1 << 40
 _FIRST_HINT = 7  # above 1: torch makes smaller sizes constants
@@ -45,7 +45,7 @@ class InputRecord:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """A call to an op. Arguments are literals, lists, or ``{"node": name}``."""
+    """A call to an op. Arguments are literals, lists, or ``{"node": name}`` entries."""
 
     name: str
     op: str
@@ -83,13 +83,13 @@ def graph_json(graph_module: GraphModule) -> bytes:
 
 
 def read_graph(data: bytes, where: Path, *, is_fixed: bool = False) -> GraphModule:
-    """Read a graph from :func:`graph_json`. Only allowed ops are accepted.
+    """Read a graph from :func:`graph_json`. Only known ops are accepted.
 
-    ``is_fixed`` gives each dynamic dimension a number. This avoids the import of torch's symbolic
-    shapes, which takes two seconds. Use it if the graph's dynamic sizes are not needed.
+    ``is_fixed`` gives each dynamic dimension a number. It avoids the import of torch's symbolic
+    shapes, which takes two seconds. Use it for graphs without a need for dynamic sizes.
 
     Raises:
-        CheckpointError: The data are not a lowered graph. The message contains ``where``.
+        CheckpointError: for data without a lowered graph. The message contains ``where``.
     """
     try:
         record = msgspec.json.decode(data, type=GraphRecord)
@@ -97,13 +97,13 @@ def read_graph(data: bytes, where: Path, *, is_fixed: bool = False) -> GraphModu
         raise CheckpointError(f"{where}: not a graph: {one_line(error)}") from None
     try:
         return (_FixedBuilder if is_fixed else _Builder)(record).build()
-    except Exception as error:  # the fakes run on file data: any error is the file's
+    except Exception as error:  # the fakes run on file data, so any error is the file's
         raise CheckpointError(f"{where}: not a lowered graph: {one_line(error)}") from None
 
 
 def _written(argument: Any) -> Any:
     if isinstance(argument, Node):
-        # FX changes names, for example A_log to a_log. The target of an input is its original name.
+        # FX renames nodes, for example A_log to a_log. The target keeps the original name.
         name = str(argument.target) if argument.op == "placeholder" else argument.name
         return {"node": name}
     if isinstance(argument, list | tuple):
@@ -147,7 +147,7 @@ class _Builder:
 
     def _add_input(self, each: InputRecord) -> None:
         if each.name in self._nodes or not each.name.isidentifier():
-            raise ValueError(f"input {each.name!r} stands twice, or is no name")
+            raise ValueError(f"input {each.name!r} occurs twice, or is no name")
         if each.facts.role not in (INPUT, STATE) and each.facts.recipe is None:
             raise ValueError(f"input {each.name!r} has no recipe")
         if any(isinstance(size, int) and not 0 <= size < _MAX_SIZE for size in each.shape):
@@ -161,10 +161,10 @@ class _Builder:
 
     def _add_call(self, call: CallRecord, end: Node) -> None:
         if call.op not in self._functions:
-            raise ValueError(f"{call.name!r} calls {call.op!r}, which no lowered graph holds")
+            raise ValueError(f"{call.name!r} calls {call.op!r}, which is no op of a lowered graph")
         arguments = [self._read(argument) for argument in call.args]
         if call.name in self._nodes:
-            raise ValueError(f"node {call.name!r} stands twice")
+            raise ValueError(f"node {call.name!r} occurs twice")
         function = self._functions[call.op]
         node = emit(end, function, arguments, facts=call.facts, name=call.name)
         self._nodes[call.name] = node

@@ -1,9 +1,9 @@
-"""The choice of a row's token, in full: what comes before the draw that `draw` defines.
+"""Sampling for a row: the adjustments before `draw`.
 
-The order is: tokens that are not allowed, end tokens that are too early (where any other is
-allowed), bias; repetition, frequency and presence penalties; top-n-sigma; then temperature,
-``min_p``, top-k, top-p and the inverse of the cumulative distribution. Targets that choose on a
-device must make the same choices. Imports no torch.
+The order is: disallowed tokens, early end tokens (if another token is allowed), bias; repetition,
+frequency and presence penalties; top-n-sigma; then temperature, ``min_p``, top-k, top-p and the
+inverse cumulative distribution. Targets that sample on a device must give the same tokens.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ _NOTHING = -np.inf
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """One row's choice: ``position`` is where the chosen token will stand in its sequence;
-    ``counts`` says how often each token stands in the answer so far.
+    """A row's sampling.
+
+    Attributes:
+        sampling: parameters.
+        position: the new token's position in its sequence.
+        prompt: prompt tokens.
+        counts: output tokens with their occurrences.
     """
 
     sampling: SamplingParams
@@ -38,11 +43,12 @@ class SamplingRow:
 def choose_tokens(
     logits: ArrayLike, rows: Sequence[SamplingRow], allowed: Sequence[np.ndarray | None] = ()
 ) -> tuple[list[int], list[bool]]:
-    """A token for each of R rows, and whether its logits had a number to choose from.
+    """Return a token for each of R rows, and whether its logit was a number.
 
     Args:
-        logits: float32 ``[R, V]``, an array or a tensor on the CPU; they are not changed.
-        allowed: by row, None or bool ``[V]``, the tokens that may be chosen. Empty: all of them.
+        logits: float32 ``[R, V]``, an array or a tensor on the CPU, unchanged.
+        rows: sampling per row.
+        allowed: bool ``[V]`` or None for each row, the allowed tokens. Empty: all tokens.
     """
     masks = list(allowed) if allowed else [None] * len(rows)
     values = np.asarray(logits)
@@ -69,7 +75,7 @@ def choose_tokens(
 
 
 def adjusted(line: np.ndarray, row: SamplingRow, mask: np.ndarray | None) -> np.ndarray:
-    """Logits ``[V]`` as the draw sees them: masked, biased, penalised; a copy."""
+    """Return the logits ``[V]`` after mask, bias and penalties, as a copy."""
     sampling = row.sampling
     line = line.copy()
     if mask is not None:
@@ -86,7 +92,7 @@ def adjusted(line: np.ndarray, row: SamplingRow, mask: np.ndarray | None) -> np.
 
 
 def _keep_top_sigma(line: np.ndarray, width: float) -> None:
-    """Keep logits from max - ``width`` * sigma on. Sigma covers all finite logits."""
+    """Keep logits of at least max - ``width`` * sigma. Sigma covers all finite logits."""
     values = line.astype(np.float64)
     finite = values[np.isfinite(values)]
     if len(finite):
@@ -94,7 +100,7 @@ def _keep_top_sigma(line: np.ndarray, width: float) -> None:
 
 
 def _only_ends(sampling: SamplingParams, mask: np.ndarray | None) -> bool:
-    """Whether a mask leaves nothing but end tokens: then they may come however early."""
+    """Return whether a mask allows only end tokens. Then early end tokens are allowed."""
     if mask is None:
         return False
     return not np.delete(mask, list(sampling.stop_token_ids)).any()

@@ -1,7 +1,7 @@
-"""What a draw is: filters, and one uniform number that depends on seed and position alone.
+"""Definition of a draw: filters, and a uniform number from seed and position only.
 
-So a request's text does not depend on the batch it runs in, on its slot, or on the order of calls.
-Kernels of targets must reproduce these choices. Imports no torch.
+Therefore an output does not depend on its batch, its slot, or the order of calls. Kernels of
+targets must reproduce these tokens. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _ROUNDS = 10
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from Philox4x32-10 (Salmon et al., 2011), key = seed, counter = position.
+    """Return a number in [0, 1) from Philox4x32-10 (Salmon et al., 2011).
 
-    Any integers are taken, modulo 2^64.
+    The key is the seed and the counter is the position, both modulo 2^64.
     """
     counter = [position & _MASK, (position >> 32) & _MASK, 0, 0]
     key = [seed & _MASK, (seed >> 32) & _MASK]
@@ -47,16 +47,19 @@ def draw(
     seed: int = 0,
     position: int = 0,
 ) -> int:
-    """A token drawn from logits ``[V]`` float32, in which NaN counts as no logit at all.
+    """Return a token drawn from float32 logits ``[V]``. NaN is no logit.
 
-    Logits below the largest one are divided by ``temperature`` (above 0); tokens less likely than
-    ``min_p`` times the likeliest leave; then all but the ``top_k`` likeliest (equal ones by token
-    id, lowest first); then, of these, all behind the first whose probabilities add up to ``top_p``.
-    Of what is left the token is taken at which the cumulative probability, in the order of ids,
-    passes the uniform number of seed and position.
+    The steps are:
+
+    1. Subtract the maximum and divide by ``temperature`` (above 0).
+    2. Remove tokens below ``min_p`` times the maximum probability.
+    3. Keep the ``top_k`` most probable tokens. Ties prefer lower ids.
+    4. Keep the most probable tokens with a sum of at least ``top_p``.
+    5. Return the token at which the cumulative probability, in order of ids, exceeds the uniform
+       number of seed and position.
     """
     largest = np.nanmax(line)
-    with np.errstate(over="ignore"):  # of a tiny temperature: minus infinity is what is meant
+    with np.errstate(over="ignore"):  # a tiny temperature gives minus infinity, as intended
         scaled = (line - largest) / np.float32(temperature)
     weights = np.exp(np.nan_to_num(scaled, nan=-np.inf).astype(np.float64))
     if min_p > 0.0:
@@ -73,7 +76,7 @@ def draw(
 
 
 def _first(weights: np.ndarray, count: int) -> np.ndarray:
-    """The places of the ``count`` largest weights, ascending; of equal ones the first."""
+    """Return the indices of the ``count`` largest weights, ascending. Ties prefer the first."""
     threshold = np.partition(weights, len(weights) - count)[len(weights) - count]
     above = np.flatnonzero(weights > threshold)
     equal = np.flatnonzero(weights == threshold)[: count - len(above)]
@@ -81,9 +84,9 @@ def _first(weights: np.ndarray, count: int) -> np.ndarray:
 
 
 def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
-    """The places of the largest weights that together first reach ``share`` of all, ascending."""
+    """Return the indices of the largest weights that reach ``share`` of the sum, ascending."""
     total = float(weights.sum())
-    # Below this all together have less than what the nucleus leaves out: none of them is in it.
+    # The weights below this bound have a smaller sum than the nucleus excludes.
     places = np.flatnonzero(weights >= (1.0 - share) * total / len(weights))
     candidates = weights[places]
     ranked = np.sort(candidates)[::-1]
@@ -95,8 +98,10 @@ def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
 def log_probabilities(
     logits: ArrayLike, tokens: Sequence[int], num_top: int
 ) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
-    """Return for each row of ``logits [R, V]`` its token's natural log probability, and the
-    ``num_top`` likeliest tokens with theirs, the likeliest first, equal ones by token id.
+    """Return for each row of ``logits [R, V]`` its token's natural log probability.
+
+    Each entry also has the ``num_top`` most probable tokens with theirs, in descending order. Ties
+    prefer lower ids.
     """
     found = []
     for line, token in zip(np.asarray(logits), tokens, strict=True):

@@ -109,7 +109,7 @@ def test_a_device_that_is_lost_ends_the_run_in_one_line(
 
     engine = null_engine(tmp_path, executable)
     monkeypatch.setattr(executable, "step", lost)
-    with pytest.raises(CompileError, match=r"CUDA error: .*; --resume goes on where it was"):
+    with pytest.raises(CompileError, match=r"CUDA error: .*; --resume continues"):
         list(run(engine, [completion(0)]))
 
 

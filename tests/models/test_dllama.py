@@ -133,7 +133,7 @@ def changed(*pairs: tuple[int, int]) -> list[tuple[int, int]]:
     [
         (changed((22, 25)), r"header key 22 = 25 is unknown .*; allowed: 0 to 21"),
         (changed((-1, 0)), "header key -1 = 0 is unknown"),
-        ([*header_pairs(), (2, 64)], r"hidden_size \(key 2\) stands twice"),
+        ([*header_pairs(), (2, 64)], r"hidden_size \(key 2\) occurs twice"),
         (changed((0, 1)), r"version \(key 0\) = 1 .*allowed: 0"),
         (
             changed((1, 0xABCD03)),

@@ -1,4 +1,4 @@
-"""What a data set is to a batch: rows that become requests, and a form for their answers."""
+"""Protocol for data sets in batches, with shared functions for rows and outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilewright.serve.web.settings import MAX_BODY
 from tilewright.utils.files import open_regular
 
 MAX_TOKENS = 512
-"""Tokens of an answer to a plain row that says nothing of its length."""
+"""Output tokens of a plain row without a length."""
 
 
 class _DatasetEnd(msgspec.Struct):
@@ -27,12 +27,12 @@ _ERROR = msgspec.json.Decoder(_DatasetEnd)
 
 
 class DataSet(Protocol):
-    """The rows of a data set, each known by its number from 0.
+    """Rows numbered from 0.
 
     Attributes:
-        name: what it is, for people.
-        suffixes: how the names of outputs may end.
-        content_hash: of all that rows are made of.
+        name: name for messages.
+        suffixes: allowed suffixes of outputs.
+        content_hash: hash over all rows.
     """
 
     @property
@@ -47,27 +47,27 @@ class DataSet(Protocol):
     def __len__(self) -> int: ...
 
     def length(self, row: int) -> int:
-        """The most tokens of a row's answer, as far as the row says; 0 where it does not."""
+        """Return a row's maximum output tokens, 0 if unknown."""
 
     def item(self, row: int) -> Item:
-        """A row as the engine is asked; raises ApiError 400 for one that cannot be read."""
+        """Return a row as an engine request. Raises ApiError 400 for an unreadable row."""
 
     def write(self, path: Path, records: Iterable[Record]) -> None:
-        """Write the answers of rows, in the order in which they are given."""
+        """Write the answers in ``records`` order."""
 
     def num_failed(self, path: Path) -> int:
-        """Count the rows of an output that were not answered.
+        """Count the failed rows in an output.
 
         Raises:
-            ConfigError: for a file that `write` has not made.
+            ConfigError: for a file that `write` has not written.
         """
 
 
 def file_hash(path: Path) -> str:
-    """The SHA-256 of a file's bytes, as hexadecimal digits.
+    """Return a file's SHA-256 in hexadecimal digits.
 
     Raises:
-        ConfigError: where it cannot be read.
+        ConfigError: if the file cannot be read.
     """
     try:
         with open_regular(path) as file:
@@ -78,19 +78,19 @@ def file_hash(path: Path) -> str:
 
 
 def bad_row(place: str, said: str, code: str = "invalid_value") -> ApiError:
-    """A row that cannot be read, with the place where it stands."""
+    """Return the error for an unreadable row with its place."""
     return ApiError(400, code, f"{place}: {said}")
 
 
 def check_size(place: str, size: int) -> None:
-    """Refuse a row that is larger than a server would take; raises ApiError."""
+    """Raise ApiError for a row above the server's limit."""
     if size > MAX_BODY:
         said = f"{size} bytes; allowed: up to {MAX_BODY} a row"
         raise bad_row(place, said, "too_large")
 
 
 def spent(record: Record, answer_column: str) -> dict[str, Any]:
-    """The columns that an answer adds to those of a plain row."""
+    """Return the columns that an answer adds to a plain row."""
     if not record.is_ok:
         none = {"prompt_tokens": None, "completion_tokens": None}
         return {answer_column: None, "finish_reason": "error", **none}
@@ -104,10 +104,10 @@ def spent(record: Record, answer_column: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, lines: Iterable[bytes], *, is_list: bool = False) -> None:
-    """Lines of JSON, as they are or as the elements of one list.
+    """Write JSON lines, or with ``is_list`` a JSON list of them.
 
     Raises:
-        OSError: where they cannot be written.
+        OSError: if the file cannot be written.
     """
     before, between, after = (b"[\n", b",\n", b"\n]\n") if is_list else (b"", b"\n", b"\n")
     with path.open("wb") as file:
@@ -119,10 +119,10 @@ def write_json(path: Path, lines: Iterable[bytes], *, is_list: bool = False) -> 
 
 
 def count_errors(lines: Iterable[bytes], path: Path) -> int:
-    """Count the objects of an output whose ``error`` says something.
+    """Return the number of objects with an ``error``.
 
     Raises:
-        ConfigError: where one of them is no object.
+        ConfigError: if a line is no object.
     """
     try:
         return sum(_ERROR.decode(line).error is not None for line in lines)
@@ -132,5 +132,5 @@ def count_errors(lines: Iterable[bytes], path: Path) -> int:
 
 
 def encode(value: object) -> bytes:
-    """A value as one line of JSON."""
+    """Return a value as a line of JSON."""
     return msgspec.json.encode(value)

@@ -1,4 +1,4 @@
-"""Rows through an engine: the server's own service and loop, in this process and without HTTP."""
+"""Runs rows on the server's engine service, in this process and without HTTP."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from tilewright.serve.web.errors import ApiError
 from tilewright.serve.web.responses import CompletionTask
 
 _FED_A_TURN = 16
-"""Rows that are made ready between two steps: the device has work meanwhile, but not for ever."""
+"""Maximum number of rows prepared between two steps, so that steps continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRequest:
-    """A row that has ended, with what it took.
+    """A finished row with its times.
 
     Attributes:
-        first_s: seconds from its slot to its first token; None where there was none.
-        total_s: seconds from its slot to its last token.
-        ignored: keys of its body that nothing came of.
+        record: the answer or the error.
+        first_s: seconds from the slot to the first token. None without a token.
+        total_s: seconds from the slot to the last token.
+        ignored: unknown keys of its body.
     """
 
     record: Record
@@ -53,10 +54,14 @@ class FinishedRequest:
 
 @dataclass(slots=True, eq=False)
 class _ActiveChoice:
-    """One choice of a row on its way.
+    """A running choice of a row.
 
     Attributes:
-        tokens, scores: what has come and is no text yet; echo: of its prompt, with the first.
+        live: the row.
+        index: number of the choice.
+        times: times of the request.
+        tokens, scores: received tokens that are not decoded, with log probabilities.
+        echo: log probabilities of the prompt, received with the first token.
     """
 
     live: _ActiveRequest
@@ -73,7 +78,7 @@ class _ActiveChoice:
 
 @dataclass(slots=True, eq=False)
 class _ActiveRequest:
-    """A row on its way."""
+    """A running row."""
 
     item: Item
     job: CompletionTask
@@ -83,14 +88,13 @@ class _ActiveRequest:
 
 
 class BatchEngine:
-    """Answers rows by an :class:`EngineService`, continuously batched.
+    """Answers rows with an :class:`EngineService` and continuous batching.
 
-    It keeps as many rows waiting as there are slots, and makes the next ones ready while the
-    device computes.
+    As many rows wait as there are slots. Further rows are prepared while the device computes.
 
     Attributes:
-        num_output: tokens that were chosen so far; num_first: those of them that were the first of
-            an answer, which the steps of prompts choose.
+        num_output: number of sampled tokens.
+        num_first: number of first tokens among them. Prefill steps sample these.
     """
 
     def __init__(
@@ -105,17 +109,19 @@ class BatchEngine:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps so far in which rows decoded."""
+        """The number of steps with decode rows."""
         found = self._service.loop.tallies.found
         kinds = (found.get(f"{STEP}/{kind}") for kind in ("decode", "mixed"))
         return sum(sum(tally.counts) for tally in kinds if tally is not None)
 
     def run(self, items: Iterator[Item | Record]) -> Iterator[list[FinishedRequest]]:
-        """Answer rows in about the order in which they are given; after every step, those that
-        have ended, among them at once those of which a record is given.
+        """Answer rows in approximate order. Yield the finished rows after every step.
+
+        A record among the items is finished at once.
 
         Raises:
-            CompileError: where the device is lost; RankError: where a rank is.
+            CompileError: if the device is lost.
+            RankError: if a rank is lost.
         """
         is_empty = False
         while not is_empty or self._asked:
@@ -137,16 +143,16 @@ class BatchEngine:
         try:
             self._service.turn()
         except RankError as error:
-            raise RankError(f"{error}; --resume goes on where it was") from error
+            raise RankError(f"{error}; --resume continues") from error
         except Exception as error:
             said = f"the engine has ended: {type(error).__name__}: {one_line(error)}"
-            raise CompileError(f"{said}; --resume goes on where it was") from error
+            raise CompileError(f"{said}; --resume continues") from error
         outbox = self._transport.outbox
         while outbox:
             self._hear(outbox.popleft(), ended)
 
     def _give(self, item: Item, ended: list[FinishedRequest]) -> None:
-        """Ask for a row; one that cannot be asked has ended."""
+        """Submit a row. An invalid row is finished."""
         try:
             job = self._preparer.job(item)
         except ApiError as error:
@@ -196,7 +202,7 @@ class BatchEngine:
         asked.tokens += message.tokens
         asked.scores += message.logprobs
         asked.echo = asked.echo or message.echo
-        if asked.live.is_watched:  # a stop string, or a call, may be what ends it
+        if asked.live.is_watched:  # a stop string or a call may end the answer
             self._push(asked)
             if asked.choice.finish_reason is not None:
                 asked.choice.finished = asked.times.finished(message.request_id)
@@ -204,7 +210,7 @@ class BatchEngine:
                 self._leave(message.request_id, ended)
 
     def _push(self, asked: _ActiveChoice) -> None:
-        """Make text of the tokens that have come: of most answers once, at their end."""
+        """Decode the received tokens. Most answers are decoded once, at their end."""
         choice = asked.choice
         if asked.tokens:
             if choice.awaits_echo:
@@ -225,7 +231,7 @@ class BatchEngine:
     def _fail(
         self, asked: _ActiveChoice, message: RequestFailed, ended: list[FinishedRequest]
     ) -> None:
-        """One of a row's choices cannot be served: the row ends with that."""
+        """Finish a row with the error of a choice."""
         live = asked.live
         for number, each in live.asked.items():
             if number != message.request_id:

@@ -1,4 +1,4 @@
-"""What a batch took: the lines of the ASC24 baseline, and what they do not tell."""
+"""Batch statistics: the lines in the ASC24 baseline, with additional values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from tilewright.batch.engine import FinishedRequest
 
 _TAIL = 0.05
-"""The share of the rows that are the tail: those that end last."""
+"""Share of the rows that are the tail: the rows that finish last."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """How far the engine had come when a row ended."""
+    """Engine progress at a row's end."""
 
     at: float
     num_steps: int
@@ -25,7 +25,7 @@ class _Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
-    """The last rows of a batch: how long only they ran, and how many decoded in a step then."""
+    """A batch's last rows: seconds without other rows, and mean decode rows per step."""
 
     seconds: float
     mean_batch: float
@@ -33,11 +33,11 @@ class Tail:
 
 @dataclass(slots=True)
 class Meter:
-    """Follows a run from after loading to its last answer.
+    """Counts a run from loading to the last answer.
 
     Attributes:
-        num_prompt, num_output: tokens of the rows that were answered.
-        ignored: keys of their bodies that nothing came of, with how many rows had each.
+        num_prompt, num_output: tokens in answered rows.
+        ignored: rows per unknown key.
     """
 
     began: float = field(default_factory=time.perf_counter)
@@ -54,7 +54,7 @@ class Meter:
     def take(
         self, ended: Sequence[FinishedRequest], *, num_steps: int = 0, num_decoded: int = 0
     ) -> None:
-        """Count rows that have ended; ``num_decoded``: tokens that ``num_steps`` have given."""
+        """Count finished rows. ``num_decoded``: tokens from ``num_steps``."""
         self._ended = now = time.perf_counter()
         for each in ended:
             record = each.record
@@ -75,12 +75,12 @@ class Meter:
 
     @property
     def mean_batch(self) -> float:
-        """The mean number of rows that decoded in a step."""
+        """The mean decode rows per step."""
         return _ratio(self._marks[-1].num_decoded, self._marks[-1].num_steps) if self._marks else 0
 
     @property
     def tail(self) -> Tail | None:
-        """The last rows; None where they are less than one."""
+        """The last rows, or None for less than a row."""
         at = round(len(self._marks) * (1 - _TAIL)) - 1
         if at < 0 or at + 1 >= len(self._marks):
             return None
@@ -89,7 +89,7 @@ class Meter:
         return Tail(seconds=end.at - begin.at, mean_batch=_ratio(decoded, steps))
 
     def values(self) -> dict[str, float]:
-        """The figures by name, for programs."""
+        """Return the statistics by name."""
         tail = self.tail
         found = {
             "rows": self.num_answered + self.num_failed,
@@ -111,7 +111,7 @@ class Meter:
         return found
 
     def lines(self) -> list[str]:
-        """The figures for people; the first four lines are those of the ASC24 baseline."""
+        """Return the statistics as text. The first four lines are of the ASC24 baseline."""
         total = self.num_prompt + self.num_output
         found = [
             f"Throughput: {self.num_answered / self.seconds:.2f} requests/s",
@@ -136,7 +136,7 @@ class Meter:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least of ``values`` that ``share`` percent of them do not exceed."""
+    """Return the smallest value that ``share`` percent of ``values`` do not exceed."""
     return sorted(values)[max(0, math.ceil(len(values) * share / 100) - 1)]
 
 

@@ -1,4 +1,4 @@
-"""From a file to a data set: which of the forms it has."""
+"""Opens a data set by the form of its file."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _FORMS = "a JSON list (.json), JSON lines (.jsonl) or Parquet (.parquet)"
 
 
 def open_data_set(path: Path, asking: Asking, *, is_plain: bool = False) -> DataSet:
-    """The data set of a file.
+    """Open the data set of a file.
 
-    JSON lines whose first one has a ``custom_id`` are OpenAI's, unless ``is_plain`` says that
-    there is a column of prompts.
+    JSON lines with a ``custom_id`` in the first line have OpenAI's batch format, unless
+    ``is_plain`` selects a column of prompts.
 
     Raises:
-        ConfigError: where the file cannot be read, is damaged as a whole, has no rows, or none of
-            its rows can be read.
+        ConfigError: if the file is unreadable, damaged or empty, or if no row is readable.
     """
     found: DataSet
     if path.suffix == ".parquet":
@@ -56,7 +55,7 @@ def _check_some(path: Path, count: int) -> None:
 
 
 def _is_openai(lines: LineFile) -> bool:
-    """Whether the first line that is an object at all is a request with an id."""
+    """Return whether the first object is a request with an id."""
     for row in range(min(len(lines), 16)):
         if lines.size(row) < 1 << 26:
             try:
@@ -68,7 +67,7 @@ def _is_openai(lines: LineFile) -> bool:
 
 
 def _check_readable(found: DataSet, path: Path) -> None:
-    """Refuse a data set of which not one row can be asked: it is none, or not of this form."""
+    """Check that a row of the data set is readable."""
     first: ApiError | None = None
     for row in range(len(found)):
         try:

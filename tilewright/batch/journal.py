@@ -1,7 +1,7 @@
-"""What a batch has done so far: a first line that says which batch, then a line for each row.
+"""A batch's journal: a line with its settings, then a line per finished row.
 
-A line is written as soon as its row has ended, so that a process that is killed loses none; they
-are forced to the disk in groups, so that a machine that fails loses the last second at most.
+Each line is written at once, so a killed process loses no row. Lines are synced to the disk in
+groups, so a failed machine loses at most the last second.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _CHUNK = 1 << 20
 
 
 class BatchHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which batch a journal is of.
+    """The first line of a journal.
 
     Attributes:
-        facts: what answers depend on, by name: the data set, the model, how tokens are chosen.
-        created: seconds since 1970; every answer says so, also of a run that went on later.
+        version: format version.
+        facts: settings that determine the answers, by name: data set, model, sampling.
+        created: seconds since 1970. All answers of the batch contain it.
     """
 
     version: int
@@ -45,11 +46,11 @@ _HEADER = msgspec.json.Decoder(BatchHeader)
 
 
 class BatchJournal:
-    """The journal of one batch; one process at a time writes it.
+    """The journal of a batch, written by a single process.
 
     Attributes:
-        header: its first line.
-        rows: those that have ended, in the order in which they did.
+        header: the first line.
+        rows: numbers of finished rows, in the order of completion.
     """
 
     def __init__(self, path: Path, handle: int, header: BatchHeader, size: int) -> None:
@@ -63,10 +64,10 @@ class BatchJournal:
 
     @classmethod
     def create(cls, path: Path, facts: Mapping[str, str]) -> Self:
-        """Begin the journal of a new batch.
+        """Create the journal of a new batch.
 
         Raises:
-            ConfigError: where there is a journal already, or it cannot be written.
+            ConfigError: if a journal exists, or the file is not writable.
         """
         header = BatchHeader(version=VERSION, facts=dict(facts), created=int(time.time()))
         try:
@@ -81,11 +82,10 @@ class BatchJournal:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Go on with a batch: what was cut short of its last line is dropped.
+        """Open the journal of a batch to continue. An incomplete last line is dropped.
 
         Raises:
-            ConfigError: naming the line, on anything that no batch has written; where another
-                process is at work on it.
+            ConfigError: with the line, for any other file. Also if another process uses it.
         """
         try:
             handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
@@ -129,17 +129,17 @@ class BatchJournal:
                 reason = one_line(error)
                 raise ConfigError(f"{_WHAT} {path}:{number}: no record: {reason}") from None
             if not is_whole:
-                break  # it is whole but for its end: computed again, as one that is not
+                break  # complete except for its newline: computed again
             journal._note(record, start, len(line))
             journal._size = start + len(line) + 1
         os.ftruncate(handle, journal._size)
         return journal
 
     def check(self, facts: Mapping[str, str]) -> None:
-        """Refuse to go on with another batch than the one that was begun.
+        """Check that the batch has the same settings.
 
         Raises:
-            ConfigError: naming the first fact that differs.
+            ConfigError: with the first different setting.
         """
         begun = self.header.facts
         for name in dict.fromkeys((*begun, *facts)):
@@ -158,14 +158,14 @@ class BatchJournal:
 
     @property
     def num_failed(self) -> int:
-        """The number of rows that could not be answered."""
+        """The failed rows."""
         return self._num_failed
 
     def add(self, records: Iterable[Record]) -> None:
-        """Write what became of rows; a row that has ended before is left as it is.
+        """Write finished rows. Rows in the journal are unchanged.
 
         Raises:
-            ConfigError: where they cannot be written; what was there stays whole.
+            ConfigError: if the file is not writable. Earlier lines stay complete.
         """
         data, at, new = b"", self._size, dict[int, tuple[Record, int, int]]()
         for record in records:
@@ -183,7 +183,7 @@ class BatchJournal:
             self.sync()
 
     def sync(self) -> None:
-        """Force all that was written to the disk. Raises ConfigError."""
+        """Sync all lines to the disk. Raises ConfigError."""
         self._synced_at = time.monotonic()
         if self._is_dirty:
             try:
@@ -193,13 +193,13 @@ class BatchJournal:
             self._is_dirty = False
 
     def records(self, rows: Sequence[int]) -> Iterator[Record]:
-        """What became of ``rows``, which have all ended, in their order."""
+        """Yield the records of finished ``rows`` in order."""
         for row in rows:
             start, length = self._places[row]
             yield _RECORD.decode(os.pread(self._handle, length, start))
 
     def close(self) -> None:
-        """Close the file and give back its lock."""
+        """Close the file and release its lock."""
         os.close(self._handle)
 
     def _note(self, record: Record, start: int, length: int) -> None:
@@ -221,7 +221,7 @@ class BatchJournal:
 
 
 def _lines(handle: int) -> Iterator[tuple[int, bytes, bool]]:
-    """Start, content and wholeness of each line of a file, from its beginning."""
+    """Yield the start, the content and the completeness of each line of a file."""
     at, rest = 0, b""
     start = 0
     while chunk := os.pread(handle, _CHUNK, at):
@@ -236,5 +236,5 @@ def _lines(handle: int) -> Iterator[tuple[int, bytes, bool]]:
 
 def _unusable(path: Path, error: OSError | ValueError) -> ConfigError:
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    said = "" if isinstance(error, FileNotFoundError) else "; --resume goes on where it was"
+    said = "" if isinstance(error, FileNotFoundError) else "; --resume continues"
     return ConfigError(f"{_WHAT} {path}: {reason}{said}")

@@ -1,4 +1,4 @@
-"""OpenAI's batches: a line a request, with an id of the user's own and the request's body."""
+"""OpenAI's batch format: a request per line, with the user's id."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tilewright.batch.records import Item, Record
 from tilewright.errors import one_line
 
 URLS = {"/v1/chat/completions": True, "/v1/completions": False}
-"""Where a request may go, and whether it is a chat."""
+"""Allowed URLs of a request, and whether they are chats."""
 
-_MAX_READ = 64 << 20  # bytes of a line that are looked at for its id
+_MAX_READ = 64 << 20  # maximum bytes in a line for reading its id
 
 
 class _BatchRequestLine(msgspec.Struct):
@@ -42,7 +42,7 @@ class _Sizes(msgspec.Struct):
 
 
 class _Glance(msgspec.Struct):
-    """What is wanted of a line before it is asked."""
+    """Fields read in advance."""
 
     custom_id: Any = None
     body: msgspec.Raw = msgspec.Raw(b"null")
@@ -54,7 +54,7 @@ _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class OpenAiRows:
-    """The requests of a batch file, as vLLM's ``run-batch`` and OpenAI's API take them."""
+    """The requests in a batch file, as for OpenAI's API and vLLM's ``run-batch``."""
 
     suffixes: tuple[str, ...] = (".jsonl",)
 
@@ -72,14 +72,14 @@ class OpenAiRows:
         return len(self._lines)
 
     def length(self, row: int) -> int:
-        """The most tokens of all choices together; 0 where the body says none."""
+        """Return the maximum output tokens over all choices, 0 if unknown."""
         return self._lengths[row]
 
     def item(self, row: int) -> Item:
-        """Read the request that stands in a row's line.
+        """Read the request in a row's line.
 
         Raises:
-            ApiError: 400 for a line that is none, or whose id an earlier line has.
+            ApiError: 400 for an invalid line, or an earlier line's id.
         """
         place = self._lines.place(row)
         check_size(place, self._lines.size(row))
@@ -99,11 +99,11 @@ class OpenAiRows:
         return Item(row, URLS[line.url], bytes(line.body))
 
     def write(self, path: Path, records: Iterable[Record]) -> None:
-        """Lines as OpenAI's API gives them: the response, or the error, beside the user's id."""
+        """Write lines as OpenAI's API does: id, and response or error."""
         write_json(path, map(self._line, records))
 
     def num_failed(self, path: Path) -> int:
-        """The number of lines with an error."""
+        """Count the lines with an error."""
         lines = LineFile(path)
         return count_errors((lines[row] for row in range(len(lines))), path)
 
@@ -123,7 +123,7 @@ class OpenAiRows:
         return encode({**found, "error": error})
 
     def _look_at(self, row: int) -> None:
-        """Remember a line's id, and how long its answer may get; errors wait until it is asked."""
+        """Store a line's id and its output length. Errors are reported by `item`."""
         known, length = None, 0
         if self._lines.size(row) <= _MAX_READ:
             with suppress(*_ERRORS):
@@ -131,7 +131,7 @@ class OpenAiRows:
                 if isinstance(seen.custom_id, str):
                     known = seen.custom_id
                     self._first.setdefault(known, row)
-                sizes = _SIZES.decode(seen.body)  # behind the id, which a body of any type has
+                sizes = _SIZES.decode(seen.body)  # after the id, because any body has an id
                 most = sizes.max_completion_tokens or sizes.max_tokens
                 length = _count(most) * max(1, _count(sizes.n))
         self._ids.append(known)

@@ -1,4 +1,4 @@
-"""Where a batch's answers go: a journal while it runs, and the whole output when it has ended."""
+"""Output of a batch: a journal during the run, and the complete file at its end."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tilewright.utils.files import mode_of_new
 
 
 class Output:
-    """The file that a batch makes, and its journal, which lies beside it until then."""
+    """The output file of a batch, and its journal in the same directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.journal_path = path.with_name(f"{path.name}.journal")
 
     def check(self, data: DataSet, *, resumes: bool) -> bool:
-        """Whether there is anything left to do: with ``resumes`` an output that is there is done.
+        """Return whether rows are left. With ``resumes``, an existing output is complete.
 
         Raises:
-            ConfigError: for a name that the data set's form cannot have, or that is taken.
+            ConfigError: for a wrong suffix or an existing file.
         """
         if self.path.suffix not in data.suffixes:
             said = f"{self.path.suffix or 'no suffix'} of {data.name}"
@@ -42,10 +42,10 @@ class Output:
         return True
 
     def begin(self, facts: Mapping[str, str]) -> BatchJournal:
-        """The journal to write to: that of the run that was stopped, where there is one.
+        """Return the journal, of the interrupted run if there is one.
 
         Raises:
-            ConfigError: where it cannot be written, or is of another batch.
+            ConfigError: if the journal is not writable, or of another batch.
         """
         if not self.journal_path.exists():
             return BatchJournal.create(self.journal_path, facts)
@@ -58,16 +58,16 @@ class Output:
         return journal
 
     def drop(self, journal: BatchJournal) -> None:
-        """Remove the journal of a run that ended before its first row: nothing is to go on with."""
+        """Remove the journal of a run without finished rows."""
         if not len(journal):
             self.journal_path.unlink(missing_ok=True)
 
     def finish(self, data: DataSet, journal: BatchJournal, rows: Sequence[int]) -> None:
-        """Make the output of a journal that is complete, whole or not at all; then remove it.
+        """Write the output of a complete journal atomically, then remove the journal.
 
         Raises:
-            ConfigError: where it cannot be written, or another file has taken its name; the
-                journal is left.
+            ConfigError: if the output is not writable, or exists with other contents. The journal
+                is not removed.
         """
         journal.sync()
         temporary: Path | None = None
@@ -94,6 +94,6 @@ class Output:
         try:
             os.link(temporary, self.path)
         except FileExistsError:
-            # a run that was killed between making it and removing its journal
+            # An earlier run was killed before it removed its journal.
             if not filecmp.cmp(temporary, self.path, shallow=False):
                 raise OSError(errno.EEXIST, "has become another file meanwhile") from None

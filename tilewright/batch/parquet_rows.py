@@ -1,4 +1,4 @@
-"""Rows of a Parquet file with a column of prompts."""
+"""Rows in a Parquet file with a prompt column."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tilewright.errors import ConfigError, one_line
 if TYPE_CHECKING:
     import pyarrow
 
-_ROWS = 1024  # that are written at a time
+_ROWS = 1024  # rows per write
 
 
 class ParquetRows:
-    """Prompts of a Parquet file; answers go to another, beside all its columns.
+    """Prompts in a Parquet file. The output has all input columns and the answers.
 
     Raises:
-        ConfigError: where pyarrow is missing, or the file is no Parquet file with such a column.
+        ConfigError: without pyarrow, or for a file without such a column.
     """
 
     suffixes: tuple[str, ...] = (".parquet",)
@@ -38,28 +38,28 @@ class ParquetRows:
             self._prompts = self._file.read(columns=[asking.prompt_column])[0]
         except ConfigError:
             raise
-        except Exception as error:  # the library's own are of many kinds
+        except Exception as error:  # pyarrow raises many types
             raise ConfigError(f"data set {path}: no Parquet file: {one_line(error)}") from None
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def length(self, row: int) -> int:
-        """The tokens that a row may take, which are as many for every row."""
+        """Return the maximum output tokens, which are equal for all rows."""
         return self._asking.max_tokens
 
     def item(self, row: int) -> Item:
-        """The request for a row's prompt; raises ApiError 400 for one that is none."""
+        """Return the request of a row. Raises ApiError 400 for an invalid prompt."""
         place = f"{self._path}: row {row + 1}"
         item = self._asking.item(row, self._prompts[row].as_py(), self._asking.max_tokens, place)
         check_size(place, len(item.body))
         return item
 
     def write(self, path: Path, records: Iterable[Record]) -> None:
-        """The file's columns and those of answers; ``error`` is null where there is none.
+        """Write the input columns and the answer columns. ``error`` is null without an error.
 
         Raises:
-            OSError: where it cannot be written.
+            OSError: if the file cannot be written.
         """
         import pyarrow
 
@@ -75,12 +75,12 @@ class ParquetRows:
                 writer.write_table(self._joined(part, found, fields).cast(schema))
 
     def num_failed(self, path: Path) -> int:
-        """The number of rows whose ``error`` is not null."""
+        """Return the number of rows with a non-null ``error``."""
         try:
             (errors,) = _library().ParquetFile(path).read(columns=["error"])
         except ConfigError:
             raise
-        except Exception as error:  # the library's own are of many kinds
+        except Exception as error:  # pyarrow raises many types
             said = f"is there already, and no output of a batch: {one_line(error)}"
             raise ConfigError(f"--output {path}: {said}; allowed: a new file") from None
         return len(errors) - int(errors.null_count)

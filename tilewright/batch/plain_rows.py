@@ -1,4 +1,4 @@
-"""Plain rows: objects with a column of prompts, or the triples of the ASC24 data set."""
+"""Plain rows: objects with a prompt column, or the ASC24 triples."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _TRIPLE = msgspec.json.Decoder(_Triple)
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_MAX_READ = 64 << 20  # bytes of a row that are looked at at all
-_LOOKED_AT = 16  # rows, to see what a data set is made of
+_MAX_READ = 64 << 20  # maximum bytes in a row for reading
+_LOOKED_AT = 16  # maximum rows for detecting the form
 TRIPLE = ("prompt", "prompt_len", "output_len")
-"""What the columns of a triple are called in the output."""
+"""Column names of a triple in the output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """How rows of plain texts become requests, and where their answers go.
+    """Columns and defaults for requests from plain rows.
 
     Attributes:
-        prompt_column: of the prompts: texts, token ids, or the messages of a chat.
-        answer_column: what the column of the answers is called.
-        is_chat: whether a text is the user's message of a chat.
-        max_tokens: of an answer whose row does not say.
+        prompt_column: column with texts, token ids, or chat messages.
+        answer_column: name for the answer column.
+        is_chat: whether a text is a user message.
+        max_tokens: output tokens for rows without a length.
     """
 
     prompt_column: str = "prompt"
@@ -52,7 +52,7 @@ class Asking:
     max_tokens: int = MAX_TOKENS
 
     def item(self, row: int, prompt: object, max_tokens: int, place: str) -> Item:
-        """The request for a prompt; raises ApiError for one that is none."""
+        """Return the request for a prompt. Raises ApiError for an invalid prompt."""
         body: dict[str, Any] = {"max_tokens": max_tokens}
         is_text = isinstance(prompt, str)
         if is_text and self.is_chat:
@@ -70,14 +70,14 @@ class Asking:
             raise bad_row(place, one_line(error)) from None
 
     def added(self) -> tuple[str, ...]:
-        """The columns that answers add."""
+        """Return the columns that answers add."""
         return self.answer_column, "finish_reason", "prompt_tokens", "completion_tokens", "error"
 
     def check_columns(self, columns: Iterable[str], place: str) -> None:
-        """Refuse a data set without prompts, or with a column that answers add.
+        """Check that a data set has prompts, and no column that answers add.
 
         Raises:
-            ConfigError: naming the column.
+            ConfigError: with the column's name.
         """
         known = list(columns)
         if self.prompt_column not in known:
@@ -90,7 +90,7 @@ class Asking:
             raise ConfigError(f"{place}: {taken}")
 
     def taken(self, columns: Iterable[str]) -> str:
-        """What is wrong with columns of which answers add one too; nothing where they add none."""
+        """Return an error text for a column that answers add too, or an empty text."""
         known = set(columns)
         taken = [name for name in self.added() if name in known]
         other = "another --answer-column" if taken == [self.answer_column] else "another name"
@@ -98,7 +98,7 @@ class Asking:
 
 
 class JsonRows(Sequence[Any]):
-    """The elements of a JSON list, each read when it is asked for."""
+    """The elements of a JSON list, read on demand."""
 
     def __init__(self, path: Path, raws: Sequence[msgspec.Raw]) -> None:
         self._path, self._raws = path, raws
@@ -110,23 +110,23 @@ class JsonRows(Sequence[Any]):
         return bytes(self._raws[index])
 
     def size(self, index: int) -> int:
-        """The number of bytes of an element."""
+        """Return an element's size in bytes."""
         return len(memoryview(self._raws[index]))
 
     def place(self, index: int) -> str:
-        """The place of an element, as messages name it."""
+        """Return an element's place for messages."""
         return f"{self._path}: row {index + 1}"
 
 
 def read_list(path: Path) -> list[msgspec.Raw]:
-    """The elements of a file that is a JSON list.
+    """Return the elements of a JSON list.
 
     Raises:
-        ConfigError: where it cannot be read, or is none.
+        ConfigError: if the file is unreadable or no JSON list.
     """
     try:
         return _LIST.decode(read_regular(path))
-    except (OSError, ValueError) as error:  # msgspec's are ValueErrors
+    except (OSError, ValueError) as error:  # msgspec raises ValueErrors
         reason = getattr(error, "strerror", None) or f"no whole JSON list: {one_line(error)}"
         raise ConfigError(f"data set {path}: {reason}") from None
     except RecursionError:
@@ -134,13 +134,13 @@ def read_list(path: Path) -> list[msgspec.Raw]:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """The objects of an output, one a line or of one list; raises ConfigError."""
+    """Return an output's objects, JSON lines or a list. Raises ConfigError."""
     rows = JsonRows(path, read_list(path)) if path.suffix == ".json" else LineFile(path)
     return (rows[row] for row in range(len(rows)))
 
 
 class PlainRows:
-    """Rows of JSON, one a line or of one list: triples, or objects with a column of prompts."""
+    """Rows of JSON lines or a JSON list: triples, or objects with a prompt column."""
 
     suffixes: tuple[str, ...] = (".jsonl", ".json")
 
@@ -154,7 +154,7 @@ class PlainRows:
             try:
                 columns = _OBJECT.decode(rows[shown])
             except _ERRORS:
-                columns = {asking.prompt_column: None}  # the row says what is wrong with it
+                columns = {asking.prompt_column: None}  # `item` reports the error
             asking.check_columns(columns, rows.place(shown))
         elif self._is_triples and (taken := asking.taken(TRIPLE)):
             raise ConfigError(f"{rows.place(shown)}: {taken}")
@@ -163,14 +163,14 @@ class PlainRows:
         return len(self._rows)
 
     def _kind(self, row: int) -> bytes:
-        """What a row begins with, where that is a list or an object; else nothing."""
+        """Return a row's ``[`` or ``{``, else nothing."""
         if self._rows.size(row) > _MAX_READ:
             return b""
         first = self._rows[row].lstrip()[:1]
         return first if first in (b"[", b"{") else b""
 
     def length(self, row: int) -> int:
-        """The output length of a triple; of other rows that of all."""
+        """Return a triple's output length, or the common length for other rows."""
         if self._is_triples and self._rows.size(row) <= _MAX_READ:
             try:
                 return _TRIPLE.decode(self._rows[row])[2]
@@ -179,7 +179,7 @@ class PlainRows:
         return 0 if self._is_triples else self._asking.max_tokens
 
     def item(self, row: int) -> Item:
-        """The request for a row's prompt; raises ApiError 400 for a row that is none."""
+        """Return the request of a row. Raises ApiError 400 for an invalid row."""
         place = self._rows.place(row)
         check_size(place, self._rows.size(row))
         try:
@@ -197,11 +197,11 @@ class PlainRows:
         return self._asking.item(row, columns[name], self._asking.max_tokens, place)
 
     def write(self, path: Path, records: Iterable[Record]) -> None:
-        """Objects of the row's columns and the answer's; a row that failed has an ``error``."""
+        """Write objects with row and answer columns. A failed row has an ``error``."""
         write_json(path, map(self._line, records), is_list=path.suffix == ".json")
 
     def num_failed(self, path: Path) -> int:
-        """The objects with an ``error``, which no row has of its own."""
+        """Return the number of objects with an ``error``. Rows have no such column."""
         return count_errors(lines_of(path), path)
 
     def _line(self, record: Record) -> bytes:
@@ -211,7 +211,7 @@ class PlainRows:
         return encode(found)
 
     def _columns(self, row: int) -> dict[str, Any]:
-        """A row's own columns; of one that cannot be read, or has an answer's, its number."""
+        """Return a row's columns, or the number of an unreadable or conflicting row."""
         try:
             if self._rows.size(row) <= _MAX_READ:
                 if self._is_triples:

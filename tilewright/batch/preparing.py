@@ -1,4 +1,4 @@
-"""From a row's body to a job, as the server's front makes it, but at once and without waiting."""
+"""Jobs from rows, made as in the API server, but synchronously."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _T = TypeVar("_T")
 
 
 class BatchGrammarValidator:
-    """Tries grammars before the engine hears of them, in threads whose stacks are deep enough."""
+    """Compiles grammars before the engine does, in threads with large stacks."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
         self._threads: ThreadPoolExecutor | None = None
 
     def check(self, spec: GrammarSpec, param: str) -> None:
-        """Refuse what cannot be compiled in time; raises ApiError 400."""
+        """Compile a grammar within the time limit. Raises ApiError 400."""
         if self._threads is None:
             self._threads = roomy_threads(_NUM_THREADS, "grammars")
-            self._threads.submit(self._load).result()  # seconds, once
+            self._threads.submit(self._load).result()  # takes seconds, once
         try:
             self._threads.submit(self._grammars.check, spec).result(SECONDS)
         except (RequestError, ConfigError) as error:
@@ -51,19 +51,23 @@ class BatchGrammarValidator:
             raise invalid(said, param, "invalid_grammar") from None
 
     def _load(self) -> None:
-        with suppress(ConfigError):  # it is raised again where a grammar is tried
+        with suppress(ConfigError):  # `check` raises it again
             self._grammars.load()
 
 
 @dataclass(kw_only=True)
 class Preparer(JobMaker):
-    """Makes jobs of rows. The same row gives the same job, whenever it is asked.
+    """Makes jobs of rows. The same row always gives the same job.
 
     Attributes:
-        max_tokens: of an answer whose request does not say; None: what there is room for.
-        ignore_eos: whether answers go on behind the model's end tokens.
-        seed: rows that name none are given one of their own, made of this and of their number.
-        created: what answers say of when they were made, in seconds since 1970.
+        model: the model and its settings.
+        template: properties of the chat template.
+        trials: compiles grammars.
+        template_variables: variables for the chat template.
+        max_tokens: default output tokens. None: the free context.
+        ignore_eos: whether answers continue after end tokens.
+        seed: base of the seeds for rows without a seed. The row number is added.
+        created: time in the answers, in seconds since 1970.
     """
 
     model: Served
@@ -76,10 +80,10 @@ class Preparer(JobMaker):
     created: int = 0
 
     def job(self, item: Item) -> CompletionTask:
-        """The job of a row.
+        """Return the job of a row.
 
         Raises:
-            ApiError: 400 for what the server would refuse.
+            ApiError: 400 for requests that the server would refuse.
         """
         request: Common
         request, ignored = decode(item.body, ChatRequest if item.is_chat else CompletionRequest)
@@ -118,7 +122,7 @@ class Preparer(JobMaker):
         self.trials.check(spec, param)
 
     async def aside(self, size: int, function: Callable[..., _T], *given: Any, **named: Any) -> _T:
-        """Run a function at once."""
+        """Run a function directly."""
         return function(*given, **named)
 
 

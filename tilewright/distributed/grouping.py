@@ -20,10 +20,9 @@ from tilewright.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """The group of ranks, the machines, and this process's rank if a parent process has started
-    this rank.
+    """The group of ranks, the machines, and this process's rank if a parent has started it.
 
-    ``workers`` are waiting machines to call.
+    ``workers`` are addresses of waiting machines.
     """
 
     parallel: Parallel = ALONE
@@ -64,7 +63,7 @@ def read_grouping(given: Any) -> Grouping:
             f"--tensor-parallel-size {tensor} in {started} processes; allowed: {started}"
         )
     if machines.count > 1:
-        machines.address()  # raises without an address
+        machines.address()  # raises if the address is missing
     if tensor % machines.count:
         raise ConfigError(f"{tensor} ranks on {machines.count} machines; allowed: as many on each")
     parallel = Parallel(
@@ -86,13 +85,12 @@ def _refuse_of_groups(given: Any) -> None:
     for name in ("tensor_split", "comm_dtype", "rank_timeout", "collective_backend"):
         if getattr(given, name, None):
             raise ConfigError(
-                f"--{name.replace('_', '-')} for one rank; allowed: with --tensor-parallel-size"
+                f"--{name.replace('_', '-')} for a single rank; allowed: --tensor-parallel-size N"
             )
 
 
 def check_devices(grouping: Grouping, num_devices: int) -> None:
-    """Check that this machine has the requested GPUs, and that the ranks can use the collective
-    backend.
+    """Check that this machine has the GPUs and supports the collective backend.
 
     Raises:
         ConfigError: The machine has fewer GPUs, or the backend is unsupported.
@@ -103,8 +101,8 @@ def check_devices(grouping: Grouping, num_devices: int) -> None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", local))
     if parallel.exchange == PEERS and local < parallel.tensor:
         raise ConfigError(
-            f"--collective-backend p2p for {parallel.tensor} ranks over several machines: each "
-            "writes into the GPUs of all others; allowed: those of one machine, or "
+            f"--collective-backend p2p for {parallel.tensor} ranks over several machines: a rank "
+            "writes into all GPUs of the group; allowed: ranks on a single machine, or "
             "--collective-backend nccl"
         )
     if parallel.exchange == PEERS and parallel.tensor > MOST_GPUS:

@@ -1,4 +1,4 @@
-"""A model over ranks: rank 0 tells the others what to load, all compare who they are, and meet."""
+"""Models over several ranks: rank 0 sends the job, and all ranks compare their settings."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from tilewright.distributed.world import RankInfo, shared_token
 from tilewright.utils.environment import versions
 
 FOLLOW = ("-m", f"{__package__}.follower")
-"""What starts a follower: a module that imports this one, behind ``python``."""
+"""Arguments of ``python`` for a follower: a module that imports this module."""
 _KERNELS = (".cu", ".cuh", ".cpp", ".h", ".inl")
 
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """What a rank is to load, as rank 0 was asked; a follower has a ``path`` of its own, maybe."""
+    """The model and options of rank 0. A follower may use another ``path``."""
 
     path: str
     target: str
@@ -57,17 +57,19 @@ def compile_ranks(
     *,
     ends_process: bool = False,
 ) -> Compiled:
-    """The executable of all ranks, led by this process.
+    """Compile on all ranks and return the executable, with this process as leader.
 
     Args:
-        facts: what is to be equal on all ranks, beside what `compare` knows itself.
-        run: compiles rank 0's own part, and calls what it is given now and then: it raises where a
-            rank has failed meanwhile.
+        job: model and options.
+        grouping: ranks and machines.
+        facts: settings that must be equal on all ranks, in addition to `compare`'s.
+        run: compiles rank 0's program. It calls its second argument regularly, which raises after
+            the failure of another rank.
         ends_process: see `Leader`.
 
     Raises:
-        ConfigError: where ranks do not come, or differ.
-        RankError: where one fails.
+        ConfigError: if ranks are missing or differ.
+        RankError: if a rank fails.
     """
     parallel = grouping.parallel
     ranks = _gather(grouping, job.target)
@@ -80,7 +82,7 @@ def compile_ranks(
         meet(compiled.executable, SetupCollectives(leader, ranks.token, parallel.peer_limit))
         executable = ShardedExecutable(compiled.executable, ranks)
     except hello.RanksDifferError:
-        ranks.close()  # others say the same, perhaps first, which is no failure of theirs
+        ranks.close()  # all ranks report the difference, so no rank has failed
         raise
     except BaseException:
         failure = leader.failure
@@ -92,15 +94,15 @@ def compile_ranks(
 
 
 def read_job(data: bytes) -> RankConfig:
-    """The job that rank 0 sent."""
+    """Decode the job of rank 0."""
     return msgspec.msgpack.decode(data, type=RankConfig)
 
 
 def compare(group: Leader | Follower, facts: Mapping[str, str], options: CompileOptions) -> None:
-    """Refuse ranks that differ in what must be equal; all ranks call it.
+    """Check on all ranks that their settings are equal.
 
     Raises:
-        RanksDifferError: naming what differs, on every rank.
+        RanksDifferError: on every rank, with the names of the differences.
     """
     own = {
         hello.CODE: sources_digest(),
@@ -128,7 +130,7 @@ def _gather(grouping: Grouping, target: str) -> LaunchedRanks:
     local = size // machines.count
     devices = parallel.devices or tuple(rank % local for rank in range(size))
     names = [f"GPU {each}" for each in devices] if target == "cuda" else []
-    if names and parallel.exchange == PEERS:  # before any rank loads its part
+    if names and parallel.exchange == PEERS:  # before any rank loads
         from tilewright.compiler.targets.cuda.collectives import peer_memory as peers
 
         peers.check_access(devices)
@@ -138,7 +140,7 @@ def _gather(grouping: Grouping, target: str) -> LaunchedRanks:
         place = RankInfo(0, size, 0, Address(own_address(first)), token)
         begin = functools.partial(call_workers, workers=grouping.workers)
         return gather(place, begin, limit_s=limit_s, names=names)
-    if grouping.place is not None:  # something else has started all ranks
+    if grouping.place is not None:  # another program has started all ranks
         return gather(grouping.place, lambda place: {}, limit_s=limit_s, names=names)
     if machines.count > 1:
         place = RankInfo(0, size, 0, machines.address(), shared_token(machines.host, False))

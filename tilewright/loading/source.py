@@ -1,4 +1,4 @@
-"""An opened model: of a checkpoint, of random weights, or of a compiled directory."""
+"""An opened model: a checkpoint, random weights, or a compiled directory."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ from tilewright.models.tokenizer.saved import read_saved
 from tilewright.models.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER = "tokenizer"
-"""The folder inside a compiled one that holds its tokenizer's files."""
+"""Name of the directory with tokenizer files in a compiled directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelHandle:
-    """A model as commands see it, from a checkpoint (``load``) or a compiled folder (``manifest``).
+    """An opened model, from a checkpoint (``load``) or a compiled directory (``manifest``).
 
-    ``load``: builds the model of the checkpoint, once. ``start``: its record in the start index.
-    ``notes``: lines for the user.
-    ``original``: the checkpoint whose fp32 values accuracy is compared with; None: its own.
+    Attributes:
+        load: builds the checkpoint's model, once.
+        start: the model's record in the start index.
+        notes: lines for the user.
+        original: checkpoint for the fp32 accuracy reference. None: this model.
     """
 
     name: str
@@ -67,14 +69,14 @@ class ModelHandle:
 
     @property
     def model(self) -> LoadedModel | None:
-        """The model of the checkpoint, built when it is first asked for; None for a folder."""
+        """The checkpoint's model, built at the first access. None for a directory."""
         return None if self.load is None else self.load()
 
     def checkpoint_model(self) -> LoadedModel:
-        """Build the model of the checkpoint, its weights loaded on demand.
+        """Build the checkpoint's model. Weights are loaded on demand.
 
         Raises:
-            CheckpointError: for a compiled folder, which has none.
+            CheckpointError: for a compiled directory.
         """
         if self.load is None:
             raise CheckpointError(
@@ -101,7 +103,7 @@ def open_compiled(path: Path, rank: int) -> ModelHandle:
 
 
 def open_started(path: FoundModel, start: Start) -> ModelHandle:
-    """Open a model of the start index. It is built when its weights are needed."""
+    """Open a model in the start index. It is built when its weights are needed."""
     facts = start.record.model
     tokenizer = load_mapped(start.tokenizer, Path(str(path)))
 
@@ -140,7 +142,7 @@ def source_of(model: LoadedModel, path: FoundModel) -> ModelHandle:
 
 
 def precision_of(source: ModelHandle, precision: PrecisionConfig | None) -> PrecisionSummary:
-    """The configuration on this model: the one asked for, or the one it was compiled with."""
+    """Return the requested configuration on this model, or the compiled configuration."""
     if source.manifest is not None:
         return source.manifest.precision
     assert precision is not None
@@ -153,8 +155,9 @@ def precision_of(source: ModelHandle, precision: PrecisionConfig | None) -> Prec
 
 
 def precision_title(source: ModelHandle, precision: PrecisionSummary) -> str:
-    """Return the name and the formats of a configuration on this model; see
-    `PrecisionSummary.title`. The file of a compiled folder is not known.
+    """Return a configuration's name and formats on this model.
+
+    See `PrecisionSummary.title`. A compiled directory does not know its original file.
     """
     if source.start is not None:
         return precision.title(source.start.record.stored_types)
@@ -167,7 +170,7 @@ ARITHMETIC = {"always": "strict", "never": "fast", "auto": "auto"}
 
 
 def served_facts(source: ModelHandle, compiled: Compiled, *, invariance: str) -> dict[str, str]:
-    """What is served of a compiled model, by name: what its answers depend on."""
+    """Return the settings by name that determine the output of a compiled model."""
     facts = {
         "name": source.name,
         "target": compiled.target,
@@ -200,7 +203,7 @@ def image_processor(source: ModelHandle) -> ImageProcessor:
 
 
 def num_parameters(source: ModelHandle) -> int:
-    """The number of parameters of a checkpoint's model."""
+    """Return a checkpoint's number of parameters."""
     if source.start is not None:
         return source.start.record.num_parameters
     return sum(each.numel() for each in source.checkpoint_model().module.parameters())

@@ -1,4 +1,4 @@
-"""Command line options declared by dataclass fields: one-line errors and checked types."""
+"""Command line options declared by dataclass fields, with one-line errors and checked types."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ _T = TypeVar("_T")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are :class:`ConfigError`, so that they print as one line.
+    """An ArgumentParser that raises :class:`ConfigError`.
 
-    An option with a single value is an error if it is given twice, but for ``last_wins``: then the
-    last value is used.
+    A doubled option is an error. With ``last_wins``, the last value is used.
     """
 
     def __init__(self, *args: Any, last_wins: bool = False, **words: Any) -> None:
         super().__init__(*args, **words)
         if not last_wins:
-            self.register("action", None, _Once)  # of arguments without an action
+            self.register("action", None, _Once)  # for arguments without an action
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A type for ``add_argument``: integers from ``least`` to ``most``."""
+    """Return a type for ``add_argument``: integers from ``least`` to ``most``."""
     span = f"{least} to {most}" if most is not None else f"{least} or more"
 
     def parse(text: str) -> int:
@@ -50,7 +49,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def real(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
-    """A type for ``add_argument``: numbers from (or above) ``least`` to ``most``."""
+    """Return a type for ``add_argument``: numbers from (or above) ``least`` to ``most``."""
     span = f"{'above ' if above else ''}{least:g} to {most:g}"
 
     def parse(text: str) -> float:
@@ -67,7 +66,7 @@ def real(least: float, most: float, *, above: bool = False) -> Callable[[str], f
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """A type for ``add_argument``: whole numbers separated by commas."""
+    """Convert whole numbers separated by commas, as a type for ``add_argument``."""
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
@@ -76,11 +75,11 @@ def numbers(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The declaration of a command line option.
+    """A command line option's declaration.
 
     Attributes:
         text: Help text.
-        flags: Spellings in the help. Empty: ``--`` and the name of the field.
+        flags: Spellings in the help. Empty: ``--`` and the field's name.
         group: Heading in the help.
         aliases: Older spellings. The help omits them.
         renamed: Older values and their replacements.
@@ -117,10 +116,10 @@ def option(
     renamed: Mapping[str, str] | None = None,
     **words: Any,
 ) -> Any:
-    """Declare a dataclass field that is an option of a command. See `Option` for the arguments.
+    """Declare a dataclass field as an option. See `Option` for the arguments.
 
-    A flag without a dash is a positional argument. ``default`` is the default of the field and
-    the option. False declares a switch, True a switch with ``--no-``, and a tuple an option of
+    A flag without a dash is a positional argument. ``default`` is the default of the field and the
+    option. False declares a switch, True a switch with ``--no-``. A tuple declares an option with
     one or more values.
     """
     if default is True:
@@ -139,7 +138,7 @@ def add_options(
     """Add the options declared by the fields of dataclasses.
 
     Args:
-        without: Names of fields to omit.
+        without: Field names to omit.
         only: Names of fields to add. None: all.
         defaults: Default values that differ from those of the fields.
     """
@@ -172,7 +171,7 @@ def _words(made: Option, default: Any) -> dict[str, Any]:
 
 
 class _Once(argparse.Action):
-    """The value of an option. A second one is an error: it would replace the first."""
+    """Stores the value of an option. A second value is an error."""
 
     _last: argparse.Namespace | None = None
 
@@ -190,7 +189,7 @@ class _Once(argparse.Action):
         self.set_value(namespace, values, option_string or "")
 
     def set_value(self, namespace: argparse.Namespace, values: Any, flag: str) -> None:
-        """Store ``values`` of ``flag``, as it was typed."""
+        """Store ``values`` for the typed ``flag``."""
         setattr(namespace, self.dest, values)
 
 
@@ -203,7 +202,7 @@ class OnOff(_Once, argparse.BooleanOptionalAction):
 
 
 class _Extend(argparse.Action):
-    """Values of an option: further ones are added where it is given again."""
+    """Appends the values of a repeated option."""
 
     def __call__(
         self,
@@ -212,7 +211,7 @@ class _Extend(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Add ``values`` to the earlier ones (called by argparse)."""
+        """Append ``values`` (called by argparse)."""
         earlier = getattr(namespace, self.dest)
         known = () if earlier is None or earlier is self.default else earlier
         setattr(namespace, self.dest, [*known, *values])
@@ -225,17 +224,17 @@ def values_of(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def words_of(kind: type, name: str) -> dict[str, Any]:
-    """Return the arguments of ``add_argument`` of an option, without flags, help and group."""
+    """Return an option's arguments for ``add_argument``, without flags, help and group."""
     return dict(declared(kind)[name].words)
 
 
 def names_of(record: type, *groups: str) -> list[str]:
-    """Return the names of the options of ``record`` under headings of the help."""
+    """Return the option names of ``record`` in groups of the help."""
     return [name for name, made in declared(record).items() if made.group in groups]
 
 
 def declared(record: type) -> dict[str, Option]:
-    """Return the options that the fields of ``record`` declare, by field."""
+    """Return the options of ``record`` by field."""
     return {name: made for name, (made, _) in _declared_of((record,)).items()}
 
 
@@ -245,10 +244,10 @@ def _declared_of(records: Sequence[type]) -> dict[str, tuple[Option, Any]]:
 
 
 def parse(kind: type[_T], argv: Sequence[str], *, prog: str, description: str) -> _T:
-    """A dataclass of options, read from a command line.
+    """Read a dataclass of options from a command line.
 
     Raises:
-        ConfigError: for what is no option of ``kind``, or no value of one.
+        ConfigError: for an unknown option or an invalid value.
     """
     parser = Parser(prog=prog, description=description)
     add_options(parser, kind)
@@ -256,7 +255,7 @@ def parse(kind: type[_T], argv: Sequence[str], *, prog: str, description: str) -
 
 
 def check_text(text: str, what: str) -> None:
-    """Refuse what the command line could not decode. Raises ConfigError."""
+    """Check that the command line has decoded a text. Raises ConfigError."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -264,10 +263,10 @@ def check_text(text: str, what: str) -> None:
 
 
 def read_prompt(given: str) -> str:
-    """A prompt as the command line has it; ``-`` stands for standard input.
+    """Return a prompt of the command line. ``-`` reads standard input.
 
     Raises:
-        ConfigError: where it is empty or no text.
+        ConfigError: if the prompt is empty or not text.
     """
     if given == "-":
         try:
@@ -283,12 +282,12 @@ def read_prompt(given: str) -> str:
 
 
 def refuse_given(arguments: object, names: Sequence[str], said: str) -> None:
-    """Refuse options that say nothing beside others.
+    """Raise for options that have no effect with the other options.
 
-    ``said``: what follows ``--name with``; ``{name}`` in it is the option's name.
+    ``said`` follows ``--name with`` in the message. ``{name}`` in it is the name of the option.
 
     Raises:
-        ConfigError: for the first of ``names`` that was given.
+        ConfigError: for the first given option in ``names``.
     """
     for name in names:
         if getattr(arguments, name) is not None:
@@ -297,8 +296,10 @@ def refuse_given(arguments: object, names: Sequence[str], said: str) -> None:
 
 
 def output_folder(named: str | None) -> Path:
-    """The folder that ``--output`` names. Raises ConfigError where there is none, or it is no new
-    or empty one.
+    """Return the directory of ``--output``.
+
+    Raises:
+        ConfigError: if the directory is absent from the options, or not empty.
     """
     if not named:
         raise ConfigError("no folder to write to; allowed: -o DIR, a new or empty one")
@@ -306,5 +307,5 @@ def output_folder(named: str | None) -> Path:
         path = Path(named).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"{named}: cannot be made ({error})") from None
-    check_fresh(path)  # now: what comes next takes seconds
+    check_fresh(path)  # early, because the next step takes seconds
     return path

@@ -1,4 +1,4 @@
-"""The engine facade: prefill, decode and remove by request id, logits out, nothing sampled."""
+"""The engine facade: prefill, decode and remove by request id. Returns logits, samples nothing."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from tilewright.runtime.request import check_tokens
 
 
 class UnknownRequestError(RequestError, KeyError):
-    """An id that no prefill made, or that was removed."""
+    """An unknown or removed request id."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class DuplicateRequestError(RequestError, ValueError):
-    """A request id stands twice in one call."""
+    """A request id occurs twice in a call."""
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """A live request: its slot and pages, and all that it was fed, for a replay."""
+    """A live request: slot, pages, and all input tokens for a replay."""
 
     slot: Slot
     prompt: list[int]
@@ -52,21 +52,21 @@ class _Sequence:
 
 
 class Engine:
-    """State by request id over an :class:`Executable`, whose slots it owns from the beginning.
+    """State by request id over an :class:`Executable`. The engine owns its slots.
 
-    Calls may name any live ids in any order. A call that raises has changed nothing: what a failed
-    step may have touched is computed again from the tokens, as it was computed before.
+    A call may name live ids in any order. A call that raises changes nothing: the engine computes
+    the earlier state again from the tokens.
     """
 
     def __init__(self, executable: Executable, *, step_tokens: int | None = None) -> None:
-        """``step_tokens``: tokens of a prompt in one step; None: as many as can be."""
+        """Set up an empty engine. ``step_tokens`` limits prompt tokens per step. None: maximum."""
         self.executable = executable
         limits = executable.capabilities
         self._piece = min(step_tokens or limits.max_step_tokens, limits.max_step_tokens)
         self._begin()
 
     def _begin(self) -> None:
-        """An executable that holds nothing."""
+        """Reset the executable."""
         limits = self.executable.capabilities
         self.executable.reset()
         self._live: dict[int, _Sequence] = {}
@@ -76,26 +76,29 @@ class Engine:
 
     @property
     def request_ids(self) -> tuple[int, ...]:
-        """The ids of the requests that were prefilled and not yet removed."""
+        """The ids of the live requests."""
         return tuple(self._live)
 
     def slot(self, request_id: int) -> Slot:
-        """Find the slot that a live request sits in."""
+        """Return the slot of a live request."""
         return self._live[request_id].slot
 
     def length(self, request_id: int) -> int:
-        """Tokens that the state of a live request holds."""
+        """Return the number of tokens in the state of a live request."""
         return self._live[request_id].length
 
     def prefill(self, request_ids: Sequence[int], input_ids: Sequence[Tensor]) -> Tensor:
-        """Start requests, or start live ones anew: last-token logits ``[B, vocab]`` float32.
+        """Start requests, or restart live requests. Return logits ``[B, vocab]`` in float32.
+
+        The logits are of the last token.
 
         Args:
-            input_ids: one int64 tensor ``[length]`` a request.
+            request_ids: an id for each request.
+            input_ids: an int64 tensor ``[length]`` for each request.
 
         Raises:
-            RequestError: an empty or too long prompt, a token outside the vocabulary, an id twice,
-                or more requests than the executable holds.
+            RequestError: for an empty or long prompt, a token outside the vocabulary, a doubled id,
+                or too many requests.
         """
         prompts = [tokens.tolist() for tokens in input_ids]
         self._check_prefill(request_ids, prompts)
@@ -107,11 +110,11 @@ class Engine:
         return torch.stack(rows) if rows else torch.empty(0, self.executable.vocab_size)
 
     def decode(self, request_ids: Sequence[int], token_ids: Tensor) -> Tensor:
-        """Append one token to each request: last-token logits ``[B, vocab]`` float32.
+        """Append a token to each request. Return logits ``[B, vocab]`` in float32.
 
         Raises:
-            UnknownRequestError: an id that is not live.
-            RequestError: an id twice, a token outside the vocabulary, or a full context.
+            UnknownRequestError: for an id that is not live.
+            RequestError: for a doubled id, a token outside the vocabulary, or a full context.
         """
         tokens = token_ids.tolist()
         self._check_decode(request_ids, tokens)
@@ -125,10 +128,10 @@ class Engine:
         return logits
 
     def remove(self, request_ids: Sequence[int]) -> None:
-        """Forget requests and free their state; unknown ids are fine."""
+        """Remove requests and free their state. Unknown ids are ignored."""
         self._leave(request_ids)
         if self._edits:
-            self._run(Step())  # nobody may come again: the memory goes back now
+            self._run(Step())  # free the memory without waiting for another call
 
     def _leave(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
@@ -140,7 +143,7 @@ class Engine:
 
     @contextmanager
     def _undone_by_failure(self) -> Iterator[None]:
-        """Compute every live request anew, as it was, where what is done inside raises."""
+        """Compute every live request again if the block raises."""
         before = {each: replace(old) for each, old in self._live.items()}
         try:
             yield
@@ -169,7 +172,7 @@ class Engine:
             sequence.pages += fresh
 
     def _compute(self, sequence: _Sequence) -> Tensor:
-        """Run a prompt in as large pieces as the executable takes: logits ``[vocab]``."""
+        """Run a prompt in chunks of maximum size. Return logits ``[vocab]``."""
         size, prompt = self._piece, tuple(sequence.prompt)
         logits = torch.empty(0)
         for start in range(0, len(prompt), size):
@@ -187,7 +190,7 @@ class Engine:
         return self._run(Step(decode=tuple(forced), forced=forced))
 
     def _run(self, step: Step) -> Tensor:
-        """A step with the edits that wait, and its logits, which hold until the next one."""
+        """Run a step with the pending updates. Return its logits, valid until the next step."""
         edits, self._edits = tuple(self._edits), []
         output = self.executable.step(
             Step(step.decode, step.prompts, edits, step.forced, want_logits=True)
@@ -196,7 +199,7 @@ class Engine:
         return torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0)
 
     def _again(self, old: _Sequence) -> _Sequence:
-        """A sequence with the history of one whose state was lost."""
+        """Return a new sequence with the tokens of a lost sequence."""
         sequence = self._fill_slots(old.prompt)
         self._compute(sequence)
         for token in old.decoded:

@@ -1,4 +1,4 @@
-"""The loop: schedule, launch, read; requests in, tokens out."""
+"""The engine loop: schedules, launches and reads steps. Requests in, tokens out."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from tilewright.runtime.scheduling.step_cost_model import StepCost, StepMeter
 OnToken = Callable[[RequestState, int], None]
 
 _LONG = 4
-"""Cells of the longest prompt that is measured at the start where steps are short: a line through
-less would promise too much of larger pieces.
+"""Cells of the longest prompt in the warm-up, if steps are short.
+
+A linear fit through less would promise too much for larger chunks.
 """
 _STREAMS, _STREAMED, _BESIDE = 32, 48, 32
-"""Requests, and tokens of each, for the measured prompt beside streams, in cells."""
+"""Requests, tokens per request, and cells of the prompt for the measurement of mixed batches."""
 _DRAFTED = 4
-"""Steps with drafts that are measured at the start."""
+"""Number of measured steps with drafts in the warm-up."""
 
 
 class LostDeviceError(Exception):
-    """What was launched cannot be read: nothing that the device holds is known any more."""
+    """A launched step cannot be read. The state of the device is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +56,18 @@ class _Launched:
 
 
 class EngineLoop:
-    """Runs requests on an executable, continuously batched. Token ids in, token ids out.
+    """Runs requests on an executable with continuous batching. Token ids in, token ids out.
 
-    It owns the executable's slots and pages from the beginning, when it clears them. Where the
-    executable runs ahead, a step is launched before the tokens of the last one are read; tokens
-    computed for requests that had ended meanwhile are dropped and counted.
+    The loop owns the executable's slots and pages, and clears them at the start. With asynchronous
+    scheduling, it launches a step before it reads the previous step. Tokens of requests that
+    finished meanwhile are dropped and counted.
 
-    A request with a grammar waits for its matcher before it is queued. The rows of such requests
-    are chosen late: their masks, which need the tokens before, are computed while the device runs
-    the forward part of the step.
+    A request with a grammar waits for its matcher before it is queued. Its rows use deferred
+    sampling: the masks need the previous tokens, and are computed during the forward pass.
 
     Attributes:
-        failed: the requests of a step that could not be launched: the one whose prompt came last
-            first, then the others.
-        tallies: how long steps and their parts took.
+        failed: requests of a step that failed to launch, newest prompt first.
+        tallies: times of steps and their parts.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class EngineLoop:
         policy: SchedulerConfig | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """``grammars``: of the model's tokenizer; None: requests may have none."""
+        """Set up a loop. ``grammars`` compiles for the tokenizer. None: no grammars."""
         self.executable = executable
         self.masks = Masks(grammars)
         executable.reset()
@@ -97,11 +96,11 @@ class EngineLoop:
         self._flight: _Launched | None = None
 
     def check(self, request: RequestState) -> None:
-        """Refuse a request that can never be served.
+        """Check that a request can be served.
 
         Raises:
-            RequestError: for a token outside the vocabulary, an empty prompt, or one that cannot
-                fit the context with its output.
+            RequestError: for a token outside the vocabulary, an empty prompt, or a prompt that does
+                not fit the context with its output.
         """
         check_tokens(request.prompt, self.executable.vocab_size)
         if request.images and self.executable.encoder is None:
@@ -110,10 +109,10 @@ class EngineLoop:
         self.scheduler.check(request)
 
     def add(self, request: RequestState) -> None:
-        """Queue a request that :meth:`check` accepts.
+        """Check and queue a request.
 
         Raises:
-            RequestError: for one that it refuses.
+            RequestError: see `check`.
         """
         self.check(request)
         self._queue(request)
@@ -126,16 +125,16 @@ class EngineLoop:
             self.masks.compile(request)
 
     def has_work(self) -> bool:
-        """Whether any request waits or runs, or a step is on its way."""
+        """Return whether a request waits or runs, or a step is in flight."""
         return self._runs() or self.masks.is_compiling
 
     def _runs(self) -> bool:
         return self.scheduler.has_work() or self._flight is not None
 
     def step(self) -> list[RequestState]:
-        """Launch what can be launched, read one step; returns the requests that got a token.
+        """Launch a step if possible, and read a step. Return the requests with new tokens.
 
-        Without work it does nothing.
+        Do nothing without work.
         """
         self._queue_compiled()
         launched = self._flight or self._launch()
@@ -147,7 +146,7 @@ class EngineLoop:
             try:
                 self._flight = self._launch(behind=launched)
             except BaseException:
-                self._flight = launched  # it was launched all the same, and is read later
+                self._flight = launched  # it is launched, and is read later
                 raise
         served = self._read(launched)
         if self._flight is not None and self._flight.plan.step.masked:
@@ -156,11 +155,16 @@ class EngineLoop:
         return served
 
     def generate(self, requests: Iterable[RequestState], on_token: OnToken | None = None) -> None:
-        """Run requests to their end, and those added before; ``on_token(request, token)`` hears
-        every token. Whatever is raised, none of ``requests`` is left queued or running.
+        """Run requests, and all earlier ones, to their end.
+
+        After an exception, none of ``requests`` is queued or running.
+
+        Args:
+            requests: requests to run.
+            on_token: receives a request and a token, for every token.
 
         Raises:
-            RequestError: for a request that can never be served, before any of them is queued.
+            RequestError: for an invalid request, before any is queued.
         """
         requests = tuple(requests)
         for request in requests:
@@ -180,10 +184,10 @@ class EngineLoop:
             raise
 
     def warm_up(self) -> None:
-        """Run what is run for the first time, and learn what steps take, before anybody waits.
+        """Run the first steps and measure step times, before users wait.
 
-        Twice, for what a first run costs is no measure of a second one. Nothing of it is counted in
-        the tallies.
+        Every measurement runs twice, because a first run is slower. The tallies exclude the
+        warm-up.
         """
         self.executable.prepare()
         limits = self.executable.capabilities
@@ -202,7 +206,7 @@ class EngineLoop:
         self.scheduler.speculator.forget()
 
     def _run_with_drafts(self) -> None:
-        """Measure decode rows with drafts, which are mostly wrong."""
+        """Measure decode rows with drafts. Most drafts are wrong."""
         speculator, limits = self.scheduler.speculator, self.executable.capabilities
         num_wanted = _DRAFTED * speculator.max_drafts
         if not num_wanted:
@@ -221,7 +225,7 @@ class EngineLoop:
         speculator.is_warming_up = False
 
     def _run_beside_streams(self, length: int) -> None:
-        """A prompt while others decode, who are still there when its last piece has run."""
+        """Run a prompt while other requests decode until its end."""
         limits = self.executable.capabilities
         sampling = SamplingParams(max_tokens=min(_STREAMED, limits.max_context))
         for _ in range(min(_STREAMS, limits.max_num_seqs - 1)):
@@ -232,13 +236,13 @@ class EngineLoop:
         self.generate([RequestState(-1, (0,) * length, last, is_private=True)])
 
     def cancel(self, request: RequestState) -> None:
-        """End a request early; what is on its way for it is dropped."""
+        """Cancel a request. Its tokens in flight are dropped."""
         self.masks.forget(request)
         self.scheduler.cancel(request)
         self._land()
 
     def _queue_compiled(self) -> None:
-        """Requests whose matchers are there by now go to the queue."""
+        """Queue the requests with finished matchers."""
         for request, error in self.masks.compiled(waits=not self._runs()):
             if error:
                 self._fail(request, error)
@@ -251,7 +255,7 @@ class EngineLoop:
             self.scheduler.finish(request, FAILED)
 
     def _land(self) -> None:
-        """Wait for a flight that nobody wants any more, and free what it held."""
+        """Read a step in flight without running requests, and free its slots."""
         if self._flight is not None and not self.scheduler.cache_manager.running:
             flight, self._flight = self._flight, None
             self._read(flight)
@@ -260,7 +264,10 @@ class EngineLoop:
             self.executable.step(closing)
 
     def _launch(self, behind: _Launched | None = None) -> _Launched | None:
-        """The next step, ``behind`` one that is not read yet; else what it masks is chosen too."""
+        """Launch the next step. With ``behind``, the previous step is unread.
+
+        Without ``behind``, the masked rows are sampled at once.
+        """
         began, speculator = time.perf_counter(), self.scheduler.speculator
         plan = self.scheduler.schedule()
         if plan is None:
@@ -288,12 +295,12 @@ class EngineLoop:
             raise
 
     def _abandon(self) -> None:
-        """What was edited and computed is not known: all of it is done again, if anybody asks."""
+        """Reset an executable in an unknown state. Requests are computed again."""
         self.scheduler.evacuate()
         self.executable.reset()
 
     def _choose_in_flight(self, flight: _Launched) -> None:
-        """Masks for a step on its way, now that the tokens before it have been read."""
+        """Compute the masks of a step in flight after its previous tokens are read."""
         rows = flight.plan.rows.items()
         self.masks.begin({slot: state for slot, state in rows if state.finish_reason is None})
         try:
@@ -305,13 +312,13 @@ class EngineLoop:
             raise
 
     def _choose(self, launched: _Launched) -> None:
-        """Choose the tokens of a masked step; a request whose answer has no next one ends."""
+        """Sample the tokens of a masked step. Finish the requests without an allowed token."""
         began = time.perf_counter()
         allowed, over = self.masks.take()
         self.tallies.add(HOST, time.perf_counter() - began, "masks")
         for request in over:
             if request.matcher is not None and request.matcher.is_finished:
-                self.scheduler.finish(request, STOPPED)  # it has no end token to say so
+                self.scheduler.finish(request, STOPPED)  # complete, but without an end token
             else:
                 self._fail(request, no_token(request))
         self.executable.choose(launched.output, allowed)
@@ -376,7 +383,7 @@ class EngineLoop:
         now: float,
         served: list[RequestState],
     ) -> None:
-        """The tokens of a part go to their requests, and those into ``served``."""
+        """Give the tokens of a part to their requests, and append these to ``served``."""
         take, counts = self._take_token, chosen.counts
         if counts is None:
             for at, slot in enumerate(slots):
@@ -410,9 +417,7 @@ class EngineLoop:
 
 
 def _to_blame(plan: SchedulerOutput, running: Sequence[RequestState]) -> tuple[RequestState, ...]:
-    """The requests of a step, the newest of its prompts first, and all prompts before its other
-    rows.
-    """
+    """Return the requests of a step: prompts first, newest first."""
     of_prompts = {chunk.slot for chunk in plan.step.prompts}
     involved = of_prompts.union(plan.step.decode)
     requests = [request for request in running if request.slot in involved]

@@ -1,6 +1,6 @@
-"""What passes between an engine and those it serves: plain records, the same in one process or two.
+"""Messages between an engine and its clients: plain records, within a process or between two.
 
-Times are seconds measured by the engine's own clock and carried as intervals. Imports no torch.
+Times are intervals in seconds of the engine's clock. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,32 +17,31 @@ from tilewright.runtime.speculative.counts import SpeculationCounts
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True):
-    """End a request now; nothing more is said of it. One that has ended already is ignored."""
+    """Aborts a request. No message follows. A finished request is ignored."""
 
     request_id: int
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """Prompts that come from now on share nothing with those that have been."""
+    """Empties the prefix cache for all later prompts."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Asks the engine to leave its loop; what still runs is given up."""
+    """Ends the engine loop. Running requests are dropped."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """The engine says that it serves from now on, and with what.
+    """The engine serves requests.
 
     Attributes:
-        max_positions: the most positions a request may need: prompt and answer, less the last
+        max_positions: maximum positions per request: prompt and output without the last
             token, which is never read.
-        cache_bytes: of the pool of pages, or of the state of all slots at full length; of several
-            ranks, the first one's.
-        shares_prefixes: whether prompts that begin alike are computed once.
+        cache_bytes: size of the page pool, or of all slots at full length. Rank 0 only.
+        shares_prefixes: whether the prefix cache is enabled.
         hidden_size: Width of the vectors that prompts are pooled to. 0: there are none.
         speculation: Options of speculative decoding. None: there is none.
         images: Image processor. None: text only.
-        facts: what the model is, for people: name, target, precision, device, weights.
+        facts: name, target, precision, device and weights of the model.
     """
 
     vocab_size: int
@@ -64,14 +63,17 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineStartFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start; ``message`` says why in one line."""
+    """The engine cannot start. ``message`` is the reason on a single line."""
 
     message: str
 
 
 class RequestStarted(msgspec.Struct, frozen=True, tag=True):
-    """A request has a slot, after ``queue_s`` in the queue; ``num_cached`` tokens of its prompt
-    need not be computed. Said once, also where the request is preempted later.
+    """A request has its first slot. It is sent once.
+
+    Attributes:
+        queue_s: seconds in the queue.
+        num_cached: prompt tokens from the prefix cache.
     """
 
     request_id: int
@@ -80,10 +82,11 @@ class RequestStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class NewTokens(msgspec.Struct, frozen=True, tag=True):
-    """The next tokens of an answer, and their log probabilities where they were asked for;
-    ``echo``, with the first of them: those of the prompt's tokens behind its first.
+    """New tokens of a request.
 
     Attributes:
+        logprobs: log probabilities of the tokens, if requested.
+        echo: log probabilities of the prompt after its first token, with the first new tokens.
         num_draft_tokens, num_accepted_tokens: Verified draft tokens of the request so far, and the
             accepted ones.
     """
@@ -97,10 +100,13 @@ class NewTokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestFinished(msgspec.Struct, frozen=True, tag=True):
-    """A request has ended by itself: ``reason`` is ``stop`` (an end token) or ``length``.
+    """A request has finished.
 
-    ``prefill_s`` runs from the slot to the first token, ``decode_s`` from there to the last.
-    ``vector``: of a request that pools, little-endian float32.
+    Attributes:
+        reason: ``stop`` (an end token) or ``length``.
+        prefill_s: seconds from the slot to the first token.
+        decode_s: seconds from the first token to the last token.
+        vector: pooled vector as little-endian float32. Empty for text.
     """
 
     request_id: int
@@ -112,7 +118,7 @@ class RequestFinished(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """A request cannot be served to its end. ``code``: ``engine_error`` or ``not_a_number``."""
+    """A request has failed. ``code`` is ``engine_error`` or ``not_a_number``."""
 
     request_id: int
     code: str
@@ -120,7 +126,7 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The loop is alive: what it holds now, and counts since its start.
+    """Current state of the loop, and counts from its start.
 
     ``tallies``: see :mod:`tilewright.runtime.scheduling.engine_stats`.
     """
@@ -152,10 +158,10 @@ FromEngine: TypeAlias = (
 
 
 class Transport(Protocol):
-    """How messages reach an engine's loop and leave it: a socket in service, queues in tests."""
+    """Transport for messages between clients and loop: a socket in the server, queues in tests."""
 
     def receive(self, seconds: float) -> list[ToEngine]:
-        """What has come, in order; where there is nothing, wait for up to so many seconds."""
+        """Return the received messages in order. Wait up to ``seconds`` for the first message."""
 
     def send(self, messages: list[FromEngine]) -> None:
-        """Give messages to the other side, in order, without waiting for it."""
+        """Send messages in order, without waiting for the receiver."""

@@ -1,4 +1,4 @@
-"""An engine that serves: messages in, steps, messages out. One thread; it knows no texts."""
+"""The engine service: receives messages, runs steps, sends messages. One thread, no texts."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ BEAT_SECONDS = 1.0
 
 
 class EngineService:
-    """Serves what comes through a transport, on the steps of an :class:`EngineLoop`.
+    """Serves the requests of a transport with an :class:`EngineLoop`.
 
-    A step that cannot be launched costs the newest of its prompts alone and is made again; where
-    that raises too, all its requests fail, and the loop goes on with what comes then. A device that
-    is lost ends the engine: who has started it starts another.
+    A failed launch fails the newest prompt of the step, and the step runs again. A second failure
+    fails all requests of the step. A lost device ends the engine, and its parent starts another.
     """
 
     def __init__(
@@ -59,10 +58,10 @@ class EngineService:
         self._era = 0
         self._next_beat = 0.0
         self._is_stopped = self._has_warned = False
-        self._prepares = False  # idle: it goes on to prepare steps until a message comes
+        self._prepares = False  # idle: prepares steps until a message arrives
 
     def ready(self, facts: dict[str, str]) -> EngineReady:
-        """What clients must know before they ask."""
+        """Return the properties of the engine for its clients."""
         executable = self.loop.executable
         limits = executable.capabilities
         pool = limits.num_pages * limits.page_size or limits.max_num_seqs * limits.max_context
@@ -86,14 +85,14 @@ class EngineService:
         )
 
     def run(self) -> None:
-        """Take requests and stream their tokens until a :class:`Shutdown` comes."""
+        """Serve requests until a :class:`Shutdown`."""
         while self.turn():
             pass
 
     def turn(self) -> bool:
-        """Hear what has come, make a step, say what it gave; False after a :class:`Shutdown`.
+        """Receive messages, run a step, send its results. Return False after a :class:`Shutdown`.
 
-        Without work it waits for a message, until the next heartbeat.
+        Without work, wait for a message until the next heartbeat.
         """
         now = time.perf_counter()
         is_busy = self.loop.has_work() or self._prepares
@@ -106,19 +105,19 @@ class EngineService:
         if self.loop.has_work():
             self._step(said)
             if not self.loop.has_work():
-                self._next_beat = 0.0  # what is held now is nothing
+                self._next_beat = 0.0  # report the empty state at once
         if (now := time.perf_counter()) >= self._next_beat:
             self._next_beat = now + BEAT_SECONDS
-            self.loop.executable.check()  # a rank may end while nobody asks
+            self.loop.executable.check()  # a rank may end without a request
             said.append(self._beat())
         if said:
             self._transport.send(said)
         return not self._is_stopped
 
     def _prepare(self, *, is_idle: bool) -> None:
-        """Prepare one more kind of step, if no message came for a heartbeat and none runs.
+        """Prepare another kind of step after a heartbeat without messages and requests.
 
-        A step of a kind that failed is prepared when it runs.
+        A failed kind is prepared when it runs.
         """
         executable = self.loop.executable
         self._prepares = is_idle and not executable.is_prepared
@@ -128,7 +127,7 @@ class EngineService:
             except Exception as error:
                 if _is_lost(error):
                     raise
-                with contextlib.suppress(OSError):  # a full disk
+                with contextlib.suppress(OSError):  # full disk
                     said = f"a kind of step is not prepared: {one_line(error)}"
                     print(f"tilewright: {said}", file=sys.stderr)
 
@@ -138,7 +137,7 @@ class EngineService:
             state = RequestState.of(message, cache_salt=self._salt(message.cache_salt), like=like)
             try:
                 self.loop.add(state)
-            except RequestError as error:  # the front has let through what it should refuse
+            except RequestError as error:  # the API server should have refused it
                 said.append(RequestFailed(message.request_id, "engine_error", str(error)))
                 return
             self._live[message.request_id] = state
@@ -153,7 +152,7 @@ class EngineService:
             self._is_stopped = True
 
     def _salt(self, given: str) -> str:
-        """What is computed for those who gave the same, since the last time all was forgotten."""
+        """Return a cache salt that changes when the prefix cache is reset."""
         return f"{self._era} {given}"
 
     def _step(self, said: list[FromEngine]) -> None:
@@ -172,7 +171,7 @@ class EngineService:
         self._warn_of_preemptions()
 
     def _warn_of_preemptions(self) -> None:
-        """Once, where more than one request in a hundred had to make room for others."""
+        """Warn once if more than 1 % of the requests were preempted."""
         scheduler = self.loop.scheduler
         if self._has_warned or 100 * scheduler.num_preempted <= scheduler.num_arrived:
             return
@@ -196,7 +195,7 @@ class EngineService:
             said.append(RequestStarted(request.request_id, waited, request.num_cached))
 
     def _say_tokens(self, request: RequestState, said: list[FromEngine]) -> None:
-        if request.started_at is None:  # it came and went within this step
+        if request.started_at is None:  # started and finished within this step
             self._say_running(request, request.token_times[0], said)
         num_sent, request.num_sent = request.num_sent, len(request.output)
         fresh = tuple(request.output[num_sent:])
@@ -214,13 +213,13 @@ class EngineService:
     def _say_end(self, request: RequestState, said: list[FromEngine]) -> None:
         if request.started_at is None and request.pooling is not None and request.token_times:
             self._say_running(request, request.token_times[0], said)
-        if request.num_sent < len(request.output):  # read by a step that then failed
+        if request.num_sent < len(request.output):  # tokens of a failed step
             self._say_tokens(request, said)
         del self._live[request.request_id]
         if request.finish_reason == FAILED:
             said.append(RequestFailed(request.request_id, request.error_code, request.error))
             return
-        # a grammar may be met by no token at all
+        # A grammar may be complete without a token.
         times = request.token_times or [time.perf_counter()]
         first, last = times[0], times[-1]
         started = request.started_at if request.started_at is not None else first
@@ -237,11 +236,10 @@ class EngineService:
         )
 
     def _take_failure(self, error: Exception, said: list[FromEngine]) -> None:
-        """The first time the newest prompt of the step ends, the second time all that it had.
+        """Fail the newest prompt of the step, at the second failure all its requests.
 
         Raises:
-            Exception: what it is given, where the device is lost, or it is not known whose step
-                it was: this engine cannot go on.
+            Exception: ``error``, if the device is lost or the step is unknown.
         """
         if _is_lost(error) or not self.loop.failed:
             raise error
@@ -250,12 +248,12 @@ class EngineService:
         self.loop.failed = ()
         if self._num_failures == 1:
             hit, self._blamed = hit[:1], hit[1:]
-            with contextlib.suppress(OSError):  # a full disk
+            with contextlib.suppress(OSError):  # full disk
                 traceback.print_exception(error, file=sys.stderr)
         else:
             self._num_failures, self._blamed = 0, ()
         for request in hit:
-            self.loop.cancel(request)  # with the last of them, a step on its way is read
+            self.loop.cancel(request)  # the last one reads a step in flight
         for request in hit:
             if self._live.get(request.request_id) and request.finish_reason == CANCELLED:
                 del self._live[request.request_id]
@@ -299,14 +297,14 @@ def _is_lost(error: Exception) -> bool:
 
 
 class QueueTransport:
-    """Two queues in one process: who serves takes turns with who asks."""
+    """Two queues in a process. Engine and client take turns."""
 
     def __init__(self) -> None:
         self.inbox: deque[ToEngine] = deque()
         self.outbox: deque[FromEngine] = deque()
 
     def receive(self, seconds: float) -> list[ToEngine]:
-        """All that was put into ``inbox``; never waits, for nobody else could fill it."""
+        """Return the messages in ``inbox``. Never wait, because no other thread fills it."""
         found = list(self.inbox)
         self.inbox.clear()
         return found

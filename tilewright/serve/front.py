@@ -1,4 +1,4 @@
-"""What the front knows while it runs, and how a client's request becomes a job."""
+"""State of the API server: settings, engines, tokenizer and metrics."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ from tilewright.serve.web.server_log import tell
 from tilewright.serve.web.settings import MAX_BODY, MAX_IMAGE_BODY, ServerConfig
 
 LoadCoder = Callable[[Path], TextCoder]
-_SHORT = 4096  # characters that are tokenised at once, without a thread
+_SHORT = 4096  # characters below which text is tokenized without a thread
 _T = TypeVar("_T")
 
 
 class Front(JobMaker):
-    """Settings, engine, tokenizer and metrics; made inside a running event loop.
+    """The API server's state. The constructor needs a running event loop.
 
     Args:
-        command: of the engine; see `EngineClient`.
-        load_coder: makes the tokenizer of the folder that the engine leaves.
+        settings: the server's configuration.
+        command: command of the engine, see `EngineClient`.
+        load_coder: loads the tokenizer from the engine's directory.
     """
 
     def __init__(
@@ -75,14 +76,14 @@ class Front(JobMaker):
         return Metrics(self.settings.metrics_prefix, model, pids)
 
     async def close(self) -> None:
-        """End the engine; texts that are still being made are left."""
+        """End the engines. Unfinished texts are dropped."""
         await self.client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.trials is not None:
             self.trials.close()
 
     async def _take_ready(self, engine: int, folder: Path, ready: EngineReady) -> None:
-        """An engine is up: read its tokenizer, and name things."""
+        """Handle a started engine: load the tokenizer and set the names."""
         if self.coder is None:
             coder = await self.in_thread(self._load_coder, folder / TOKENIZER)
             forced = self.settings.tool_format
@@ -99,16 +100,16 @@ class Front(JobMaker):
         self.fingerprint = fingerprint_of(ready.facts)
 
     def names(self, ready: EngineReady) -> tuple[str, ...]:
-        """What the model is called, the reported name first."""
+        """Return the names of the model. Responses contain the first name."""
         return self.settings.names or (ready.facts.get("name", "model"),)
 
     async def in_thread(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
-        """Run what takes a while beside the event loop."""
+        """Run a slow function in a thread."""
         call = partial(function, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def aside(self, size: int, function: Callable[..., _T], *given: Any, **named: Any) -> _T:
-        """Run a function in a thread where ``size`` characters are many; at once where few."""
+        """Run a function in a thread if ``size`` characters are many, else directly."""
         if size < _SHORT:
             return function(*given, **named)
         return await self.in_thread(function, *given, **named)
@@ -120,7 +121,7 @@ class Front(JobMaker):
         return MAX_BODY if ready is None or ready.images is None else MAX_IMAGE_BODY
 
     def health(self) -> str:
-        """``ok``, ``loading``, ``draining`` or ``engine down``."""
+        """Return ``ok``, ``loading``, ``draining`` or ``engine down``."""
         if self.is_draining:
             return "draining"
         if self.client.is_healthy:
@@ -128,10 +129,10 @@ class Front(JobMaker):
         return "loading" if self.client.state == LOADING else "engine down"
 
     def up(self) -> tuple[EngineReady, TextCoder]:
-        """What the engine said of itself when it came up, and the tokenizer.
+        """Return the properties of the engines, and the tokenizer.
 
         Raises:
-            ApiError: 503 while there is no engine, or the server is ending.
+            ApiError: 503 without an engine, or while the server drains.
         """
         state = self.health()
         ready, coder = self.client.ready, self.coder
@@ -147,17 +148,17 @@ class Front(JobMaker):
         await self.trials.check(spec, param)
 
     def check_model(self, model: str | None, ready: EngineReady) -> None:
-        """Raises ApiError 404 for another model, where the operator wants that."""
+        """Raise ApiError 404 for an unknown model name, if the settings are strict."""
         names = self.names(ready)
         if self.settings.strict_model and model not in (None, *names):
             said = f"model {str(model)[:100]!r}; allowed: {', '.join(names)}"
             raise ApiError(404, "model_not_found", said, param="model")
 
     def served(self, request: Common, num_prompts: int) -> Served:
-        """The model as it is now, which may have gone while prompts were read.
+        """Return the current model. Engines may be lost during tokenization.
 
         Raises:
-            ApiError: where it has, or the choices of so many prompts are too many.
+            ApiError: without an engine, or if the number of choices is above the queue limit.
         """
         ready, coder = self.up()
         n = request.n or 1
@@ -173,7 +174,7 @@ class Front(JobMaker):
 
 
 def capacity(ready: EngineReady) -> str:
-    """How much an engine holds, in a line: slots, pages, bytes, and what prompts share."""
+    """Return a line about an engine: slots, pages, bytes and prefix cache."""
     parts = [f"{ready.max_num_seqs} slots of {ready.max_context:,} tokens"]
     size = f"{ready.cache_bytes / 1e9:.1f} GB"
     if ready.page_size:

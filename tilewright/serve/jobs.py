@@ -1,6 +1,6 @@
-"""From checked requests and their prompts to jobs: what is asked of an engine, what follows it.
+"""Jobs from checked requests and tokenized prompts: engine requests with their output state.
 
-Knows no event loop and no HTTP: the server's front and offline batches make their jobs alike.
+Knows no event loop and no HTTP, so that server and offline batches share it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from tilewright.serve.web.responses import CompletionTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """The model that requests are made for.
+    """The model for new requests.
 
     Attributes:
-        name: what answers report as their model.
-        defaults: sampling parameters of requests that do not say them.
+        ready: the engines' properties.
+        coder: the tokenizer.
+        name: model name in responses.
+        fingerprint: see `fingerprint_of`.
+        defaults: sampling parameters for requests without them.
     """
 
     ready: EngineReady
@@ -50,7 +53,7 @@ _TITLES = ("configuration", "precision_rule")
 
 
 def fingerprint_of(facts: Mapping[str, str]) -> str:
-    """The name of what makes a model's answers what they are: equal where all of it is equal."""
+    """Return a hash over all settings with an effect on the output."""
     told = [f"{key}={facts[key]}" for key in sorted(facts) if key not in _TITLES]
     digest = hashlib.sha256("\n".join([__version__, *told]).encode())
     return f"fp_{digest.hexdigest()[:16]}"
@@ -59,8 +62,12 @@ def fingerprint_of(facts: Mapping[str, str]) -> str:
 def template_variables(
     given: Mapping[str, Any], asked: Mapping[str, Any] | None, effort: str | None
 ) -> dict[str, Any]:
-    """What a chat template may read: what the operator has given, what a request asks, and its
-    ``effort`` to reason, of which ``none`` turns thinking off.
+    """Return the variables for a chat template.
+
+    Args:
+        given: the operator's variables.
+        asked: the request's variables. They replace equal names.
+        effort: the request's reasoning effort. ``none`` disables thinking.
     """
     variables = {**given, **(asked or {})}
     if effort is not None:
@@ -98,7 +105,7 @@ def make_job(
 
 
 def read_calls(job: CompletionTask, tools: ToolsAsked, form: ToolFormat) -> None:
-    """Let the calls of every answer be told from its content."""
+    """Separate tool calls from the content of every choice."""
     for choice in job.choices:
         parser = form.parser(tools.tools)
         choice.reader = CallReader(
@@ -147,6 +154,6 @@ def _choices(
 
 
 def _with_seed(sampling: SamplingParams, at: int) -> SamplingParams:
-    """The sampling of choice ``at``: the seed, plus its number, in 64 bits."""
+    """Return the sampling of choice ``at``. Its number is added to the seed, in 64 bits."""
     seed = (sampling.seed + at + (1 << 63)) % (1 << 64) - (1 << 63)
     return replace(sampling, seed=seed)

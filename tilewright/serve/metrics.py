@@ -1,4 +1,4 @@
-"""What ``/metrics`` says, in Prometheus' text; names as vLLM's, behind a prefix."""
+"""The Prometheus text of ``/metrics``. Names are vLLM's after a prefix."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ _SECONDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60,
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _LABELS = ("model_name", "engine")
 _EXEMPLAR = "request_id"
-_EXEMPLAR_CHARACTERS = 128 - len(_EXEMPLAR)  # of name and value together
+_EXEMPLAR_CHARACTERS = 128 - len(_EXEMPLAR)  # limit for name and value together
 _T = TypeVar("_T")
 OPEN_METRICS = openmetrics.CONTENT_TYPE_LATEST
 
 
 class Metrics:
-    """What one front says of its engines, and what its processes hold of memory and files
-    (``process_...`` and ``engine_process_...``).
+    """Metrics of the engines, and of the processes (``process_...``, ``engine_process_...``).
 
     Args:
-        engine_pids: tells the process of each engine, 0 where there is none.
+        prefix: prefix for all names.
+        model: value for the label ``model_name``.
+        engine_pids: functions that return the process id of each engine, or 0.
     """
 
     def __init__(self, prefix: str, model: str, engine_pids: Sequence[Callable[[], int]]) -> None:
@@ -60,31 +61,34 @@ class Metrics:
             for number in range(len(engine_pids))
         ]
         self._refused = made.counter("requests_refused", "answered with an error", "code")
-        # who was refused was given to none of several
+        # A refused request has no engine.
         self._nobody = {"model_name": model, "engine": "0" if len(engine_pids) == 1 else ""}
         self._counts = _EngineCounts(prefix, [each.labels for each in self._engines])
         self.registry.register(self._counts)
 
     def of(self, engine: int) -> EngineMetrics:
-        """The metrics of one engine."""
+        """Return an engine's metrics."""
         return self._engines[engine]
 
     def refuse(self, code: str) -> None:
-        """Count a request that was answered with an error."""
+        """Count a request with an error response."""
         self._refused.labels(**self._nobody, code=code).inc()
 
     def render(self, engines: Sequence[EngineState], *, is_open: bool = False) -> bytes:
-        """The text, with what each engine said last; ``is_open``: OpenMetrics, with exemplars."""
+        """Return the text with each engine's latest state.
+
+        ``is_open`` selects OpenMetrics with exemplars.
+        """
         for own, engine in zip(self._engines, engines, strict=True):
             own.show(engine)
         self._counts.engines = engines
-        if is_open:  # the default escaping makes underscores of the colons in names
+        if is_open:  # the default escaping replaces colons in names by underscores
             return openmetrics.generate_latest(self.registry, escaping=openmetrics.ALLOWUTF8)
         return generate_latest(self.registry)
 
 
 class EngineState(Protocol):
-    """What an engine has said of itself."""
+    """An engine's latest messages."""
 
     @property
     def ready(self) -> EngineReady | None: ...
@@ -97,7 +101,7 @@ class EngineState(Protocol):
 
 
 class EngineMetrics:
-    """Counters, gauges and histograms of one engine, as its front sees it."""
+    """Counters, gauges and histograms of a single engine."""
 
     def __init__(self, made: _Families, labels: Mapping[str, str]) -> None:
         self.labels = labels
@@ -134,7 +138,7 @@ class EngineMetrics:
     def take_vector(
         self, length: int, started: RequestStarted | None, done: RequestFinished, *, seconds: float
     ) -> None:
-        """Count a prompt of ``length`` tokens that became a vector ``seconds`` after it came."""
+        """Count a prompt of ``length`` tokens with an embedding after ``seconds``."""
         self.take_prompt(length, started.num_cached if started is not None else 0, num_choices=1)
         self.success.labels(**self.labels, finished_reason=done.reason).inc()
         self.whole.labels(**self.labels).observe(seconds)
@@ -144,8 +148,12 @@ class EngineMetrics:
         self.inference.observe(done.prefill_s)
 
     def take_prompt(self, length: int, cached: int, *, num_choices: int) -> None:
-        """Count a prompt of so many tokens, ``cached`` ones among them, which is computed once for
-        all of its choices, when the first of them has come to its end.
+        """Count a prompt when its first choice finishes. Its choices share a single prefill.
+
+        Args:
+            length: prompt tokens.
+            cached: prompt tokens from the prefix cache.
+            num_choices: choices per prompt.
         """
         self.prompt_tokens.inc(length)
         self.cached_tokens.inc(cached)
@@ -156,7 +164,7 @@ class EngineMetrics:
         self.num_choices.observe(num_choices)
 
     def take(self, choice: ChoiceStream, *, seconds: float, request_id: str = "") -> None:
-        """Count one answer that came to its end ``seconds`` after it was asked for."""
+        """Count a finished choice, ``seconds`` after its request arrived."""
         self.success.labels(**self.labels, finished_reason=choice.finish_reason or "stop").inc()
         count = len(choice.tokens)
         self.generation_tokens.inc(count)
@@ -174,7 +182,7 @@ class EngineMetrics:
                 self.per_token.observe(done.decode_s / (count - 1))
 
     def show(self, engine: EngineState) -> None:
-        """Set the gauges to what the engine has said last."""
+        """Set the gauges to the latest heartbeat."""
         beat, ready = engine.beat, engine.ready
         self.running.set(beat.num_running)
         self.waiting.set(beat.num_waiting)
@@ -185,7 +193,7 @@ class EngineMetrics:
 
 
 class _Families:
-    """Metrics by name, each made once and shared by all engines."""
+    """Metrics by name. Engines share each metric."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
         self._prefix, self._registry = prefix, registry
@@ -199,7 +207,7 @@ class _Families:
         return self._once(name, lambda full: Counter(full, text, labels, registry=self._registry))
 
     def exemplified(self, name: str, bounds: Sequence[float]) -> Histogram:
-        """A histogram that takes exemplars."""
+        """Return a histogram with exemplars."""
         return self._once(
             name,
             lambda full: Histogram(full, full, _LABELS, registry=self._registry, buckets=bounds),
@@ -221,9 +229,9 @@ class _Families:
 
 
 class _FastHistogram:
-    """A histogram that every token may go into: no lock, for one thread observes, and no exemplars.
+    """A histogram for a value per token, without locks and exemplars.
 
-    ``bounds``: the upper bounds of its counts.
+    A single thread observes. ``bounds`` are the upper bounds of the buckets.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -237,14 +245,14 @@ class _FastHistogram:
 
 
 class _Histograms(Collector):
-    """Histograms of one name, an engine each."""
+    """Histograms with the same name, one per engine."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name, self._text, self._bounds = name, text, bounds
         self._children: list[tuple[tuple[str, ...], _FastHistogram]] = []
 
     def child(self, labels: Mapping[str, str]) -> _FastHistogram:
-        """Make a new metric of these labels."""
+        """Create a histogram with these labels."""
         made = _FastHistogram(self._bounds)
         self._children.append((tuple(labels.values()), made))
         return made
@@ -258,21 +266,19 @@ class _Histograms(Collector):
 
 
 def _buckets(bounds: Sequence[float], tally: Tally) -> list[tuple[str, int]]:
-    """Upper bounds as text, and how many values are at most each."""
+    """Return the upper bounds as text with cumulative counts."""
     spelled = [*(str(float(bound)) for bound in bounds), "+Inf"]
     return list(zip(spelled, accumulate(tally.counts), strict=True))
 
 
 class _EngineProcesses(Collector):
-    """What the engines' processes hold, under one name each, with the engine as the label of
-    several.
-    """
+    """Process metrics of the engines. Several engines are distinguished by a label."""
 
     def __init__(self, pids: Sequence[Callable[[], int]]) -> None:
         self._sources = [ProcessCollector("engine", pid, registry=None) for pid in pids]
 
     def describe(self) -> Iterable[Metric]:
-        """Describe nothing in advance: there may be no process yet."""
+        """Return nothing, because there may be no process yet."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -290,10 +296,10 @@ class _EngineProcesses(Collector):
 
 
 class _EngineCounts(Collector):
-    """What each engine counts itself: its totals and tallies, as its last beat told them.
+    """Totals and tallies that the engines count, from their latest heartbeats.
 
     Attributes:
-        engines: what `collect` tells of from now on.
+        engines: states that `collect` reads.
     """
 
     def __init__(self, prefix: str, labels: Sequence[Mapping[str, str]]) -> None:
@@ -301,7 +307,7 @@ class _EngineCounts(Collector):
         self.engines: Sequence[EngineState] = ()
 
     def describe(self) -> Iterable[Metric]:
-        """Describe nothing in advance: names depend on what was counted."""
+        """Return nothing, because the names depend on the counts."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -394,7 +400,7 @@ _SPECULATION: dict[str, tuple[str, Callable[[SpeculationCounts], Mapping[str, in
         "requests without drafts",
     ),
 }
-"""Counters by name: their further label, their values by it, and their help."""
+"""Counters by name: an additional label, the values by that label, and a help text."""
 
 
 def _cache_info(ready: EngineReady) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Header of a dllama ``.m`` file: its keys, and the order of tensors after the header.
+"""A dllama ``.m`` file's header: its keys, and the tensor order after it.
 
-All numbers are checked. Tensors are described by Hugging Face names and not read.
+All numbers are checked. Tensors have Hugging Face names and are not read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilewright.models.config import (
 
 MAGIC = 0x0A00ABCD
 BLOCK_TYPES = ("F32", "F16", "Q4_0", "Q8_0")
-"""ggml type names in the order of their numbers in key 13."""
+"""ggml type names by their number in key 13."""
 
 ARCHITECTURES: Mapping[int, str] = {0xABCD00: "llama", 0xABCD01: "qwen3", 0xABCD02: "qwen3_moe"}
 KEYS = (
@@ -36,7 +36,7 @@ KEYS = (
     *("rope_high_freq_factor", "rope_original_positions", "rope_type", "head_dim", "norm_eps"),
     "expert_size",
 )
-"""Names of the keys 0, 1, ... in messages."""
+"""Names of the keys 0, 1, ..., for messages."""
 
 # Order in dllama's converter.
 _WRITTEN = (
@@ -55,12 +55,12 @@ _MOE = "qwen3_moe"
 
 @dataclass(frozen=True, slots=True)
 class DllamaHeader:
-    """Sizes and switches in a ``.m`` file. Sizes are numbers of elements.
+    """Sizes and switches in a ``.m`` file. Sizes count elements.
 
     Attributes:
-        weights: Matrix type, in `BLOCK_TYPES`.
-        pairs_adjacent: Rotation pairs are adjacent rows in q and k. False: half-split order.
-        num_experts: Number of experts. 0: a dense model.
+        weights: matrix type, see `BLOCK_TYPES`.
+        pairs_adjacent: whether rotation pairs are adjacent rows in q and k. False: half-split.
+        num_experts: experts. 0: dense model.
     """
 
     model_type: str
@@ -84,7 +84,7 @@ class DllamaHeader:
 
 @dataclass(frozen=True, slots=True)
 class DllamaTensor:
-    """A tensor in the file. ``num_heads`` is the number of heads with reordered rows, or 0."""
+    """A tensor in the file. ``num_heads``: heads with reordered rows, or 0."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,13 +93,13 @@ class DllamaTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the tensor's bytes in the file."""
+        """Return the size in the file, in bytes."""
         _, block, block_bytes = TENSOR_TYPES[self.dtype]
         return math.prod(self.shape) // block * block_bytes
 
 
 class _Values:
-    """The header's numbers by name, with range checks."""
+    """A header's numbers by name, with range checks."""
 
     def __init__(self, values: Mapping[str, int], path: Path) -> None:
         self.values = values
@@ -125,11 +125,11 @@ class _Values:
 
 
 def read_header(data: memoryview, path: Path) -> tuple[DllamaHeader, int]:
-    """Return the header in ``data``, a ``.m`` file's bytes, and the offset of its tensors.
+    """Return the header in a ``.m`` file's bytes ``data``, and its tensors' offset.
 
     Raises:
-        CheckpointError: The file has another type, a key is unknown, missing or repeated, or a
-            value is out of range or unsupported.
+        CheckpointError: for another type of file, for an unknown, missing or repeated key, and for
+            a value out of range or unsupported.
     """
     if len(data) < _PREFIX.size or _PREFIX.unpack_from(data)[0] != MAGIC:
         raise CheckpointError(f"{path}: not a dllama model (it does not begin with {MAGIC:#010x})")
@@ -148,7 +148,7 @@ def read_header(data: memoryview, path: Path) -> tuple[DllamaHeader, int]:
                 f"allowed: 0 to {len(KEYS) - 1}"
             )
         if KEYS[key] in values:
-            raise CheckpointError(f"{path}: {KEYS[key]} (key {key}) stands twice in the header")
+            raise CheckpointError(f"{path}: {KEYS[key]} (key {key}) occurs twice in the header")
         values[KEYS[key]] = value
     header = _parse(_Values(values, path))
     _check_widths(header, path)
@@ -195,7 +195,7 @@ def _parse(values: _Values) -> DllamaHeader:
 
 
 def _half_split(values: _Values, model_type: str) -> bool:
-    """Return whether q and k have half-split rotation pairs. Qwen3 always has this order."""
+    """Return whether q and k have half-split rotation pairs. Qwen3 always has them."""
     kinds = {_ADJACENT: "adjacent pairs", _HALF_SPLIT: "half split", _LLAMA3: "Llama 3.1"}
     kind = values.choice("rope_type", kinds, default=_ADJACENT)
     return kind == _HALF_SPLIT or model_type != "llama"
@@ -231,7 +231,7 @@ def write_header(header: DllamaHeader, path: Path) -> bytes:
     """Return the header's bytes in the order of dllama's converter.
 
     Raises:
-        CheckpointError: `read_header` rejects a value. The message has ``path``.
+        CheckpointError: if `read_header` rejects a value. The message contains ``path``.
     """
     values = {
         "version": 0,
@@ -270,7 +270,7 @@ def write_header(header: DllamaHeader, path: Path) -> bytes:
 
 
 def tensors(header: DllamaHeader) -> Iterator[DllamaTensor]:
-    """Yield the file's tensors in order, lazily: the number of layers may be wrong."""
+    """Yield the file's tensors in order. Lazy, because the number of layers may be wrong."""
     hidden, vocab = header.hidden_size, header.vocab_size
     yield DllamaTensor("model.embed_tokens.weight", (vocab, hidden), "F32")
     for layer in range(header.num_layers):

@@ -1,5 +1,7 @@
-"""What ``tilewright run`` and ``tilewright chat`` share: their options, the way to a model that
-answers, and the dim lines on standard error. Imports nothing heavy before a sign of life.
+"""Shared parts of ``tilewright run`` and ``tilewright chat``.
+
+Contains their options, the steps from a command line to a compiled model, and the dim lines on
+standard error. Imports no heavy module before the first progress line.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 _REDRAW_S = 0.1
 _NEW_LINE_S, _SAME_LINE_S = 1.0, 5.0
-"""Seconds before a plain line about another kind of work, and between lines about the same."""
+"""Seconds before the first line about a kind of work, and between lines about the same work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class AskArguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptArgs:
-    """A checked command line: the model, and what is asked of it; ``sampling`` by name."""
+    """A checked command line: the model, the parsed arguments, and the given sampling values."""
 
     model: ResolvedConfig
     arguments: Any
@@ -66,12 +68,12 @@ class PromptArgs:
 def read_asked(
     argv: Sequence[str], kind: type, sign: Sign, *, prog: str, description: str
 ) -> PromptArgs:
-    """Read a command line of a path, ``kind``'s own options and those of this module.
+    """Read a command line with a path, the options of ``kind`` and the options of this module.
 
-    The first sign of life is given once it can be read, before files are looked at.
+    ``sign`` shows the first progress line after parsing, before any file is read.
 
     Raises:
-        TilewrightError: for anything that can be seen to be wrong without the model.
+        TilewrightError: for every mistake that is visible without the model.
     """
     parser = Parser(prog=prog, description=description)
     scheduler = names_of(EngineConfig, SCHEDULER)
@@ -90,15 +92,15 @@ def read_asked(
 
 
 def messages_of(system: str | None) -> list[dict[str, str]]:
-    """Make the messages that a chat begins with: the system prompt, where there is one."""
+    """Return the first messages of a chat: the system message, or nothing."""
     return [{"role": "system", "content": system}] if system else []
 
 
 class Sign:
-    """A dim line of standard error that says what is being done; the next one replaces it.
+    """A dim progress line on standard error. The next line replaces it.
 
-    Without a terminal, `note` writes plain lines, and so does a thread about slow work: a line for
-    each kind of work that takes over a second, and a line every five seconds.
+    Without a terminal, `note` writes plain lines. A thread also writes a line for each kind of work
+    that takes over a second, and then a line every five seconds.
     """
 
     def __init__(self) -> None:
@@ -107,18 +109,18 @@ class Sign:
         self._stop: threading.Event | None = None
 
     def show(self, text: str) -> None:
-        """Show what is being done now, until something else is."""
+        """Show the present work until the next call."""
         if not sys.stderr.isatty():
             self.clear()
         else:
             self._write(f"\r\x1b[K{self._dim(text[:100])}\r")
 
     def opening(self, model: object) -> None:
-        """Show that a model is being opened, the default one where none is named."""
+        """Show the opening of a model. None: the default model."""
         self.show(f"opening {model or DEFAULT_MODEL}")
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Say how far a compilation has come: at most ten times a second on a terminal."""
+        """Report the progress of a compilation, at most ten times a second on a terminal."""
         now, self._work = time.monotonic(), what
         self._how_far = f"{what} {100 * done // max(total, 1)} %"
         if sys.stderr.isatty():
@@ -141,17 +143,17 @@ class Sign:
                 self._write(f"{self._how_far}\n")
 
     def note(self, text: str) -> None:
-        """Print a line that stays above what is being done."""
+        """Print a line above the progress line."""
         self.clear()
         self._write(f"{self._dim(' '.join(text.split()))}\n")
 
     def write_lines(self, text: str) -> None:
-        """Print lines that the user asked for."""
+        """Print requested lines, such as the table of ``--figures``."""
         self.clear()
         self._write(f"{text}\n")
 
     def clear(self) -> None:
-        """Take away the line of what is being done, and end plain lines about it."""
+        """Remove the progress line, and end the plain lines about slow work."""
         if self._stop is not None:
             self._stop.set()
             self._stop = None
@@ -168,7 +170,7 @@ class Sign:
 
 
 def open_asked(asked: PromptArgs, sign: Sign) -> ModelHandle:
-    """The model that is asked, open but not compiled; from here on heavy modules are imported."""
+    """Open the requested model without compiling. Imports heavy modules."""
     warnings.filterwarnings("ignore", module="torch")
     with _collected_later():
         from tilewright.api import load
@@ -186,8 +188,10 @@ def open_asked(asked: PromptArgs, sign: Sign) -> ModelHandle:
 
 @contextmanager
 def _collected_later() -> Iterator[None]:
-    """Imports leave a million objects and no garbage, through which Python would look again and
-    again for a tenth of the time until the first word.
+    """Disable garbage collection during imports.
+
+    Imports create a million objects and no garbage. Repeated collections would take a tenth of the
+    time before the first token.
     """
     gc.disable()
     try:
@@ -200,7 +204,7 @@ def _collected_later() -> Iterator[None]:
 def compile_asked(
     asked: PromptArgs, source: ModelHandle, sign: Sign, *, context: int | None = None
 ) -> LLM:
-    """The model that is asked, ready for a sequence. None: the configuration's context."""
+    """Compile the requested model for a single sequence. None: the context of the configuration."""
     from tilewright.api import compile
     from tilewright.llm import LLM
 
@@ -214,7 +218,7 @@ def compile_asked(
 
 
 def cost_line(llm: LLM, answer: Answer) -> str:
-    """What an answer cost, in one line."""
+    """Return a line about an answer: token count, times, finish reason, model and precision."""
     from tilewright.compiler.targets.table import get_target
 
     compiled = llm.compiled

@@ -1,4 +1,4 @@
-"""What ``tilewright batch`` is asked to do, checked before anything heavy is imported."""
+"""Options of ``tilewright batch``, checked before any heavy import."""
 
 from __future__ import annotations
 
@@ -30,37 +30,39 @@ RAY = "ray"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BatchArgs:
     tokenizer: str | None = option(
-        "another folder's tokenizer (default: the model's)", group="model", metavar="PATH"
+        "directory with another tokenizer (default: the model's)", group="model", metavar="PATH"
     )
     input: str | None = option(
-        "a data set: JSON lines of OpenAI's batches or with a column of prompts, a JSON list of "
-        "[prompt, prompt_len, output_len] or of objects, or Parquet",
+        "data set: JSON lines in OpenAI's batch format or with a prompt column, a JSON list of "
+        "[prompt, prompt_len, output_len] or objects, or Parquet",
         "input",
         nargs="?",
         metavar="INPUT",
     )
-    dataset: str | None = option("the same as INPUT", metavar="FILE")
+    dataset: str | None = option("same as INPUT", metavar="FILE")
     output: str | None = option(
-        "a new file for the answers, of the same kind; beside it a journal lies until it is "
-        "complete (default: answers are thrown away, and only figures are printed)",
+        "new file for the answers, in the input's format. A journal with the same name exists "
+        "until the run is complete (default: discard answers, print statistics)",
         "-o",
         "--output",
         metavar="FILE",
     )
     prompt_column: str | None = option(
-        "of plain rows (default: prompt)", group="rows", metavar="NAME"
+        "prompt column in plain rows (default: prompt)", group="rows", metavar="NAME"
     )
     answer_column: str = option(
-        "what the answers' column is called", default="text", group="rows", metavar="NAME"
+        "name for the answer column", default="text", group="rows", metavar="NAME"
     )
-    chat: bool = option("ask plain texts as the user's turn of a chat", default=False, group="rows")
+    chat: bool = option("send plain texts as user messages", default=False, group="rows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """The command line of ``tilewright batch``, checked.
+    """The checked command line of ``tilewright batch``.
 
-    ``argv``: what was typed; ``sampling``: by name, what was said of it.
+    Attributes:
+        argv: arguments as typed, with a configuration file's options.
+        sampling: given sampling values by name.
     """
 
     argv: tuple[str, ...]
@@ -74,41 +76,47 @@ class BatchOptions:
     seed: int
     sampling: Mapping[str, float]
     num_samples: int | None = option(
-        "rows, drawn by --seed (default: all)", group="rows", type=integer(1, 1 << 30), metavar="N"
+        "number of rows, drawn by --seed (default: all)",
+        group="rows",
+        type=integer(1, 1 << 30),
+        metavar="N",
     )
     input_len: int | None = option(
-        "instead of INPUT: prompts of so many random tokens",
+        "random tokens per prompt, in place of INPUT",
         group="rows",
         type=integer(1, 1 << 24),
         metavar="N",
     )
     output_len: int | None = option(
-        "with --input-len: tokens of each answer",
+        "tokens per answer, with --input-len",
         group="rows",
         type=integer(1, 1 << 24),
         metavar="N",
     )
     ignore_eos: bool = option(
-        "go on behind the model's end tokens, to measure", default=False, group="rows"
+        "generate past end tokens, for measurements", default=False, group="rows"
     )
-    resume: bool = option("go on with a run that was stopped", default=False)
-    unordered: bool = option("leave rows in the order in which they ended", default=False)
-    as_json: bool = option("print the figures as JSON", "--json", default=False)
-    verbose: bool = option("log the notes of the compiler", "-v", "--verbose", default=False)
+    resume: bool = option("continue an interrupted run", default=False)
+    unordered: bool = option("write rows in completion order", default=False)
+    as_json: bool = option("print the statistics as JSON", "--json", default=False)
+    verbose: bool = option("log the compiler's notes", "-v", "--verbose", default=False)
     engine_kind: str = option(
-        "local: in this process; ray: Ray Data spreads rows over actors, here or over a cluster",
+        "local: this process. ray: Ray Data distributes rows over actors on machine or cluster",
         "--engine",
         default="local",
         group="several engines",
         choices=("local", RAY),
     )
     actors: int = option(
-        "engines, with --engine ray", default=1, group="several engines", type=integer(1, 4096)
+        "number of engines, with --engine ray",
+        default=1,
+        group="several engines",
+        type=integer(1, 4096),
     )
 
     @property
     def slots(self) -> int:
-        """The number of rows that run at a time."""
+        """Return the maximum concurrent rows."""
         return self.model.config.num_seqs(self.model.target)[0]
 
 
@@ -116,11 +124,11 @@ def read_batch_options(argv: Sequence[str]) -> BatchOptions:
     """Read and check the command line of ``tilewright batch``.
 
     Raises:
-        TilewrightError: for anything that can be seen to be wrong without model and data set.
+        TilewrightError: for every mistake that is visible without model and data set.
     """
     parser = Parser(
         prog="tilewright batch",
-        description="Answer all rows of a data set, by the server's own loop and without a server.",
+        description="Answer all rows in a data set with the server's engine, without HTTP.",
     )
     add_options(parser, _BatchArgs, SamplingOptions, BatchOptions, ConfigArguments)
     add_options(parser, EngineConfig, defaults=BATCH)
@@ -160,7 +168,7 @@ def read_batch_options(argv: Sequence[str]) -> BatchOptions:
 
 
 def _for_batches(model: ResolvedConfig) -> ResolvedConfig:
-    """Fix batch size and invariance: many rows run together, or as few as the user allows."""
+    """Fix batch size and invariance. ``auto`` invariance becomes ``never``."""
     num_seqs, _ = model.config.num_seqs(model.target)
     invariance = model.config.invariance(model.target, num_seqs)
     chosen = NEVER if invariance == AUTO else invariance
@@ -169,7 +177,7 @@ def _for_batches(model: ResolvedConfig) -> ResolvedConfig:
 
 
 def _check_actors(grouping: Grouping) -> None:
-    """Refuse to place ranks where Ray places them (ConfigError)."""
+    """Raise ConfigError for rank placement, because Ray places an actor's ranks."""
     if grouping.parallel.devices:
         raise ConfigError("--devices with --engine ray, which gives each actor GPUs of its own")
     if grouping.machines.count > 1 or grouping.place is not None:
@@ -180,10 +188,10 @@ def _check_actors(grouping: Grouping) -> None:
 
 
 def _input(arguments: Any, given: Mapping[str, Any]) -> Path | None:
-    """The data set's file; None where its rows are made up.
+    """Return the data set's file, or None for random rows.
 
     Raises:
-        ConfigError: where there is none, or two.
+        ConfigError: without a data set, or with two.
     """
     if arguments.input is not None and arguments.dataset is not None:
         raise ConfigError("INPUT and --dataset; allowed: one of them")

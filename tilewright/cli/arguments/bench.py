@@ -1,4 +1,4 @@
-"""What ``tilewright bench`` is asked to do, checked before anything heavy is imported."""
+"""Options of ``tilewright bench``, checked before any heavy import."""
 
 from __future__ import annotations
 
@@ -46,49 +46,49 @@ if TYPE_CHECKING:
 DEFAULT_RESULTS = Path("results/results.jsonl")
 _MAX_BATCH = 256
 _ENGINE = (*names_of(EngineConfig, MODEL, RANKS), "num_threads", "use_cache")
-"""Fields of the engine that a case does not decide."""
+"""Engine fields without a value in a case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BenchArgs:
-    """Which case, and what is said of it; the last fields are named as the case's that they set."""
+    """Selection of the case, prompts and text."""
 
-    case: str = option(f"a named case ({DEFAULT_CASE})", default=DEFAULT_CASE)
+    case: str = option(f"named case (default: {DEFAULT_CASE})", default=DEFAULT_CASE)
     list: bool = option("list the cases and configurations", default=False)
-    prompt: str | None = option("one prompt; - reads it from standard input", group="prompts")
+    prompt: str | None = option("a prompt, or - for standard input", group="prompts")
     input_prompts: str | None = option(
-        "a JSON list of {prompt: ...}", group="prompts", metavar="FILE"
+        "JSON list of {prompt: ...}", group="prompts", metavar="FILE"
     )
     accuracy_text: str | None = option(
-        f"what it is measured on: accuracy, held-out, long or a text file ({ACCURACY_TEXT})",
+        f"text for accuracy: accuracy, held-out, long or a text file (default: {ACCURACY_TEXT})",
         group="measuring",
         metavar="NAME|FILE",
     )
-    no_results: bool = option("record nothing", default=False, group="measuring")
+    no_results: bool = option("record no result", default=False, group="measuring")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CaseChanges:
-    """What a command line may say of a case's fields of the same names; None leaves the case's."""
+    """Changes of case fields, by the name of the field. None keeps the value of the case."""
 
     batch_size: int | None = option(
-        "users served at once", group="prompts", type=integer(1, _MAX_BATCH)
+        "concurrent users", group="prompts", type=integer(1, _MAX_BATCH)
     )
     max_generated_tokens: int | None = option(
-        "of every prompt", group="prompts", type=integer(1, 1 << 20), metavar="N"
+        "output tokens per prompt", group="prompts", type=integer(1, 1 << 20), metavar="N"
     )
     stop_at_eos: bool | None = option(
-        "end an answer at its end token", group="prompts", action=OnOff
+        "stop an output at an end token", group="prompts", action=OnOff
     )
     num_repeats: int | None = option(
-        "of the whole batch",
+        "repeats for the whole batch",
         "--repeat-batches",
         group="measuring",
         type=integer(1, 10_000),
         metavar="N",
     )
     token_accuracy: bool | None = option(
-        "top-1 and top-5 against the fp32 reference, teacher-forced",
+        "measure teacher-forced top-1 and top-5 against the fp32 reference",
         group="measuring",
         action=OnOff,
     )
@@ -96,10 +96,11 @@ class _CaseChanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """A checked command line: the case with the user's changes, and everything around it.
+    """The checked command line: the case with the user's changes, and the options of the run.
 
-    ``is_case_changed`` also where its accuracy is measured on another text. ``command``: what was
-    asked for, as it would be typed, without where output goes.
+    Attributes:
+        command: the command as typed, without the options for output.
+        is_case_changed: whether a field or the accuracy text differs from the named case.
     """
 
     command: str
@@ -114,38 +115,50 @@ class RunOptions:
         "print the effective precision, the numeric contract, bytes by group and every repeat",
         default=False,
     )
-    verbose: bool = option("print the notes of the compiler", "-v", "--verbose", default=False)
-    explain_time: bool = option("print where a step goes, predicted (boards)", default=False)
-    temperature: float = option("0: greedy", default=0.0, group="sampling", type=real(0, 100))
-    top_k: int = option("0: off", default=0, group="sampling", type=integer(0, (1 << 31) - 1))
-    top_p: float = option("1: off, 0: greedy", default=1.0, group="sampling", type=real(0, 1))
+    verbose: bool = option("print the compiler's notes", "-v", "--verbose", default=False)
+    explain_time: bool = option("print the predicted step time by part (boards)", default=False)
+    temperature: float = option(
+        "sampling temperature, 0: greedy", default=0.0, group="sampling", type=real(0, 100)
+    )
+    top_k: int = option(
+        "sample from the K likeliest tokens, 0: off",
+        default=0,
+        group="sampling",
+        type=integer(0, (1 << 31) - 1),
+    )
+    top_p: float = option(
+        "sample from this share of probability, 1: off, 0: greedy",
+        default=1.0,
+        group="sampling",
+        type=real(0, 1),
+    )
     seed: int = option(
-        "of the random choices", default=0, group="sampling", type=integer(0, (1 << 63) - 1)
+        "seed for sampling", default=0, group="sampling", type=integer(0, (1 << 63) - 1)
     )
     results: Path | None = option(
-        f"where it is recorded, as JSON lines ({DEFAULT_RESULTS})",
+        f"JSON lines file for the result (default: {DEFAULT_RESULTS})",
         default=DEFAULT_RESULTS,
         group="measuring",
         metavar="FILE",
         type=Path,
     )
     reference: str | None = option(
-        "the checkpoint that accuracy is compared with: the original of a calibrated folder",
+        "checkpoint for the accuracy reference, as the original of a calibrated directory",
         group="measuring",
         metavar="PATH",
     )
     as_json: bool = option(
-        "print only the result, as JSON", "--json", default=False, group="measuring"
+        "print the result only, as JSON", "--json", default=False, group="measuring"
     )
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of ``tilewright bench`` and ``demo/simple_text_demo.py``."""
+    """Return the parser of ``tilewright bench`` and ``demo/simple_text_demo.py``."""
     found = Parser(
         prog="tilewright bench",
         description="Measure a model on prompts, or a server with --url URL. Other options: "
-        "tilewright bench --url URL --help (load tests of a server), "
-        "tilewright bench --nodes --help (those of distributed-llama).",
+        "tilewright bench --url URL --help (load tests), "
+        "tilewright bench --nodes --help (distributed-llama).",
     )
     add_options(found, PathArguments, ConfigArguments, _BenchArgs, _CaseChanges, RunOptions)
     add_options(found, EngineConfig, only=_ENGINE)
@@ -153,11 +166,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_options(argv: Sequence[str], sign: Sign | None = None) -> RunOptions | None:
-    """The checked command line; None for ``--list``. ``sign`` shows life once it can be read,
-    before files are looked at.
+    """Return the checked command line, or None for ``--list``.
+
+    ``sign`` shows the first progress line after parsing, before any file is read.
 
     Raises:
-        TilewrightError: for anything that can be seen to be wrong without the model.
+        TilewrightError: for every mistake that is visible without the model.
     """
     reader = parser()
     argv = with_config(reader, argv)
@@ -226,7 +240,7 @@ def _user_prompts(arguments: argparse.Namespace) -> tuple[BenchPrompt, ...]:
 
 
 def _changed_case(named: Case, given: dict[str, Any], prompts: tuple[BenchPrompt, ...]) -> Case:
-    """The named case with what the command line says instead."""
+    """Return the named case with the command line's changes."""
     wanted = {name: value for name, value in given.items() if value is not None}
     if prompts:
         batch = wanted.setdefault("batch_size", len(prompts))

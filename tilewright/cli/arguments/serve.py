@@ -1,4 +1,4 @@
-"""What ``tilewright serve`` is asked to do, checked before anything heavy is imported."""
+"""Options of ``tilewright serve``, checked before any heavy import."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tilewright.cli.arguments.ask import Sign
 
 MODEL = "model"
-"""``--sampling-defaults``: those of the checkpoint's ``generation_config.json``."""
+"""Value of ``--sampling-defaults``: use the checkpoint's ``generation_config.json``."""
 
 _DEFAULTS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0, "top_p": 1.0},
@@ -47,28 +47,28 @@ _MAX_IMAGES = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ServeArgs:
     sampling_defaults: str = option(
-        "of requests that name no temperature: greedy 0, openai 1, model as its "
-        "generation_config.json says",
+        "sampling for requests without a temperature: greedy is 0, openai is 1, model reads "
+        "generation_config.json",
         default="greedy",
         group="requests",
         choices=tuple(_DEFAULTS),
     )
     chat_template: str | None = option(
-        "a Jinja file instead of the checkpoint's", group="requests", metavar="FILE"
+        "Jinja file in place of the checkpoint's template", group="requests", metavar="FILE"
     )
     tool_format: str | None = option(
-        "how the model calls functions (default: as its chat template tells)",
+        "tool call format (default: detected from the chat template)",
         group="requests",
         choices=tuple(FORMATS),
     )
     limit_mm_per_prompt: str = option(
-        "maximum number of images of a request, as '{\"image\": 4}'; 0: no images",
+        "maximum number of images per request, as '{\"image\": 4}'. 0 disables images",
         default='{"image": 4}',
         group="requests",
         metavar="JSON",
     )
     default_chat_template_kwargs: str | None = option(
-        "what templates may read, as '{\"enable_thinking\": false}'",
+        "variables for chat templates, as '{\"enable_thinking\": false}'",
         group="requests",
         metavar="JSON",
     )
@@ -76,7 +76,10 @@ class _ServeArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """The command line of ``tilewright serve``, checked. ``argv``: with options of its file."""
+    """The checked command line of ``tilewright serve``.
+
+    ``argv`` contains a configuration file's options.
+    """
 
     argv: tuple[str, ...]
     model: ResolvedConfig
@@ -87,19 +90,19 @@ class ServeOptions:
     template_variables: dict[str, Any]
     image_limits: ImageLimits
     devices: tuple[int, ...] = ()
-    """The GPUs of all replicas, where there are several."""
-    host: str = option("the address to listen on", default="127.0.0.1")
-    port: int = option("0: any that is free", default=8000, type=integer(0, 65535))
-    detach: bool = option("return once it serves, and leave it running", default=False)
+    """GPUs of all replicas, if there are several replicas."""
+    host: str = option("address to listen on", default="127.0.0.1")
+    port: int = option("port to listen on, 0: any free port", default=8000, type=integer(0, 65535))
+    detach: bool = option("return after the server is ready, and leave it running", default=False)
     log: Path | None = option(
-        "what --detach leaves the server's messages in (default: a new temporary file)",
+        "log file for --detach (default: a new temporary file)",
         type=Path,
         metavar="FILE",
     )
     verbose: bool = option("log the notes of the compiler", "-v", "--verbose", default=False)
     replicas: int = option(
-        "engines behind the one server, each with GPUs or CPU cores of its own; a request goes to "
-        "the one that has its beginning, or has least to do",
+        "engines, each with its own GPUs or CPU cores. A request prefers the engine with "
+        "its cached prefix, then the least loaded engine",
         "--replicas",
         "--data-parallel-size",
         default=1,
@@ -107,40 +110,51 @@ class ServeOptions:
         type=integer(1, 64),
     )
     api_key: tuple[str, ...] = option(
-        "keys that clients must have one of; may be given again",
+        "accepted API keys (repeatable)",
         default=(),
         group="requests",
         metavar="KEY",
     )
     served_model_name: tuple[str, ...] = option(
-        "what the model is called; the first is reported",
+        "accepted model names. Responses contain the first",
         default=(),
         group="requests",
         metavar="NAME",
     )
-    strict_model: bool = option("404 for another model's name", default=False, group="requests")
+    strict_model: bool = option("answer 404 to other model names", default=False, group="requests")
     cors_origins: tuple[str, ...] = option(
-        "foreign origins whose pages may ask, under whatever name they know this server; '*': all",
+        "allowed origins of foreign web pages, '*': all",
         default=(),
         group="requests",
         metavar="ORIGIN",
     )
     max_queue: int = option(
-        "requests that wait", default=1024, group="requests", type=integer(1, 1 << 20)
+        "maximum waiting requests",
+        default=1024,
+        group="requests",
+        type=integer(1, 1 << 20),
     )
     queue_timeout: float = option(
-        "seconds", default=600.0, group="requests", type=real(0, 1e6, above=True)
+        "maximum wait in the queue, in seconds",
+        default=600.0,
+        group="requests",
+        type=real(0, 1e6, above=True),
     )
-    drain_timeout: float = option("seconds", default=30.0, group="requests", type=real(0, 1e6))
+    drain_timeout: float = option(
+        "time for running requests at shutdown, in seconds",
+        default=30.0,
+        group="requests",
+        type=real(0, 1e6),
+    )
     pooling: str = option(
-        "vector of an embedding: mean of all token vectors, or the last token's",
+        "embedding vector: mean over all tokens, or the last token",
         default=MEAN,
         group="requests",
         choices=POOLINGS,
     )
-    admin: bool = option("answer /slots and /reset_prefix_cache", default=False, group="requests")
+    admin: bool = option("serve /slots and /reset_prefix_cache", default=False, group="requests")
     metrics_names: str = option(
-        "the prefix of metrics",
+        "prefix for metric names",
         default="tilewright",
         group="requests",
         choices=("tilewright", "vllm"),
@@ -150,20 +164,22 @@ class ServeOptions:
 def read_serve_options(
     argv: Sequence[str], sign: Sign | None = None, *, last_wins: bool = False
 ) -> ServeOptions:
-    """Read and check the command line of ``tilewright serve``. ``sign`` shows life once it can be
-    read, before files are looked at.
+    """Read and check the command line of ``tilewright serve``.
 
-    ``last_wins``: An option may be given twice, as an engine has the options of its replica after
-    those of the server.
+    Args:
+        argv: arguments after ``serve``.
+        sign: shows the first progress line after parsing, before any file is read.
+        last_wins: Whether a doubled option is allowed. An engine gets the options of the server,
+            then the options of its replica.
 
     Raises:
-        TilewrightError: for anything that can be seen to be wrong without the model.
+        TilewrightError: for every mistake that is visible without the model.
     """
     parser = Parser(
         last_wins=last_wins,
         prog="tilewright serve",
-        description="Serve a model over HTTP, as OpenAI's API does; with timings: true in a "
-        "request, llama.cpp's figures come too, in streams with the end of each choice.",
+        description="Serve a model over HTTP with the OpenAI API. A request with timings: true "
+        "gets llama.cpp's timings, in streams with the end of each choice.",
     )
     kinds = (PathArguments, ConfigArguments, EngineConfig, _ServeArgs, ServeOptions)
     add_options(parser, *kinds, without=("dump",))
@@ -180,7 +196,7 @@ def read_serve_options(
     if arguments.detach and not arguments.port:
         raise ConfigError("--detach with --port 0; allowed: a port that is named")
     devices: tuple[int, ...] = ()
-    if given["replicas"] > 1:  # each has ranks of its own, of which these are the devices
+    if given["replicas"] > 1:  # the devices are distributed over the replicas
         devices, config = config.devices or (), replace(config, devices=None)
     return ServeOptions(
         argv=tuple(argv),

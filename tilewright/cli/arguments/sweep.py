@@ -1,4 +1,4 @@
-"""What ``tilewright sweep PLAN`` is asked to do, checked before anything heavy is imported."""
+"""Options of ``tilewright sweep PLAN``, checked before any heavy import."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tilewright.utils.plain_yaml import parse_yaml, read_text
 
 PLANS = {
     "table": "performance and accuracy of every model, and the base",
-    "pareto": "the twelve published settings: speed against top-1",
-    "sensitivity": "one group, and one group of one layer, lowered at a time",
-    "search": "the fastest configuration within a bound, from the sensitivities",
+    "pareto": "speed against top-1 for the twelve published settings",
+    "sensitivity": "lower a single group, or a group in a single layer, at a time",
+    "search": "the fastest configuration within a bound, from sensitivities",
     "grid": "models x targets x devices x precisions x cases x rounds",
 }
 DEFAULT_FOLDER = Path("results/sweeps")
@@ -65,134 +65,158 @@ _WHAT, _SEARCH, _RUN = "what is measured", "the search", "running"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """The command line of a sweep, checked.
+    """The checked command line of a sweep. None: the plan has the default.
 
-    ``asked``: what the plan depends on and was not left at its default, as text; a resumed sweep
-    must have been asked for the same. None where a default is to be filled in by the plan.
+    ``asked`` contains the plan's given options as text. A resumed sweep needs equal options.
     """
 
     plan: str
     asked: dict[str, str]
     models: tuple[str, ...] = option(
-        "as tilewright bench (default: smollm2)", group=_WHAT, nargs="+", metavar="PATH"
+        "model paths, as for tilewright bench (default smollm2)",
+        group=_WHAT,
+        nargs="+",
+        metavar="PATH",
     )
     targets: tuple[str, ...] = option(
-        "default: cpu (native where it is built)", group=_WHAT, nargs="+", metavar="NAME"
+        "targets (default cpu, with native kernels if built)",
+        group=_WHAT,
+        nargs="+",
+        metavar="NAME",
     )
     devices: tuple[str, ...] = option(
-        "default: each target's own", group=_WHAT, nargs="+", metavar="NAME"
+        "devices (default chosen by the target)", group=_WHAT, nargs="+", metavar="NAME"
     )
     precisions: tuple[str, ...] = option(
-        "as tilewright bench, beside a plan's own (default: none)",
+        "configurations, as for tilewright bench, added to the plan's own (default none)",
         group=_WHAT,
         nargs="+",
         metavar="NAME",
     )
     cases: tuple[str, ...] | None = option(
-        "see tilewright bench --list (default: the plan's)", group=_WHAT, nargs="+", metavar="NAME"
+        "cases of tilewright bench --list (default the plan's)",
+        group=_WHAT,
+        nargs="+",
+        metavar="NAME",
     )
     levels: tuple[Level, ...] = option(
-        f"what parts are lowered to (default: sensitivity bfp8; search {' '.join(DEFAULT_LEVELS)})",
+        f"lower formats for groups (default sensitivity bfp8, search {' '.join(DEFAULT_LEVELS)})",
         group=_WHAT,
         nargs="+",
         metavar="FORMAT[:FIDELITY]",
     )
-    rounds: int = option("of every speed case (default: 3)", group=_WHAT, type=integer(1, 10_000))
-    compute: str = option("default: fast", group=_WHAT, choices=("fast", "exact"))
+    rounds: int = option(
+        "rounds of every speed case (default 3)", group=_WHAT, type=integer(1, 10_000)
+    )
+    compute: str = option("arithmetic (default fast)", group=_WHAT, choices=("fast", "exact"))
     threads: int | None = option(
-        "of a speed cell (default: all cores)", group=_WHAT, type=integer(1, 1024)
+        "threads for a speed measurement (default all cores)",
+        group=_WHAT,
+        type=integer(1, 1024),
     )
     accuracy_text: str | None = option(
-        "as tilewright bench (default: accuracy)", group=_WHAT, metavar="TEXT"
+        "text for accuracy, as for tilewright bench (default accuracy)",
+        group=_WHAT,
+        metavar="TEXT",
     )
     calibration: tuple[str, ...] = option(
-        "weights of the configurations but the base: none (round to nearest), rtn, imatrix or gptq "
-        "(see tilewright calibrate); a single method in sensitivity and search (default: none)",
+        "weights for all configurations except the base: none (round to nearest), rtn, imatrix or "
+        "gptq, see tilewright calibrate. sensitivity and search take one method (default none)",
         group=_WHAT,
         nargs="+",
         metavar="METHOD",
     )
     calibration_text: Path | None = option(
-        "UTF-8 text to calibrate on (default: the package's)", group=_WHAT, metavar="FILE"
+        "UTF-8 text for calibration (default the package's)", group=_WHAT, metavar="FILE"
     )
     cache_layers: bool = option(
-        "lower the KV cache layer by layer too (default: all layers together)",
+        "also lower the KV cache layer by layer (default all layers together)",
         group=_WHAT,
         default=False,
     )
-    base: str = option("what others are compared with (default: bf16)", group=_WHAT, metavar="NAME")
+    base: str = option("baseline configuration (default bf16)", group=_WHAT, metavar="NAME")
     min_top1: float | None = option(
-        "such as 95 (default: no bound)", group=_SEARCH, type=real(0, 100), metavar="PERCENT"
+        "minimum top-1, as 95 (default no bound)",
+        group=_SEARCH,
+        type=real(0, 100),
+        metavar="PERCENT",
     )
     max_kl: float | None = option(
-        "from fp32, such as 0.01 (default: no bound)",
+        "maximum divergence from fp32, as 0.01 (default no bound)",
         group=_SEARCH,
         type=real(0, 100),
         metavar="NATS",
     )
     max_bytes: int | None = option(
-        "of the weights, such as 1.2GB or 300MB (default: no bound)", group=_SEARCH, metavar="SIZE"
+        "maximum weight size, as 1.2GB or 300MB (default no bound)",
+        group=_SEARCH,
+        metavar="SIZE",
     )
     sensitivities: Path | None = option(
-        "a sensitivity sweep (default: the usual one, where it fits, else measured first)",
+        "sensitivity sweep file (default the usual file if it fits, else measure first)",
         "--from",
         group=_SEARCH,
         metavar="FILE",
     )
-    held_out: str = option("confirm on this (default: held-out)", group=_SEARCH, metavar="TEXT")
+    held_out: str = option(
+        "text for the confirmation (default held-out)", group=_SEARCH, metavar="TEXT"
+    )
     output: Path | None = option(
-        "where the winner is written (default: beside the sweep's file)",
+        "YAML file for the winner (default in the directory of the sweep file)",
         "-o",
         "--output",
         group=_SEARCH,
         metavar="YAML",
     )
     results: Path = option(
-        f"default: {DEFAULT_FOLDER / 'PLAN'}.jsonl; of a YAML, its name", group=_RUN, metavar="FILE"
+        f"sweep file (default {DEFAULT_FOLDER / 'PLAN'}.jsonl, or the name of the YAML)",
+        group=_RUN,
+        metavar="FILE",
     )
     resume: bool = option(
-        "require an existing file, whose options apply; without it an existing file is resumed if "
-        "its options are the same",
+        "require an existing file and use its options. Without --resume, an existing file with "
+        "equal options is resumed",
         group=_RUN,
         default=False,
     )
     other_code: str | None = option(
-        "what becomes of figures that other code than this measured",
+        "keep or rerun measurements of other code",
         group=_RUN,
         choices=("keep", "rerun"),
     )
     dry_run: bool = option("print the cells' bytes and time", group=_RUN, default=False)
-    yes: bool = option("also a very large plan", group=_RUN, default=False)
+    yes: bool = option("allow a very large plan", group=_RUN, default=False)
     jobs: int = option(
-        "accuracy cells side by side (default: 1)", group=_RUN, default=1, type=integer(1, 256)
+        "concurrent accuracy cells (default 1)", group=_RUN, default=1, type=integer(1, 256)
     )
     timeout_s: float = option(
-        f"of a cell, in seconds (default: {_TIMEOUT:.0f}; emulated boards {_BOARD_TIMEOUT:.0f})",
+        "time limit per cell, in seconds "
+        f"(default {_TIMEOUT:.0f}, on emulated boards {_BOARD_TIMEOUT:.0f})",
         "--timeout",
         group=_RUN,
         type=real(0, 1e7, above=True),
         metavar="S",
     )
     memory: int | None = option(
-        "that a cell may allocate, such as 8GB (default: no limit)", group=_RUN, metavar="SIZE"
+        "memory limit per cell, as 8GB (default no limit)", group=_RUN, metavar="SIZE"
     )
 
     @property
     def resumes(self) -> bool:
-        """Whether the file of results is an earlier part of this sweep."""
+        """Return whether the results file contains an earlier part of this sweep."""
         return self.resume or self.results.exists()
 
 
 _MEASURED = names_of(SweepOptions, _WHAT)
 LISTS = [name for name in _MEASURED if "nargs" in words_of(SweepOptions, name)]
 RUNNING = ("output", *names_of(SweepOptions, _RUN))
-"""What does not change what a sweep is."""
+"""Options without influence on the results."""
 _IN_YAML = [name for name in _MEASURED if name not in ("levels", "cache_layers")]
 _ASKED = [*_MEASURED, *(name for name in names_of(SweepOptions, _SEARCH) if name != "output")]
 
 
 def parser(plan: str) -> argparse.ArgumentParser:
-    """Make the parser of a plan's options."""
+    """Return the parser for a plan's options."""
     found = Parser(prog=f"tilewright sweep {plan}", description=PLANS[plan])
     without = [name for name, plans in _ONLY_IN.items() if plan not in plans]
     add_options(found, SweepOptions, without=without)
@@ -200,10 +224,10 @@ def parser(plan: str) -> argparse.ArgumentParser:
 
 
 def read_options(argv: Sequence[str]) -> SweepOptions:
-    """The checked command line: ``PLAN ...``, ``GRID.yaml ...`` or options of a grid alone.
+    """Return the checked command line: ``PLAN ...``, ``GRID.yaml ...`` or options of a grid only.
 
     Raises:
-        ConfigError: for anything that can be seen to be wrong without a model.
+        ConfigError: for every mistake that is visible without a model.
     """
     first = argv[0]
     plan = first if first in PLANS else "grid"
@@ -216,7 +240,7 @@ def read_options(argv: Sequence[str]) -> SweepOptions:
 
 
 def _with_grid(arguments: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What a YAML says, where the command line says nothing."""
+    """Return the arguments with a YAML file's values for absent options."""
     source = str(path) if str(path).isprintable() else repr(str(path))
     raw = as_map(parse_yaml(read_text(path, source=source), source), where=source)
     check_keys(raw, _IN_YAML, where=source)
@@ -245,7 +269,7 @@ def _from_yaml(key: str, value: object, *, place: str) -> object:
 
 
 def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
-    """``name``: of the sweep's file, where none is given."""
+    """Check the arguments and fill in defaults. ``name`` is the default stem of the file."""
     found: dict[str, Any] = {field.name: given.get(field.name) for field in fields(SweepOptions)}
     for key in (*LISTS, *_USUAL):
         value = found[key] or _USUAL.get(key)
@@ -308,10 +332,10 @@ def _asked(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _size(option: str, text: str) -> int:
-    """Bytes of ``1.2GB``, ``300MB``, ``4096``.
+    """Return the number of bytes in ``1.2GB``, ``300MB`` or ``4096``.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: for another text.
     """
     number = text.strip().lower().rstrip("kmgb")
     unit = text.strip().lower()[len(number) :]

@@ -1,4 +1,4 @@
-"""``tilewright batch``: the rows of a file through an engine, their answers into another file."""
+"""``tilewright batch``: answer the rows of a file, and write the answers to another file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_IGNORED = 10
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright batch``; returns 1 where a row could not be answered."""
+    """Run ``tilewright batch``. Return 1 if a row has no answer."""
     options = read_batch_options(argv)
     with ExitStack() as stack:
         path = options.output
@@ -78,7 +78,7 @@ def _run(options: BatchOptions, path: Path, sign: PulsingSign) -> int:
 
 
 def _opened(options: BatchOptions, source: ModelHandle | None) -> DataSet | None:
-    """The data set; None where it is made up of a model's tokens, and there is no model yet."""
+    """Return the data set, or None if it needs a model's vocabulary and ``source`` is None."""
     from tilewright.batch.inputs import open_data_set
     from tilewright.batch.made_rows import MadeRows
 
@@ -97,7 +97,7 @@ def _opened(options: BatchOptions, source: ModelHandle | None) -> DataSet | None
 
 
 def _chosen(options: BatchOptions, count: int) -> list[int]:
-    """The rows that are answered, in their order."""
+    """Return the selected row numbers, ascending."""
     if options.num_samples is None or options.num_samples >= count:
         return list(range(count))
     return sorted(random.Random(options.seed).sample(range(count), options.num_samples))
@@ -112,10 +112,10 @@ def _answer(
     rows: Sequence[int],
     sign: PulsingSign,
 ) -> Meter | None:
-    """Answer the rows that have no answer yet; None where all have one."""
+    """Answer the rows without an answer. Return None if all rows have an answer."""
     from tilewright.cli.terminal.batch_progress import Bar
 
-    # the longest first: what is left at the end is short, and no slot is empty for long
+    # Longest first: the last rows are short, so no slot stays empty for long.
     left = sorted((row for row in rows if row not in journal), key=data.length, reverse=True)
     if not left:
         return None
@@ -182,7 +182,7 @@ def _keep(ended: Sequence[FinishedRequest], journal: BatchJournal) -> None:
 
 
 def _items(data: DataSet, rows: Sequence[int]) -> Iterator[Item | Record]:
-    """The rows as the engine is asked; of those that cannot be read, what is wrong with them."""
+    """Yield the rows as engine requests. An unreadable row becomes a record of its error."""
     from tilewright.batch.records import refused
 
     for row in rows:
@@ -209,7 +209,7 @@ def _end(
 
 
 def _say_ignored(meter: Meter) -> None:
-    """What rows asked for and nothing came of: the server tells that with each answer."""
+    """Print the ignored fields of all rows. The server reports them in a header."""
     if not meter.ignored:
         return
     most = meter.ignored.most_common(_MOST_IGNORED)
@@ -220,7 +220,7 @@ def _say_ignored(meter: Meter) -> None:
 
 
 def _exit_code(options: BatchOptions, num_failed: int, num_rows: int) -> int:
-    """Say how many rows of a complete batch were not answered; returns its exit code."""
+    """Print the number of failed rows in a complete batch. Return the exit code."""
     if not num_failed:
         return 0
     where = "" if options.output is None else f"; their lines in {options.output} say why"

@@ -1,4 +1,4 @@
-"""``tilewright bench --url``: load tests of a server."""
+"""``tilewright bench --url``: load tests for a server."""
 
 from __future__ import annotations
 
@@ -19,46 +19,53 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BenchServeArgs:
-    url: str = option("of the server", default="http://127.0.0.1:8000")
-    model: str = option("the name to ask for (default: the first that the server has)", default="")
+    url: str = option("server address", default="http://127.0.0.1:8000")
+    model: str = option("model name (default: the server's first)", default="")
     plan: str = option(
-        "streams, overhead, intruder, chat, contest, json, invariant or soak", default="streams"
+        "load plan: streams, overhead, intruder, chat, contest, json, invariant or soak",
+        default="streams",
     )
-    requests: int = option("in all", default=32, type=integer(1, 1 << 20))
-    concurrency: int = option("users, under way at a time", default=1, type=integer(1, 4096))
-    rate: float = option("open loop: requests a second, Poisson", default=0.0, type=real(0, 1e6))
-    input_tokens: int = option("of each prompt", default=128, type=integer(1, 1 << 20))
-    output_tokens: int = option("of each answer", default=128, type=integer(1, 1 << 20))
+    requests: int = option("requests in total", default=32, type=integer(1, 1 << 20))
+    concurrency: int = option("concurrent users", default=1, type=integer(1, 4096))
+    rate: float = option(
+        "requests per second with Poisson arrivals, 0: by --concurrency",
+        default=0.0,
+        type=real(0, 1e6),
+    )
+    input_tokens: int = option("tokens per prompt", default=128, type=integer(1, 1 << 20))
+    output_tokens: int = option("tokens per answer", default=128, type=integer(1, 1 << 20))
     long_tokens: int = option(
-        "of an intruder's, or of chats' system prompt", default=1024, type=integer(1, 1 << 20)
+        "tokens in an intruder's prompt, or in the chats' system prompt",
+        default=1024,
+        type=integer(1, 1 << 20),
     )
-    turns: int = option("of each chat", default=8, type=integer(1, 1000))
+    turns: int = option("turns per chat", default=8, type=integer(1, 1000))
     levels: tuple[int, ...] = option(
-        "contest: some of its numbers of users (default: all)", default=(), type=integer(1, 4096)
+        "contest: user counts, from the plan's (default: all)",
+        default=(),
+        type=integer(1, 4096),
     )
     flush: bool = option(
-        "contest: empty the prefix cache before every level; chat: ask the last prompts again with "
-        "an empty one (a server with --admin)",
+        "contest: empty the prefix cache before every level. chat: repeat the last prompts with an "
+        "empty cache. Needs a server with --admin",
         default=False,
     )
     drawn_lengths: bool = option(
-        "contest: answers of drawn lengths, as where weights are random and the server says so",
+        "contest: answers of random lengths, for models with random weights",
         default=False,
     )
-    warm_up: int = option("requests before, not counted", default=2, type=integer(0, 1000))
-    wait: float = option("seconds for a server that loads", default=600.0, type=real(0, 1e6))
-    rounds: int = option("times that the plan is run", default=1, type=integer(1, 1000))
-    seed: int = option("of prompts and arrivals", default=0, type=integer(0, 1 << 31))
-    vocabulary: int = option("ids of prompts are below", default=256, type=integer(2, 1 << 31))
-    results: Path | None = option(
-        "a file of JSON lines that gets every row", default=None, type=Path
-    )
+    warm_up: int = option("uncounted requests before", default=2, type=integer(0, 1000))
+    wait: float = option("maximum wait for loading, in seconds", default=600.0, type=real(0, 1e6))
+    rounds: int = option("rounds to run", default=1, type=integer(1, 1000))
+    seed: int = option("seed for prompts and arrivals", default=0, type=integer(0, 1 << 31))
+    vocabulary: int = option("limit of prompt token ids", default=256, type=integer(2, 1 << 31))
+    results: Path | None = option("JSON lines file for every row", default=None, type=Path)
     as_json: bool = option("print JSON", "--json", default=False)
 
 
 def main(argv: list[str]) -> int:
-    """Run the plan; returns 1 where a request failed, or an answer was not what it must be."""
-    text = "Load a server with many users' requests, by a plan."
+    """Run the plan. Return 1 if a request failed or an answer was wrong."""
+    text = "Run a load test on a server."
     options = parse(_BenchServeArgs, argv, prog="tilewright bench --url URL", description=text)
     from tilewright.evaluate.load.contest import LEVELS
     from tilewright.evaluate.load.plans import PLANS
@@ -75,7 +82,7 @@ def main(argv: list[str]) -> int:
 
 
 async def _tell(options: _BenchServeArgs) -> int:
-    """Print and keep every row as soon as it is there; returns the exit code."""
+    """Print and record every row at once. Return the exit code."""
     has_failed = False
     async for row in _run(options):
         has_failed |= bool(row.get("failed"))

@@ -1,4 +1,4 @@
-"""``tilewright chat``: turns of a conversation, typed or piped in line by line."""
+"""``tilewright chat``: a conversation, typed or piped in line by line."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
 _HISTORY_LINES = 1000
 _HELP = """\
-/help              this
-/set               what is set
+/help              list the commands
+/set               show the settings
 /set NAME VALUE    set {names}
 /save FILE         write the conversation as JSON
-/clear             begin anew
-/quit              leave, as Ctrl-D does
-//text             a message that begins with a slash
-Ctrl-C             stops an answer"""
+/clear             start again
+/quit              leave, as Ctrl-D
+//text             a message with a slash at the beginning
+Ctrl-C             stop an answer"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChatArgs(AskArguments):
-    no_history: bool = option("keep no history of what is typed", default=False)
+    no_history: bool = option("do not save the typed lines", default=False)
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright chat`` with the arguments behind it; returns the exit code."""
+    """Run ``tilewright chat``. Return the exit code."""
     sign, words = Sign(), "Talk with a model, turn by turn."
     try:
         asked = read_asked(argv, _ChatArgs, sign, prog="tilewright chat", description=words)
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 
 
 class Talk:
-    """A conversation: its messages, and what is set for the next answer."""
+    """A conversation: its messages, and the settings for the next answer."""
 
     def __init__(self, llm: LLM, asked: PromptArgs, sign: Sign) -> None:
         self._llm, self._sign = llm, sign
@@ -85,10 +85,10 @@ class Talk:
         self.messages: list[dict[str, str]] = messages_of(asked.arguments.system)
 
     def hear(self, line: str) -> bool:
-        """One line of the user; False where that ends the conversation.
+        """Process a line of the user. Return False if it ends the conversation.
 
         Raises:
-            TilewrightError: for a command that cannot be done, or a chat that has grown too long.
+            TilewrightError: for an impossible command, or a chat above the context.
         """
         line = line.strip()
         if not line:
@@ -114,7 +114,7 @@ class Talk:
         return True
 
     def _answer(self, text: str) -> None:
-        """Stream the answer to one more message; what was said until a Ctrl-C stays said."""
+        """Stream the answer to a message. A Ctrl-C keeps the received part."""
         asked = [*self.messages, {"role": "user", "content": text}]
         with _interruptible() as is_stopped, self._llm.stream_chat(asked, **self._sampling) as said:
             for piece in said:
@@ -172,13 +172,13 @@ def _is_system(message: dict[str, str]) -> bool:
 
 
 def _words(text: str) -> tuple[str, str]:
-    """The first word, and the rest."""
+    """Return the first word and the rest."""
     word, _, rest = text.strip().partition(" ")
     return word, rest.strip()
 
 
 def _with(sampling: dict[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Sampling parameters with one of them set to what was typed."""
+    """Return the sampling parameters with a typed value."""
     if name not in SAMPLING_NAMES:
         names = allowed((*SAMPLING_NAMES, "system"), name)
         raise ConfigError(f"unknown setting {name[:60]!r}; {names}")
@@ -192,7 +192,7 @@ def _with(sampling: dict[str, Any], name: str, text: str) -> dict[str, Any]:
 
 
 def _talk_typed(talk: Talk, sign: Sign) -> None:
-    """Until the user leaves; what cannot be done is said, and the conversation goes on."""
+    """Read lines until the user leaves. Errors are printed and do not end the conversation."""
     while True:
         try:
             if not talk.hear(input("> ")):
@@ -208,7 +208,7 @@ def _talk_typed(talk: Talk, sign: Sign) -> None:
 
 
 def _talk_piped(talk: Talk) -> None:
-    """Line by line; the first thing that cannot be done ends it.
+    """Read lines from standard input. The first error ends the conversation.
 
     Raises:
         TilewrightError: see `Talk.hear`.
@@ -226,8 +226,9 @@ def _talk_piped(talk: Talk) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C asks for an end, which the function given tells of; the second one
-    interrupts, as it does elsewhere.
+    """Yield a function that returns whether Ctrl-C was pressed.
+
+    A second Ctrl-C raises KeyboardInterrupt.
     """
     stopped = False
 
@@ -246,10 +247,10 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _history(is_off: bool) -> Iterator[None]:
-    """Lines can be edited and called back, also those of earlier conversations."""
+    """Enable line editing and the history of earlier conversations."""
     try:
         import readline
-    except ImportError:  # not every Python has it
+    except ImportError:  # some Python builds have no readline
         yield
         return
     path = cache_dir() / "chat_history"

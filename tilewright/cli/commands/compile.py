@@ -1,5 +1,6 @@
-"""``tilewright compile``: a model becomes a folder to run without its checkpoint, or a form for
-others: ONNX, MLIR, ttnn, an engine.
+"""``tilewright compile``: write a directory to run without the checkpoint, or an export.
+
+The exports are ONNX, MLIR, ttnn and an engine.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ _USES = {
 }
 _WRITTEN = "what is written"
 _SPLITS = ("tensor_parallel_size", "expert_parallel_size", "tensor_split", "comm_dtype")
-"""Options of ranks that a program depends on."""
+"""Rank options with an effect on a program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CompileArgs:
     emit: str = option(
-        "program: for --model DIR; onnx: for plain onnxruntime; mlir: through torch-mlir; "
-        "ttnn: one Python file for a Tenstorrent board; engine: one for torch and Triton",
+        "program (directory for --model DIR), onnx (plain onnxruntime), mlir (from torch-mlir), "
+        "ttnn (Python file for a Tenstorrent board) or engine (Python file for torch and Triton)",
         default="program",
         group=_WRITTEN,
         choices=tuple(_USES),
@@ -70,23 +71,25 @@ class _CompileArgs:
     explain: bool = option("print bytes by group and the notes of the compiler", default=False)
     verbose: bool = option("print the notes of the compiler", "-v", "--verbose", default=False)
     dialect: str | None = option(
-        "of --emit mlir: torch or linalg (default: linalg)", group=_WRITTEN
+        "dialect for --emit mlir: torch or linalg (default: linalg)", group=_WRITTEN
     )
     length: int | None = option(
-        "of --emit mlir: tokens (default: any number)", group=_WRITTEN, type=integer(1, 1 << 24)
+        "number of tokens for --emit mlir (default: any number)",
+        group=_WRITTEN,
+        type=integer(1, 1 << 24),
     )
     users: int | None = option(
-        "of --emit ttnn: served at once (default: 1)", group=_WRITTEN, type=integer(1, 32)
+        "concurrent users for --emit ttnn (default: 1)", group=_WRITTEN, type=integer(1, 32)
     )
     context: int | None = option(
-        f"of --emit ttnn: positions of a user (default: {_CONTEXT}, or the model's, if fewer)",
+        f"positions per user for --emit ttnn (default: {_CONTEXT}, at most the model's limit)",
         group=_WRITTEN,
         type=integer(1, 1 << 24),
     )
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright compile`` with the arguments behind it; returns the exit code."""
+    """Run ``tilewright compile``. Return the exit code."""
     if generate_engine.has_options(argv):
         return generate_engine.main(argv)
     arguments = _parser().parse_args(argv)
@@ -135,8 +138,8 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="tilewright compile",
-        description="Compile a model into a folder. Other options: "
-        "tilewright compile --config FILE --help (the fastest of several engine.py files).",
+        description="Compile a model into a directory. Other options: "
+        "tilewright compile --config FILE --help (select the fastest of several engine.py files).",
     )
     add_options(parser, PathArguments, OutputArguments, _CompileArgs)
     add_options(parser, EngineConfig, only=(*names_of(EngineConfig, MODEL), *_SPLITS))
@@ -144,18 +147,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _resolved(emit: str, config: EngineConfig) -> ResolvedConfig:
-    """The model and its target, whose libraries are here."""
+    """Resolve the model and its target. Check the libraries for writing."""
     if emit == "engine" and config.target is None:
         config = replace(config, target=_ENGINES)
     options = replace(resolve(config, runs=False), grouping=read_grouping(config))
     options.check_ranks()
     if options.target == "cuda":
-        check_triton()  # writing needs its sources, and no GPU
+        check_triton()  # writing needs the sources of Triton, but no GPU
     return options
 
 
 def _use_of(emit: str, output: Path, options: ResolvedConfig) -> str:
-    """What may be done with what was written."""
+    """Return a line about the use of the written files."""
     use, ranks = _USES[emit].format(shlex.quote(str(output))), options.grouping.parallel.tensor
     return use if ranks == 1 else f"{use} --tensor-parallel-size {ranks}"
 
@@ -187,7 +190,7 @@ def _check_emission(arguments: argparse.Namespace) -> None:
 
 
 def _target_of(emit: str, options: ResolvedConfig) -> Target:
-    """The target that is asked to write; MLIR is the model before a target has its say."""
+    """Return the target that writes. MLIR is the model before target passes."""
     from tilewright.compiler.targets.table import get_target
 
     target = get_target(_FLOAT if emit == "mlir" else options.target)
@@ -198,7 +201,7 @@ def _target_of(emit: str, options: ResolvedConfig) -> Target:
 def _write_program(
     model: LoadedModel, options: ResolvedConfig, folder: Path, progress: Progress
 ) -> tuple[str, ...]:
-    """A folder that ``tilewright run`` takes."""
+    """Write a directory for ``tilewright run``. Return the compiler's notes."""
     from tilewright.compiler.artifacts.folder import seal_folder
     from tilewright.compiler.artifacts.program import write_program, write_ranks
     from tilewright.loading.source import TOKENIZER
@@ -228,7 +231,7 @@ def _emit(
     folder: Path,
     progress: Progress,
 ) -> tuple[str, ...]:
-    """Any other kind, by the target that has it; the tokenizer is beside what can be run."""
+    """Write another export with its target, and the tokenizer if the export can run."""
     from tilewright.compiler.artifacts.folder import write_file
     from tilewright.compiler.driver import (
         constants_of,
@@ -272,7 +275,7 @@ def _emit(
 
 
 def _settings(model: LoadedModel, arguments: argparse.Namespace) -> dict[str, object]:
-    """What a kind is told besides: see each target's `emit`."""
+    """Return the additional settings of an export, see `emit` of each target."""
     if arguments.emit == "engine":
         from tilewright.loading.engine_config import engine_config
 

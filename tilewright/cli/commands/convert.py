@@ -1,4 +1,4 @@
-"""``tilewright convert``: a model becomes dllama's files, or a program in the compiled cache."""
+"""``tilewright convert``: write a model as files of dllama, or into the program cache."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from tilewright.models import LoadedModel
 
 _WEIGHTS = {"q40": "Q4_0", "f32": "F32"}
-"""The types as dllama's own file names have them, and as ggml calls them."""
+"""Types in file names of dllama, and their names in ggml."""
 _USUAL_WEIGHTS = "q40"
 _RUN_AS = {"q40": "stored", "f32": "accuracy"}
-"""The configuration that is proposed for each: in that one q40 weights stay as they are."""
+"""Suggested configuration per type. ``stored`` keeps q40 weights."""
 _OF_CACHE = ("target", "precision", "compute")
 _OF_DLLAMA = ("output", "weights")
 _NOT_IN_NAMES = re.compile(r"[^\w.-]+")
@@ -47,23 +47,23 @@ _NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ConvertArgs:
     to: str = option(
-        "dllama: a .m and a .t file; cache: the compiled program that the commands find; gguf: a "
-        "calibrated folder's q40 or q80 weights in a copy of the GGUF file they came from",
+        "dllama: a .m and a .t file. cache: the compiled program in the cache. gguf: a copy of the "
+        "original GGUF file with the q40 or q80 weights of a calibrated directory",
         default="dllama",
         choices=("dllama", "cache", "gguf"),
     )
     original: str | None = option(
-        "of --to gguf: the GGUF file that the folder was calibrated from", metavar="FILE"
+        "original GGUF file of the calibrated directory, for --to gguf", metavar="FILE"
     )
     verbose: bool = option("print the notes of the compiler", "-v", "--verbose", default=False)
     weights: str | None = option(
-        f"of --to dllama: the type of the matrices (default: {_USUAL_WEIGHTS})",
+        f"type of the matrices, for --to dllama (default: {_USUAL_WEIGHTS})",
         choices=tuple(_WEIGHTS),
     )
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright convert`` with the arguments behind it; returns the exit code."""
+    """Run ``tilewright convert``. Return the exit code."""
     parser = Parser(
         prog="tilewright convert", description="Write a model for dllama, or into the cache."
     )
@@ -107,7 +107,7 @@ def _to_dllama(arguments: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def _write_dllama(model: LoadedModel, folder: Path, weights: str, progress: Progress) -> None:
-    """Both files, under the names that dllama gives its own, with ids that suit dllama."""
+    """Write both files with dllama's names and token ids in dllama's order."""
     from tilewright.compiler.artifacts.folder import write_file
     from tilewright.compiler.formats import get_format
     from tilewright.models.checkpoints.dllama.writer import write_model
@@ -165,7 +165,7 @@ def _to_gguf(arguments: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def _to_cache(config: EngineConfig, *, is_verbose: bool) -> int:
-    find_model(config.model)  # a shape has no files to be known by
+    find_model(config.model)  # a shape has no files for a cache key
     options = resolve(config)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.api import compile, load
@@ -191,10 +191,10 @@ def _to_cache(config: EngineConfig, *, is_verbose: bool) -> int:
 
 
 def _check_cache() -> None:
-    """Where the cache cannot be written, a program would be compiled and not kept.
+    """Check that the cache is writable before compiling.
 
     Raises:
-        ConfigError: naming the place.
+        ConfigError: if the cache is not writable. The message names its directory.
     """
     place = cache_dir()
     try:

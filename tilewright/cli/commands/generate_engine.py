@@ -1,4 +1,4 @@
-"""``tilewright compile --emit engine --config FILE``: the fastest of several engine.py files."""
+"""``tilewright compile --emit engine --config FILE``: select the fastest of several engines."""
 
 from __future__ import annotations
 
@@ -24,53 +24,53 @@ SECONDS_VARIABLE = "TILEWRIGHT_GENERATE_S"
 _SECONDS = {"cuda": 150.0, "cpu": 45.0}
 _LARGE = 20_000_000
 _SHORTER, _SHORTEST = 4, 8
-"""A CPU is given cases with prompts shorter by so much, or so much where there are more weights
-than ``_LARGE``."""
+"""Divisors of prompt lengths on a CPU, the second for models above ``_LARGE`` weights."""
 
 _LEAST = 150.0
-"""Seconds that the reference, and candidates up to the first correct one, have in any case."""
+"""Minimum seconds for the reference, and for candidates up to the first correct candidate."""
 
 _REPEATS = {"cuda": 5, "cpu": 1}
-"""How often a candidate runs every case; the slow reference runs it once at most."""
+"""Runs of every case per candidate. The slow reference runs at most once."""
 
 _DEVICES = ("auto", "cuda", "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GenerateEngineArgs:
-    emit: str = option("engine: one Python file", default="engine", choices=("engine",))
-    config: str = option("the model's configuration", default="target/model_config.json")
-    weights: str = option("the folder of its weights", default="target/weights")
+    emit: str = option("engine: a single Python file", default="engine", choices=("engine",))
+    config: str = option("model configuration file", default="target/model_config.json")
+    weights: str = option("directory of the weights", default="target/weights")
     output: str = option(
-        "the folder for engine.py and results.log", "-o", "--output", default="workspace"
+        "directory for engine.py and results.log", "-o", "--output", default="workspace"
     )
     device: str = option(
-        "what the engine is checked and timed on (default: cuda where there is a GPU)",
+        "device for checks and timings (default: cuda if a GPU exists)",
         default="auto",
         choices=_DEVICES,
     )
     seconds: float | None = option(
-        f"after which the best engine so far is kept (default: {SECONDS_VARIABLE}, else "
-        f"{_SECONDS['cuda']:.0f} on a GPU and {_SECONDS['cpu']:.0f} on a CPU)",
+        f"time limit, after which the best engine is written (default: {SECONDS_VARIABLE}, else "
+        f"{_SECONDS['cuda']:.0f} s on a GPU and {_SECONDS['cpu']:.0f} s on a CPU)",
         type=float,
     )
 
 
 def has_options(argv: Sequence[str]) -> bool:
-    """Return whether a command line of ``tilewright compile`` names a configuration file or a
-    directory of weights instead of a model.
+    """Return whether a command line names a configuration file or a directory of weights.
+
+    Other command lines of ``tilewright compile`` name a model.
     """
     return any(word.partition("=")[0] in ("--config", "--weights") for word in argv)
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright compile --emit engine`` for a configuration file; returns the exit code."""
+    """Run ``tilewright compile --emit engine`` for a configuration file. Return the exit code."""
     begun = time.monotonic()
     given = parse(
         _GenerateEngineArgs,
         argv,
         prog="tilewright compile --emit engine",
-        description="Write the engine.py that runs a model fastest on this machine.",
+        description="Write the fastest engine.py for a model on this machine.",
     )
     import torch
 
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
         try:
             search.run(folder / "engine.py")
         except TilewrightError as error:
-            search.log_line(f"stopped: {error}")  # the log is all that an evaluator shows
+            search.log_line(f"stopped: {error}")  # an evaluator shows the log only
             raise
         except KeyboardInterrupt:
             search.log_line("stopped: interrupted")
@@ -122,7 +122,7 @@ class _EngineCandidate:
 
 @dataclass(slots=True)
 class _EngineSearch:
-    """Tries one candidate after another, each in a process of its own, until its time is up."""
+    """Tries candidates in turn, each in a new process, until the deadline."""
 
     given: _GenerateEngineArgs
     device: str
@@ -138,7 +138,7 @@ class _EngineSearch:
         """Write the fastest correct engine to ``place``.
 
         Raises:
-            CompileError: where no candidate is correct.
+            CompileError: if no candidate is correct.
         """
         from tilewright.utils.files import replace_file
 
@@ -166,7 +166,7 @@ class _EngineSearch:
         self._say(f"kept: {self.best.name}, {best_speed:.2f} times the reference; {place}")
 
     def _plans(self) -> dict[str, Plan]:
-        """The plan of the model under each list of fusions that differs."""
+        """Return the plan of the model for each list of fusions."""
         from tilewright.compiler.driver import lower_model, resolve_precision
         from tilewright.compiler.precision import load_precision
         from tilewright.compiler.targets.cuda.engine_generator.layers import engine_plan
@@ -190,7 +190,7 @@ class _EngineSearch:
         return found
 
     def _settings(self) -> Any:
-        """The model's settings; its weights are looked at, too."""
+        """Read the settings of the model, and check its weights."""
         import torch
 
         from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
@@ -207,7 +207,7 @@ class _EngineSearch:
             tensors = load_weights(self.given.weights, settings)
         except OSError as error:
             raise ConfigError(f"{self.given.weights}: cannot be read ({error.strerror})") from None
-        except ValueError as error:  # it names the file
+        except ValueError as error:  # the message names the file
             raise ConfigError(one_line(error, 400)) from None
         if self.device == "cpu":
             is_large = sum(each.numel() for each in tensors.values()) > _LARGE
@@ -215,7 +215,7 @@ class _EngineSearch:
         return settings
 
     def _candidates(self, plans: dict[str, Plan]) -> Iterator[_EngineCandidate]:
-        """Both plans, then, on a GPU, one change after another of the best so far."""
+        """Yield both plans. On a GPU, also yield single changes to the best candidate."""
         from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices
 
         for name, plan in plans.items():
@@ -247,8 +247,9 @@ class _EngineSearch:
         )
 
     def _measure(self, candidate: _EngineCandidate, text: str) -> float:
-        """How many times as fast as the reference, by the geometric mean of the cases; 0 where a
-        case is wrong.
+        """Return the speed relative to the reference, 0 if a case is wrong.
+
+        The speed is the geometric mean over the cases.
         """
         path = self.scratch / "engine.py"
         path.write_text(text, encoding="utf-8")
@@ -285,11 +286,11 @@ class _EngineSearch:
         )
 
     def _try(self, trial: Trial, least: float = 0.0) -> dict[str, Any] | str:
-        """What a child measured, or why it did not."""
+        """Return the measurements of a child process, or the reason of its failure."""
         from tilewright.evaluate.measure.engine_trial import command
 
         left = max(least, self.deadline - time.monotonic())
-        quiet = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads of a busy machine wait without its cores
+        quiet = {"OMP_WAIT_POLICY": "PASSIVE"}  # waiting threads leave the cores of a busy machine
         given = [*PYTHON, *command(trial)]
         with Child(given, timeout_s=left, environment=quiet, what="a trial") as child:
             ended = child.wait()
@@ -306,7 +307,7 @@ class _EngineSearch:
         self.log_line(line)
 
     def log_line(self, line: str) -> None:
-        """Write a line to the log alone."""
+        """Write a line to the log only."""
         print(time.strftime("%H:%M:%S"), line, file=self.log, flush=True)
 
 

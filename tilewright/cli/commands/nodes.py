@@ -1,7 +1,7 @@
 """``tilewright run --nodes`` and ``bench --nodes`` with the options of distributed-llama.
 
-Its counting too (`counted_steps`): ``--steps`` counts the prompt's tokens and the generated ones. A
-task is the competition's: three prompts, each of so many steps, on four nodes.
+``--steps`` counts prompt tokens and output tokens, as distributed-llama does (`counted_steps`). A
+task is a task of the competition: three prompts with given steps, on four nodes.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _SEED = 10_042_026
 _WIRES = {"f32": "fp32", "q80": "q80", "bf16": "bf16"}
 _STEPS, _POSITIONS = 256, 4096
 _PROMPTS = {"short": 975, "long": 4000, "leaderboard": 6000}
-"""The steps of each prompt of a task."""
+"""Steps for each prompt of a task."""
 _TASKS = {
     1: {"nodes": 4, "nthreads": 2, "max_seq_len": _POSITIONS},
     2: {"nodes": 4},
     3: {"nodes": 4},
 }
-"""What holds where the command line says nothing else."""
+"""Defaults of each task."""
 _OF_NO_PROMPT = (
     "config",
     "path",
@@ -64,7 +64,7 @@ _OF_NO_PROMPT = (
     "prompts",
     "output",
 )
-"""Options that do not make the text of a prompt, or not of each prompt alike."""
+"""Options without a place in the script of a prompt."""
 _INFERENCE, _WORKER = "inference", "worker"
 _OWN_OPTIONS = frozenset(
     (
@@ -78,68 +78,77 @@ _OWN_OPTIONS = frozenset(
 class _NodesArgs:
     config: EngineConfig
     path: str | None = option(
-        "inference on rank 0 (the default), or worker on another machine",
+        "inference on rank 0 (default), or worker on another machine",
         "path",
         nargs="?",
         choices=(_INFERENCE, _WORKER),
         metavar="MODE",
     )
-    worker: bool = option("run a worker on this machine: the same as MODE worker", default=False)
-    tokenizer: str | None = option("dllama's .t file: the one beside the model", metavar="FILE")
-    prompt: str | None = option("what is continued; - reads standard input", metavar="TEXT")
+    worker: bool = option("run a worker on this machine, same as MODE worker", default=False)
+    tokenizer: str | None = option(
+        "dllama's .t file (default: in the directory of the model)", metavar="FILE"
+    )
+    prompt: str | None = option("text to continue, or - for standard input", metavar="TEXT")
     steps: int | None = option(
-        "tokens of prompt and answer (default: 256; of a task's prompts 975, 4000 and 6000)",
+        "tokens of prompt and answer (default: 256, in a task 975, 4000 and 6000)",
         type=integer(1, 1 << 20),
     )
     nodes: int | None = option(
-        "nodes on this machine, each a process (default: 1; of a task 4)", type=integer(1, 64)
+        "nodes on this machine, a process per node (default: 1, in a task 4)",
+        type=integer(1, 64),
     )
     workers: tuple[str, ...] = option(
-        "the other nodes: HOST:PORT of each worker", default=(), metavar="ADDRESS"
+        "HOST:PORT for each worker on other machines", default=(), metavar="ADDRESS"
     )
-    port: int = option("of a worker", default=9999, type=integer(1, 65535))
-    host: str = option("the address that a worker listens on", default="127.0.0.1")
-    nthreads: int | None = option("threads of each node", "--nthreads", type=integer(1, 1024))
+    port: int = option("worker port", default=9999, type=integer(1, 65535))
+    host: str = option("worker address", default="127.0.0.1")
+    nthreads: int | None = option("threads per node", "--nthreads", type=integer(1, 1024))
     max_seq_len: int | None = option(
-        "positions (default: 4096; of tasks 2 and 3 as many as their steps, if more)",
+        "maximum positions (default: 4096, in tasks 2 and 3 at least their steps)",
         type=integer(1, 1 << 24),
     )
     buffer_float_type: str | None = option(
-        "how partial sums travel between nodes (default: q80 of a model in blocks, else bf16; f32 "
-        "with --compute exact)",
+        "data type for partial sums between nodes (default: q80 for block formats, f32 with "
+        "--compute exact, else bf16)",
         choices=tuple(_WIRES),
     )
     shares: tuple[int, ...] | None = option(
-        "what each node holds, in proportion, as 2,1,1", type=numbers, metavar="LIST"
+        "proportions per node, as 2,1,1", type=numbers, metavar="LIST"
     )
-    temperature: float = option("0: greedy", default=0.0, type=real(0, 100))
-    topp: float = option("1: off, 0: greedy", default=1.0, type=real(0, 1))
-    seed: int = option("of random choices", default=_SEED, type=integer(0, (1 << 63) - 1))
+    temperature: float = option("sampling temperature, 0: greedy", default=0.0, type=real(0, 100))
+    topp: float = option(
+        "sample from this share of probability, 1: off, 0: greedy", default=1.0, type=real(0, 1)
+    )
+    seed: int = option("seed for sampling", default=_SEED, type=integer(0, (1 << 63) - 1))
     task: int | None = option(
-        "the competition's: 4 nodes, of task 1 with 2 threads and 4096 positions; what is named "
-        "otherwise wins",
+        "task of the competition: 4 nodes, in task 1 with 2 threads and 4096 positions. Other "
+        "options replace its values",
         type=int,
         choices=(1, 2, 3),
     )
     prompts: str | None = option(
-        "of a task: a folder with short.txt, long.txt, leaderboard.txt", metavar="DIR"
+        "directory with short.txt, long.txt and leaderboard.txt, for a task", metavar="DIR"
     )
     output: str | None = option(
-        "of a task: where task_N is made (default: here)", "-o", "--output", metavar="DIR"
+        "parent directory of task_N (default: the current directory)",
+        "-o",
+        "--output",
+        metavar="DIR",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _NodesPrompt:
-    """A text to continue, and of how many tokens both are to be."""
+    """A text to continue, and the number of prompt and output tokens."""
 
     text: str
     steps: int
 
 
 def has_options(argv: Sequence[str]) -> bool:
-    """Return whether a command line has an option of this module that is not an option of
-    ``tilewright run`` and ``tilewright bench``.
+    """Return whether a command line has an option of this module only.
+
+    Options of ``tilewright run`` and ``tilewright bench`` do not count.
     """
     if "--help" in argv or "-h" in argv:
         return any(word.partition("=")[0] == "--nodes" for word in argv)
@@ -152,7 +161,7 @@ def main(argv: list[str], prog: str = "tilewright run --nodes") -> int:
         "Continue a prompt on several CPU nodes, with the options and the token counts of "
         "distributed-llama. Without these options, --nodes is --tensor-parallel."
     )
-    if "--help" in argv:  # a number of nodes is optional here
+    if "--help" in argv:  # --nodes has an optional number here
         argv = ["--help"]
     given = _parsed(argv, prog, words)
     if given.worker or given.path == _WORKER:
@@ -186,7 +195,7 @@ def _parsed(argv: Sequence[str], prog: str, description: str) -> _NodesArgs:
 
 
 def _settle(given: _NodesArgs) -> _NodesArgs:
-    """The arguments with what their task says where they say nothing."""
+    """Return the arguments with the defaults of their task."""
     assert given.task is not None
     own: dict[str, Any] = {"max_seq_len": max(given.steps or max(_PROMPTS.values()), _POSITIONS)}
     own |= _TASKS[given.task]
@@ -196,7 +205,7 @@ def _settle(given: _NodesArgs) -> _NodesArgs:
 
 
 def _task(given: _NodesArgs) -> int:
-    """Run the three prompts of a task and leave what the competition wants of each."""
+    """Run the three prompts of a task and write the required files for each."""
     if given.prompts is None:
         raise ConfigError(
             "--task without --prompts; allowed: a folder with "
@@ -220,7 +229,7 @@ def _task(given: _NodesArgs) -> int:
 
 
 def _script(given: _NodesArgs, prompt: _NodesPrompt) -> str:
-    """A shell script that runs one prompt again as it was run, whatever the current directory."""
+    """Return a shell script that repeats the run of a prompt from any directory."""
     command = [*PYTHON, "-m", "tilewright.cli.main", "run"]
     model = {name: getattr(given.config, name) for name in names_of(EngineConfig, MODEL)}
     own = {each.name: getattr(given, each.name) for each in fields(given)}
@@ -233,8 +242,8 @@ def _script(given: _NodesArgs, prompt: _NodesPrompt) -> str:
         values = values if isinstance(values, list | tuple) else [values]
         command += ["--" + name.replace("_", "-"), *map(str, values)]
     command += ["--steps", str(prompt.steps), "--prompt", "-"]
-    enter = shlex.join(["cd", os.getcwd()])  # whence the arguments' paths are named
-    said = shlex.join(["printf", "%s", prompt.text])  # of the shell: an argument may be too long
+    enter = shlex.join(["cd", os.getcwd()])  # paths in the arguments are relative to it
+    said = shlex.join(["printf", "%s", prompt.text])  # an argument may be too long for a shell
     return f"#!/bin/sh\n{enter} || exit 2\n{said} |\n{shlex.join(command)}\n"
 
 
@@ -261,7 +270,7 @@ def _read(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: no text ({error})") from None
-    if not text.strip() or "\0" in text:  # which no shell can say again
+    if not text.strip() or "\0" in text:  # NUL has no spelling in a shell
         raise ConfigError(f"{path}: empty, or with NUL characters; allowed: some text")
     return text
 
@@ -269,9 +278,7 @@ def _read(path: Path) -> str:
 def _open(
     given: _NodesArgs, prompts: Sequence[_NodesPrompt], folders: Sequence[Path] = ()
 ) -> tuple[ModelHandle, Compiled]:
-    """The model on all its nodes, once it is known that there is room for all prompts; then
-    ``folders`` are made.
-    """
+    """Load the model on all nodes after a check of all prompt lengths, and create ``folders``."""
     from tilewright.api import compile, load
 
     choices = _choices(given)
@@ -297,7 +304,7 @@ def _open(
 
 
 def _notes(given: _NodesArgs, prompts: Sequence[_NodesPrompt], max_context: int) -> list[str]:
-    """What is not as a task or the arguments have it, a line each."""
+    """Return a line for each difference from the task or the arguments."""
     notes = []
     if given.task is not None:
         own = _TASKS[given.task] | {"steps": ", ".join(map(str, _PROMPTS.values()))}
@@ -319,7 +326,7 @@ def _num_nodes(given: _NodesArgs) -> int:
 
 
 def _choices(given: _NodesArgs) -> ResolvedConfig:
-    """The model's options, with the nodes that the arguments name."""
+    """Return the model's resolved options with its nodes."""
     from tilewright.distributed.parallel import Parallel
     from tilewright.distributed.worker import read_workers
 
@@ -342,8 +349,10 @@ def _choices(given: _NodesArgs) -> ResolvedConfig:
 
 
 def _wire(choices: ResolvedConfig, named: str | None) -> str:
-    """The format of partial sums: as named; else fp32 where arithmetic is exact, else that of the
-    rounding which products of blocks do anyway.
+    """Return the format of partial sums.
+
+    The default is fp32 for exact arithmetic. For block formats it is q80, because their matmuls
+    round to it. Else it is bf16.
     """
     if named is not None:
         return _WIRES[named]
@@ -359,7 +368,7 @@ def _run(
     given: _NodesArgs,
     say: Callable[[str], None],
 ) -> NodesTiming:
-    """Read a prompt and continue it, to its steps, of both, or the context's end."""
+    """Read a prompt and continue it up to its steps or the end of the context."""
     from tilewright.compiler.sampling.params import SamplingParams
 
     tokens = source.tokenizer.encode(prompt.text, add_special=True)

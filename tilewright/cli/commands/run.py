@@ -1,4 +1,4 @@
-"""``tilewright run``: one prompt, its answer on standard output and nothing else."""
+"""``tilewright run``: answer a single prompt. Standard output has the answer only."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
     from tilewright.loading.source import ModelHandle
 
 _LEAST_CONTEXT = 2048
-"""Positions that are reserved for a short prompt too, where the model has them."""
+"""Minimum context, up to the limit of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RunArgs(AskArguments):
-    prompt: str | None = option("what is asked; - reads it from standard input, as without it")
+    prompt: str | None = option("text of the prompt, or - for standard input (default: -)")
     image: tuple[str, ...] = option(
-        "an image file for the model to look at; may be given again", default=(), metavar="FILE"
+        "image file for the model (repeatable)", default=(), metavar="FILE"
     )
     as_json: bool = option(
-        "print one JSON object: text, tokens, finish reason, timings", "--json", default=False
+        "print a JSON object with text, tokens, finish reason and timings", "--json", default=False
     )
-    figures: bool = option("print a table of what it cost on standard error", default=False)
+    figures: bool = option("print a table of timings on standard error", default=False)
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright run`` with the arguments behind it; returns the exit code."""
+    """Run ``tilewright run``. Return the exit code."""
     if nodes.has_options(argv):
         return nodes.main(argv)
     sign, started = Sign(), time.perf_counter()
     words = (
-        "Answer a prompt with a model. Other options: tilewright run --nodes --help (those of "
-        "distributed-llama)."
+        "Answer a prompt with a model. Other options: tilewright run --nodes --help "
+        "(distributed-llama)."
     )
     try:
         asked = read_asked(argv, _RunArgs, sign, prog="tilewright run", description=words)
@@ -73,10 +73,10 @@ def main(argv: list[str]) -> int:
 
 
 def _prompt(given: str | None) -> str:
-    """The prompt, from the command line or standard input.
+    """Return the prompt from the command line or standard input.
 
     Raises:
-        ConfigError: where there is none, or it is empty or no text.
+        ConfigError: if the prompt is missing, empty or not text.
     """
     if given is None and (sys.stdin is None or sys.stdin.isatty()):
         raise ConfigError(
@@ -86,7 +86,7 @@ def _prompt(given: str | None) -> str:
 
 
 def _tokens(source: ModelHandle, prompt: str, system: str | None) -> tuple[int, ...]:
-    """The prompt as a chat; of a model without a chat template, the text itself."""
+    """Return the tokens of the prompt as a chat, or as text without a chat template."""
     tokenizer = source.tokenizer
     if tokenizer.has_chat_template:
         chat: list[dict[str, Any]] = [*messages_of(system), {"role": "user", "content": prompt}]
@@ -124,10 +124,10 @@ def _prompt_of(source: ModelHandle, prompt: str, arguments: Any) -> tuple[tuple[
 
 
 def _context(source: ModelHandle, asked: PromptArgs, num_prompt: int) -> int:
-    """Room for the prompt and its answer.
+    """Return the context for the prompt and its answer.
 
     Raises:
-        RequestError: where the model has less.
+        RequestError: if the model has fewer positions.
     """
     from tilewright.llm import MAX_TOKENS
 

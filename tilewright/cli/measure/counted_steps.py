@@ -1,7 +1,7 @@
-"""One sequence's steps, timed and counted as distributed-llama counts them.
+"""Timed steps of a single sequence, with the counts of distributed-llama.
 
-The prompt's last token is read by the first prediction, end tokens are not ends, and only the time
-of steps counts. Tokenizers and what is done with the text are for the caller.
+The first prediction reads the last prompt token. End tokens do not stop a run. Only step time
+counts. The caller tokenizes and uses the text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NodesTiming:
-    """What one prompt took, as distributed-llama counts it; seconds are of steps alone."""
+    """Token counts and seconds of a prompt, as distributed-llama counts them.
+
+    Seconds include steps only.
+    """
 
     num_evaluated: int
     evaluated_s: float
@@ -30,7 +33,7 @@ class NodesTiming:
     exchange_s: float = 0.0
 
     def lines(self) -> list[str]:
-        """What distributed-llama prints of it, and what nodes exchanged."""
+        """Return the lines that distributed-llama prints, and lines about collectives."""
         found = []
         for name, count, seconds in (
             ("Evaluation", self.num_evaluated, self.evaluated_s),
@@ -51,7 +54,7 @@ class NodesTiming:
 
 
 class Stepper:
-    """One sequence's steps, each timed."""
+    """Timed steps of a single sequence."""
 
     def __init__(self, executable: Executable, sampling: SamplingParams) -> None:
         from tilewright.compiler.targets.interface.step import Slot
@@ -62,7 +65,7 @@ class Stepper:
         self._then = 0.0, 0.0
 
     def evaluate(self, tokens: Sequence[int]) -> None:
-        """All of the prompt but its last token, which the first prediction reads."""
+        """Run all prompt tokens except the last, which the first prediction reads."""
         from tilewright.compiler.targets.interface.step import OpenSlot, PrefillChunk, Step
 
         self._executable.reset()
@@ -72,7 +75,7 @@ class Stepper:
             self._timed(0, len(read), Step(prompts=(PrefillChunk(slot, 0, read),)))
 
     def predict(self, tokens: Sequence[int], limit: int) -> Any:
-        """The generated tokens, until so many positions are filled."""
+        """Yield the generated tokens until ``limit`` positions are filled."""
         from tilewright.compiler.targets.interface.step import PrefillChunk, Step
 
         self._then = self._exchanged()
@@ -83,14 +86,14 @@ class Stepper:
             yield self._timed(1, 1, step)
 
     def counted(self, text: str) -> NodesTiming:
-        """What all steps took, and what nodes exchanged in predictions; ``text`` goes with it."""
+        """Return the timing of all steps with the bytes sent in predictions, and ``text``."""
         (bytes_now, seconds_now), (bytes_then, seconds_then) = self._exchanged(), self._then
         sent, seconds = bytes_now - bytes_then, seconds_now - seconds_then
         (evaluated, predicted), (first_s, rest_s) = self._counts, self._seconds
         return NodesTiming(evaluated, first_s, predicted, rest_s, text, 512, int(sent), seconds)
 
     def _exchanged(self) -> tuple[float, float]:
-        """Bytes that this node has sent, and seconds in exchanges; of one node alone, none."""
+        """Return the bytes sent by this node, and the seconds in collectives. Zero on one node."""
         own = getattr(self._executable, "own", None)
         if own is None:
             return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""What ``tilewright bench`` shows besides its figures: bytes, answers as they come, and why."""
+"""Explanations in ``tilewright bench``: bytes, answers as they arrive, and settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tilewright.models.tokenizer.tokenizer import Tokenizer
 
 _SHOWN_CHARACTERS = 160
-"""The characters shown of each answer of a batch; a single user's is streamed whole."""
+"""Characters per answer of a batch. The answer of a single user is streamed completely."""
 
 _CONTRACT: Columns[ContractEntry] = {
     "field": lambda entry: entry.field,
@@ -52,7 +52,7 @@ _BYTES: Columns[TrafficShare] = {
 
 
 class TextPrinter:
-    """Streams the answer of a single user; prints those of a batch when they are complete."""
+    """Streams a single user's answer, or prints a batch's complete answers."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class TextPrinter:
         self._stream = tokenizer.stream(after=prompts[0])
 
     def hear(self, repeat: int, request: object, token: int) -> None:
-        """One token of a measured run; only the first repeat's are shown."""
+        """Receive a token from a measured run. Only the first repeat is shown."""
         if self._streams and repeat == 0:
             self._write(self._stream.push(token))
 
     def close(self, outputs: Sequence[Sequence[int]]) -> None:
-        """Print the rest of the first repeat, whose tokens by user are ``outputs``."""
+        """Print the first repeat's rest. ``outputs`` has its tokens by user."""
         if self._streams:
             self._write(self._stream.flush() + "\n\n")
         elif self._shown:
@@ -88,14 +88,14 @@ class TextPrinter:
 
 
 def explain_precision(screen: Console, precision: PrecisionSummary) -> None:
-    """The settings, who set each, and the heading."""
+    """Print the settings with their origins, and the heading."""
     table = Table.of(("where", "what", "is", "by"), precision.rows)
     print_table(screen, f"precision {precision.name}", table)
     screen.print(precision.heading)
 
 
 def explain_contract(screen: Console, contract: NumericContract) -> None:
-    """What the target makes of every setting."""
+    """Print the use of every setting by the target."""
     print_table(screen, "numeric contract of the target", Table.by(_CONTRACT, contract.entries))
 
 
@@ -108,11 +108,10 @@ def print_byte_plan(
     context: int,
     cache: ProgramCache | None = None,
 ) -> None:
-    """What a model and its state are going to take, and what a decode step is to move of them.
+    """Print the bytes of a model and its state, and the bytes that a decode step moves.
 
-    Nothing is printed of what is compiled already, and for weights that the target cannot hold:
-    compiling refuses them, and can say where they are. ``cache``: where it may have been told
-    before.
+    Prints nothing for compiled directories, or for weights in formats without support: compiling
+    refuses them with their names. ``cache`` may contain an earlier plan.
     """
     precision, target = choices.precision, choices.target
     if model is None or precision is None:
@@ -137,14 +136,14 @@ def print_byte_plan(
 
 
 def explain_places(screen: Console, compiled: Compiled) -> None:
-    """What of the weights each rank has; nothing of one device."""
+    """Print the slices of weights per rank. Prints nothing for a single device."""
     if compiled.places:
         table = Table.of(("group", "axis", "shares of ranks"), compiled.places)
         print_table(screen, "dealt over ranks; whole on each: all others", table)
 
 
 def explain_cost(screen: Console, compiled: Compiled, context: int) -> None:
-    """Bytes and operations of a decode step, by tensor group."""
+    """Print bytes and operations of a decode step by tensor group."""
     costs = step_costs(compiled.graph(), num_tokens=1, context=context)
     read = compiled_weight_bytes(compiled)
     columns: Columns[GroupCost] = {
@@ -164,7 +163,7 @@ def explain_cost(screen: Console, compiled: Compiled, context: int) -> None:
 
 
 def _wires(compiled: Compiled) -> str:
-    """The formats in which the ranks' sums travel."""
+    """Return the data types for sums between ranks."""
     calls = find_calls(compiled.graph().graph, *COLLECTIVES)
     wires = (each for call in calls for each in call.args if isinstance(each, str))
     return ", ".join(dict.fromkeys(wires))

@@ -1,4 +1,4 @@
-"""A loaded model, compiled and measured: ``tilewright bench`` but for arguments and printing."""
+"""Compiles and measures a loaded model for ``tilewright bench``, without arguments and output."""
 
 from __future__ import annotations
 
@@ -51,26 +51,31 @@ from tilewright.utils.files import cache_dir
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """The jobs of a run and the context they need."""
+    """Requests of a run, and the context for them."""
 
     jobs: tuple[TimedRequest, ...]
     context: int
 
 
 def is_emulated(source: ModelHandle, options: RunOptions) -> bool:
-    """Whether the target has a board's numbers without the board."""
+    """Return whether the target emulates a board."""
     name = options.model.target if source.manifest is None else source.manifest.target
     return get_target(name).is_emulated
 
 
 def plan_jobs(source: ModelHandle, options: RunOptions, *, max_groups: int = 1) -> BenchPlan:
-    """Prompts as token ids, one job a user. ``max_groups``: data-parallel ones there may be.
+    """Return the prompts as token ids, with a request per user.
+
+    Args:
+        source: the opened model.
+        options: the checked command line.
+        max_groups: maximum data-parallel groups.
 
     Raises:
-        ConfigError: where the case does not fit the model or the device, or the accuracy text has
-            too few tokens, or is asked for of random weights.
-        RequestError: where a prompt and its answer do not fit the context.
-        CheckpointError: where accuracy is asked of a compiled folder without a reference.
+        ConfigError: if the case does not fit the model or the device, if the accuracy text is too
+            short, or for accuracy with random weights.
+        RequestError: if a prompt and its answer do not fit the context.
+        CheckpointError: for accuracy of a compiled directory without a reference.
     """
     case, limit = options.case, source.max_positions
     if not case.is_natural or case.data_parallel > 1:
@@ -105,7 +110,7 @@ def plan_jobs(source: ModelHandle, options: RunOptions, *, max_groups: int = 1) 
 
 
 def _prompt_tokens(source: ModelHandle, options: RunOptions) -> list[tuple[list[int], int]]:
-    """Token ids and the number to generate, for every user."""
+    """Return token ids and the number of tokens to generate, for every user."""
     case, tokenizer = options.case, source.tokenizer
     most = case.max_generated_tokens
     if case.prompt_length is not None:
@@ -126,7 +131,7 @@ def _prompt_tokens(source: ModelHandle, options: RunOptions) -> list[tuple[list[
 def compile_for(
     source: ModelHandle, options: RunOptions, plan: BenchPlan, progress: Progress
 ) -> Compiled:
-    """The executable for the plan's batch and context."""
+    """Compile the model for the batch and the context of the plan."""
     model = options.model.changed(max_num_seqs=options.case.batch_size, max_model_len=plan.context)
     return compile(source, model, progress=progress, ends_process=True)
 
@@ -134,12 +139,12 @@ def compile_for(
 def measure_accuracy(
     source: ModelHandle, compiled: Compiled, progress: Progress, *, text: AccuracyText | None = None
 ) -> Accuracy:
-    """Teacher-forced accuracy against the model's fp32 reference, and against the base.
+    """Measure teacher-forced accuracy against the fp32 reference, paired with the base.
 
-    ``text``: what is predicted; None for the standard one.
+    ``text`` is predicted. None: the standard text.
 
     Raises:
-        CheckpointError: when the reference has to be made and there is no checkpoint.
+        CheckpointError: if a reference is needed and there is no checkpoint.
     """
     text = text or accuracy_text()
     reference, logits = find_reference(source, progress, text=text)
@@ -157,7 +162,7 @@ def measure_accuracy(
     )
     base_id = load_precision(accuracy.BASE).resolve(source.num_layers, source.name).id
     own_id, base, base_name = compiled.precision.id, None, accuracy.BASE
-    if source.original is not None:  # other weights: round to nearest is the base, if it is known
+    if source.original is not None:  # the base of calibrated weights is round to nearest
         base, base_name = accuracy.recall(reference, key(precision_id=own_id)), "round to nearest"
         own_id = f"{own_id}-{source.content_hash[:12]}"
     elif own_id != base_id:
@@ -167,10 +172,10 @@ def measure_accuracy(
 
 
 def subject_of(source: ModelHandle, text: AccuracyText | None = None) -> tuple[Subject, list[int]]:
-    """What a reference of this model must be of, and the tokens of the accuracy text.
+    """Return the identity of a reference for this model, and the tokens of the accuracy text.
 
     Raises:
-        ConfigError: for random weights, or a text of too few tokens.
+        ConfigError: for random weights, or for a text with too few tokens.
     """
     source = source.original or source
     if source.weights == "random":
@@ -187,12 +192,12 @@ def subject_of(source: ModelHandle, text: AccuracyText | None = None) -> tuple[S
 def find_reference(
     source: ModelHandle, progress: Progress, *, text: AccuracyText | None = None
 ) -> tuple[AccuracyReference, Tensor | None]:
-    """The model's reference on a text, new if there is none, and its logits.
+    """Return the model's reference on a text with its logits. Build a missing reference.
 
-    A compiled folder has no weights to compute logits from: None where the cache has not kept them.
+    A compiled directory has no weights for logits, so they are None without a cached copy.
 
     Raises:
-        CheckpointError: when a reference has to be made of a compiled folder.
+        CheckpointError: if the reference of a compiled directory is missing.
     """
     text, source = text or accuracy_text(), source.original or source
     subject, tokens = subject_of(source, text)
@@ -216,16 +221,17 @@ def find_reference(
 
 
 def known_reference(subject: Subject, text: AccuracyText) -> AccuracyReference | None:
-    """The versioned reference of a model, else the one in the cache, if there is one.
+    """Return the versioned reference of a model, else the cached reference, else None.
 
-    A versioned file of another model or tokenizer is not used; all are of the standard text.
+    A versioned file of another model or tokenizer is not used. Versioned files have the standard
+    text.
     """
     for path in (reference_path(subject.model), _kept_path(subject, text)):
         if path.is_file():
             try:
                 return load_reference(path, subject)
             except ReferenceMismatchError:
-                continue  # of another checkpoint with this name: ours is kept under its own hash
+                continue  # another checkpoint with this name has a different hash
     return None
 
 
@@ -237,7 +243,7 @@ def _kept_path(subject: Subject, text: AccuracyText) -> Path:
 
 
 def compile_reference(model: LoadedModel, progress: Progress) -> Executable:
-    """The model in fp32 on the reference target, for one sequence of the accuracy text."""
+    """Compile the model in fp32 on the reference target, for a sequence of the accuracy text."""
     compiled = compile_model(
         model,
         load_precision("reference"),
@@ -249,8 +255,8 @@ def compile_reference(model: LoadedModel, progress: Progress) -> Executable:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has had resident so far."""
-    # getrusage's figure starts at that of the process which started this one; the system's does not
+    """Return the peak resident memory of this process, in bytes."""
+    # getrusage starts with the peak of the parent process, /proc does not.
     status = Path("/proc/self/status")
     if status.is_file():
         found = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
@@ -268,10 +274,10 @@ def make_result(
     *,
     plan: BenchPlan,
 ) -> Result:
-    """The record of a run that has just been timed, without its accuracy."""
+    """Return the record of a timed run, without its accuracy."""
     repeats = tuple(run.repeat for run in runs)
     device, detail = device_of(compiled, options.model.config.num_threads)
-    # every job's positions as they are kept, at the fullest
+    # All requests' positions at the end.
     positions = sum(len(job.prompt) + job.sampling.max_tokens - 1 for job in plan.jobs)
     return describe(
         source,
@@ -301,7 +307,7 @@ def describe(
     contract: NumericContract,
     **figures: Any,
 ) -> Result:
-    """A record of what was run here and now; ``figures``: the fields that say what came of it."""
+    """Return the record of a run in this environment. ``figures`` are the measured fields."""
     case, (calibration, original) = options.case, source.calibration
     return Result(
         case=f"{case.name}*" if options.is_case_changed else case.name,
@@ -335,17 +341,17 @@ def describe(
 
 
 def device_of(compiled: Compiled, threads: int | None) -> tuple[str, str]:
-    """The device a result is of, and its description.
+    """Return the device of a result and its description.
 
-    A device that `DEVICES` knows is called as there: ``H200`` for ``NVIDIA H200``.
+    A device in `DEVICES` has its name from there, for example ``H200`` for ``NVIDIA H200``.
     """
     executable = compiled.executable
     own = executable.device_name
     known = (each.name for each in DEVICES.values() if each.target == compiled.target)
     name = next((each for each in known if re.search(rf"\b{re.escape(each)}\b", own)), own)
-    plain = name.translate(str.maketrans("", "", "()|"))  # which have a meaning in PERF.md
+    plain = name.translate(str.maketrans("", "", "()|"))  # characters with a meaning in PERF.md
     cpu = describe_cpu()
     detail = executable.device_detail or cpu.model_name
-    if detail.startswith(cpu.model_name):  # a backend of the CPU says what of it is used
+    if detail.startswith(cpu.model_name):  # a CPU backend adds the used instructions
         detail += f", {threads or cpu.num_cores} threads"
     return plain.strip() or "unknown", detail

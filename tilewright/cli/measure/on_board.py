@@ -1,6 +1,6 @@
-"""``tilewright bench`` on a board that is not there: emulated text and accuracy, predicted speed.
+"""``tilewright bench`` on an absent board: emulated text and accuracy, predicted speed.
 
-What the emulator takes on this machine is never printed as a board's figure.
+The time of the emulator is never printed as the speed of a board.
 """
 
 from __future__ import annotations
@@ -44,19 +44,21 @@ if TYPE_CHECKING:
     from tilewright.compiler.targets.interface.compiled import Compiled
 
 _START_SECONDS, _MULTIPLIES_PER_SECOND = 30.0, 1.2e9
-"""What the emulator needs before its first token, and its rate on two cores; both rough: the short
-case of SmolLM2 on an n150, of which they say 36 s, took 92 s of processor time on shared cores."""
+"""Rough seconds before the emulator's first token, and multiplies per second on two cores.
+
+On shared cores, the short case of SmolLM2 on an n150 takes over twice the estimated time.
+"""
 _GROUPS = 32
 """Data-parallel groups of the largest box."""
 
 
 def run_board(source: ModelHandle, options: RunOptions, screen: Console) -> int:
-    """Predict a board's speed, emulate what the case asks for, print and record; the exit code."""
+    """Predict a board's speed, emulate the case, print and record. Return the exit code."""
     _check(source, options)
     plan = measure.plan_jobs(source, options, max_groups=_GROUPS)
     if options.explain:
         explain_precision(screen, precision_of(source, options.model.precision))
-    board = _Board(source, options, plan)  # refuses what the board cannot hold
+    board = _Board(source, options, plan)  # raises if the board has too little memory
     if source.weights == "random":
         console.note(screen, console.RANDOM_NOTE.format(source.name))
     sizes: dict[str, Any] = {"batch": options.case.batch_size, "context": plan.context}
@@ -78,14 +80,14 @@ def run_board(source: ModelHandle, options: RunOptions, screen: Console) -> int:
     console.print_table(screen, title, Table.of(("", "figure"), rows), numbers=True)
     precision = precision_title(source, precision_of(source, options.model.precision))
     console.note(screen, f"{last.device_detail}; {precision}")
-    # where a text alone was emulated there is no figure
+    # An emulated text has no values to record.
     kept = [each for each in records if each.kind == "predicted" or each.accuracy is not None]
     console.keep_results(screen, options, kept)
     return 0
 
 
 def say_expected_time(num_multiplies: int, precision: str) -> None:
-    """One line on standard error before minutes of emulation, with the case that takes fewer."""
+    """Print the expected minutes of emulation, and the name of a shorter case."""
     seconds = _START_SECONDS + num_multiplies / _MULTIPLIES_PER_SECOND
     text = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
     said = f"the board is emulated, multiply by multiply: about {text} on two cores "
@@ -93,10 +95,10 @@ def say_expected_time(num_multiplies: int, precision: str) -> None:
 
 
 def _check(source: ModelHandle, options: RunOptions) -> None:
-    """Refuse what neither the emulator nor the model of time can answer.
+    """Check that the emulator and the time model support the case.
 
     Raises:
-        ConfigError: replicas with anything but a prediction, or repeats that are compared.
+        ConfigError: for replicas with more than a prediction, or for compared repeats.
     """
     case = options.case
     emulates = case.is_natural or case.token_accuracy
@@ -113,7 +115,7 @@ def _check(source: ModelHandle, options: RunOptions) -> None:
 
 
 class _Board:
-    """A model on a board: its programs, and the records made of them."""
+    """A model on a board: its programs, and the records from them."""
 
     def __init__(self, source: ModelHandle, options: RunOptions, plan: measure.BenchPlan) -> None:
         self._source, self._options, self._plan = source, options, plan
@@ -156,7 +158,7 @@ class _Board:
 
     @property
     def num_emulated(self) -> int:
-        """Multiplies by weights for the prompts, the answers and the accuracy's positions."""
+        """Return the multiplies by weights for prompts, answers and accuracy positions."""
         products = (each.weight for each in self.decode.instructions if isinstance(each, Matmul))
         num_weights = sum(weight.rows * weight.columns for weight in products)
         num_tokens = ACCURACY_CONTEXT if self._options.case.token_accuracy else 0
@@ -165,7 +167,7 @@ class _Board:
         return num_tokens * num_weights * self.decode.mesh.num_chips
 
     def predicted(self) -> Result:
-        """The record of the performance model's figures."""
+        """Return the record of the predicted speed."""
         found: Prediction = predict(
             self.prefill,
             self.decode,
@@ -184,7 +186,7 @@ class _Board:
         )
 
     def emulated(self, screen: Console) -> Result:
-        """The record of what was emulated: the text is printed, the accuracy measured."""
+        """Emulate the case: print the text, measure the accuracy, return the record."""
         compiled = self._compiled
         assert compiled is not None
         is_verbose = self._options.verbose or self._options.explain
@@ -233,7 +235,7 @@ class _Board:
 
 
 def _rows(record: Result) -> list[tuple[str, str]]:
-    """The figures of one kind, each named by it."""
+    """Return the values of a record, with the kind in their names."""
     if record.kind == "emulated":
         return [
             (f"{name}, emulated", text) for name, text in console.accuracy_rows(record.accuracy)

@@ -1,4 +1,4 @@
-"""An engine for batches, made of a command line: here, or in an actor of Ray's."""
+"""Builds a batch engine from a command line, in this process or in a Ray actor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tilewright.serve.web.server_log import say
 
 
 def open_batch_source(options: BatchOptions) -> ModelHandle:
-    """The model of a batch, with the tokenizer that was asked for; no weights are read."""
+    """Open the model of a batch with the requested tokenizer. Reads no weights."""
     source = load(options.model.path, use_cache=options.model.config.use_cache)
     for note in source.notes:
         say(note)
@@ -44,7 +44,7 @@ def open_batch_source(options: BatchOptions) -> ModelHandle:
 
 
 def batch_facts(options: BatchOptions, source: ModelHandle) -> dict[str, str]:
-    """What a batch's answers depend on beside its rows, as far as it is known before loading."""
+    """Return the settings that determine a batch's answers, except its rows."""
     asking = options.asking
     chosen = {**options.sampling, "seed": options.seed, "max_tokens": options.max_tokens}
     grouping, ranks = options.model.grouping, dict[str, str]()
@@ -67,7 +67,7 @@ def batch_facts(options: BatchOptions, source: ModelHandle) -> dict[str, str]:
 
 
 def _ranks(parallel: Parallel) -> str:
-    """What of a group decides how sums are rounded, as far as it was said."""
+    """Return the settings of a rank group that determine the rounding of sums."""
     found = [str(parallel.tensor)]
     if parallel.expert is not None:
         found.append(f"experts in {parallel.expert} parts")
@@ -82,10 +82,10 @@ def _ranks(parallel: Parallel) -> str:
 def batch_engine(
     options: BatchOptions, source: ModelHandle, *, created: int, progress: Progress
 ) -> Iterator[BatchEngine]:
-    """An engine that is compiled and warm; ``created``: what answers say of their time.
+    """Yield a compiled and warm engine. ``created`` is the time in the answers.
 
     Raises:
-        TilewrightError: where the model, its precision and the target do not fit together.
+        TilewrightError: if model, precision and target do not fit together.
     """
     compiled = compile(source, options.model, progress=progress)
     for note in without_details(compiled.notes, is_verbose=options.verbose):
@@ -93,7 +93,7 @@ def batch_engine(
     progress("preparing steps", 0, 1)
     with closing(compiled.executable), tempfile.TemporaryDirectory() as folder:
         made = _made(options, source, compiled, created=created, folder=Path(folder) / "tokenizer")
-        gc.freeze()  # what imports and compiling have made need not be walked through again
+        gc.freeze()  # later collections skip the objects of imports and compilation
         try:
             yield made
         finally:
@@ -103,7 +103,7 @@ def batch_engine(
 def _made(
     options: BatchOptions, source: ModelHandle, compiled: Compiled, *, created: int, folder: Path
 ) -> BatchEngine:
-    source.tokenizer.save(folder)  # for grammars, which are compiled for it
+    source.tokenizer.save(folder)  # grammars are compiled for the saved tokenizer
     executable, transport = compiled.executable, QueueTransport()
     grammars = grammars_of(folder, source.tokenizer.eos_ids, executable.vocab_size)
     policy = options.model.config.scheduler_config(cache_output=False)

@@ -1,7 +1,7 @@
-"""Batches over several engines: Ray Data spreads the rows over actors that have one each.
+"""Batches over several engines: Ray Data distributes rows over actors with an engine each.
 
-Ray schedules, retries, scales and spills. What an actor gives twice, because it was killed behind
-an answer, is taken once: by the journal, which knows the rows that have ended.
+Ray schedules, retries, scales and spills. A killed actor can return the same row twice. The journal
+knows the finished rows and takes the first copy.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     import numpy
 
 _BATCHES = 4
-"""The fewest batches that an actor is given, so that none waits long for another at the end."""
+"""Minimum number of batches per actor. Short batches shorten the wait at the end."""
 
 _SLOTS_FULL = 8
-"""How many times over a batch fills the slots at the most: with each, slots run empty once."""
+"""Maximum size of a batch, as a multiple of the slots. Slots run empty once per batch."""
 
 
 class Actor:
-    """An engine in a process of Ray's; rows that are killed with it are given to another."""
+    """An engine in a Ray process. Ray gives the rows of a killed actor to another actor."""
 
     def __init__(self, argv: tuple[str, ...], created: int, threads: int) -> None:
         from tilewright.cli.processes.batch_engine import batch_engine, open_batch_source
@@ -42,7 +42,7 @@ class Actor:
         options = read_batch_options(argv)
         options = replace(options, model=options.model.changed(num_threads=threads))
         source = open_batch_source(options)
-        # for as long as the process lives
+        # Open until the process ends.
         self._open = batch_engine(options, source, created=created, progress=silent)
         self._engine = self._open.__enter__()
 
@@ -62,11 +62,11 @@ class Actor:
 def run_on_ray(
     options: BatchOptions, items: Iterator[Item | Record], count: int, journal: BatchJournal
 ) -> Iterator[list[FinishedRequest]]:
-    """Answer ``count`` rows by Ray's actors; blocks of them, as they end.
+    """Yield blocks of finished rows from Ray actors, ``count`` rows in total.
 
     Raises:
-        ConfigError: where Ray is not installed.
-        TilewrightError: where it gives up.
+        ConfigError: if Ray is not installed.
+        TilewrightError: if Ray gives up.
     """
     try:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -92,7 +92,7 @@ def run_on_ray(
     try:
         yield from _blocks(options, known, journal)
     except ray.exceptions.RayError as error:
-        raise TilewrightError(f"Ray: {one_line(error)}; --resume goes on where it was") from None
+        raise TilewrightError(f"Ray: {one_line(error)}; --resume continues") from None
 
 
 def _blocks(
@@ -107,7 +107,7 @@ def _blocks(
     threads = options.model.config.num_threads or max(
         1, describe_cpu().num_cores // (actors * num_ranks)
     )
-    # in turn, so that every batch has long rows and short ones
+    # Interleaved, so that every batch has long and short rows.
     num_batches = -(-len(items) // size)
     dealt = [each for first in range(num_batches) for each in items[first::num_batches]]
     rows = [{"row": each.row, "is_chat": each.is_chat, "body": each.body} for each in dealt]
@@ -130,6 +130,6 @@ def _ended(
     decoded = msgspec.json.decode(bytes(record), type=Record)
     known = msgspec.json.decode(bytes(ignored), type=tuple[str, ...])
     times = {"first_s": first, "total_s": total}
-    # a block of numbers holds NaN where there is none
+    # A numeric block contains NaN for an absent time.
     told = {name: value for name, value in times.items() if value is not None and value == value}
     return FinishedRequest(record=decoded, ignored=known, **told)

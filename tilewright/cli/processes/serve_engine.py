@@ -1,6 +1,6 @@
-"""The engine process of ``tilewright serve``: a model, an executable, a loop on a socket.
+"""The engine process of ``tilewright serve``: a model, an executable, and a loop on a socket.
 
-Started by the front alone, with the folder where they meet and then the user's own options.
+The API server starts it with the directory of the sockets and then the user's options.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> int:
-    """Run the engine's process until it is told to stop; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front is told, and tells us
+    """Run the engine until shutdown. Return the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API server sends the shutdown
     folder = Path(argv[0])
     transport = SocketTransport(folder)
     try:
         _serve(folder, read_serve_options(argv[1:], last_wins=True), transport)
-    except RankError as error:  # the front starts all ranks anew
+    except RankError as error:  # the API server restarts all ranks
         print(f"tilewright: {error}", file=sys.stderr)
         return error.exit_code
     except TilewrightError as error:
@@ -62,7 +62,7 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     source = load(options.model.path, use_cache=config.use_cache)
     for note in source.notes:
         say(note)
-    # a mapped file costs the engine seconds if there is none yet, and saves the front as many
+    # Writing a mapped file takes seconds in the engine, and saves the API server as many.
     write = save if source.tokenizer.is_mapped else type(source.tokenizer).save
     write(source.tokenizer, folder / TOKENIZER)
     compiled = compile(source, options.model, ends_process=True)
@@ -85,7 +85,7 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
 
 
 def _facts(source: ModelHandle, compiled: Compiled, options: ServeOptions) -> dict[str, str]:
-    """What is served, for people and for the fingerprint."""
+    """Return the served settings, for users and for the fingerprint."""
     from tilewright.loading.source import served_facts
 
     max_num_seqs = compiled.executable.capabilities.max_num_seqs
@@ -97,10 +97,10 @@ def _facts(source: ModelHandle, compiled: Compiled, options: ServeOptions) -> di
 
 
 def _own_sampling(path: object) -> dict[str, float]:
-    """What a checkpoint's folder says of sampling.
+    """Return the sampling values of a checkpoint's ``generation_config.json``.
 
     Raises:
-        ConfigError: where it says nothing, or nothing that can be read.
+        ConfigError: if the file is missing or has no valid values.
     """
     file = Path(str(path)) / "generation_config.json"
     try:

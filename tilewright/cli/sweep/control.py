@@ -1,6 +1,6 @@
-"""``tilewright sweep status``, ``cancel``, ``restart``, ``log``: look at a sweep, and steer it.
+"""``tilewright sweep status``, ``cancel``, ``restart`` and ``log``: show and control a sweep.
 
-Runs nothing: a running sweep, or the next one that goes on with the file, does what is asked.
+Runs no cell. A running sweep, or the next run with the file, executes the commands.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_LOG_BYTES = 1 << 24
 
 
 def status(given: argparse.Namespace) -> int:
-    """Print how far a sweep is, as a table or JSON; returns the exit code."""
+    """Print a sweep's progress as a table or JSON. Return the exit code."""
     journal = open_sweep(given.file)
     is_held = journal.is_held()
     table = _table(given, journal, is_held=is_held)
@@ -69,12 +69,12 @@ def _values(table: Listing, journal: SweepJournal, *, is_held: bool) -> dict[str
 
 
 def _room() -> int | None:
-    """The terminal's width; none to keep to where the table goes into a file or a pipe."""
+    """Return the terminal width. None: output to a file or a pipe has no limit."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def table_lines(table: Listing, room: int | None = None) -> list[str]:
-    """The table as lines of text, its notes below."""
+    """Return the table as lines of text, with its notes at the end."""
     widths = table.widths(room)
     pairs = list(zip(table.columns, widths, strict=True))
     found = [" ".join(c.fit(c.title, w) for c, w in pairs), " ".join("-" * w for w in widths)]
@@ -85,12 +85,12 @@ def table_lines(table: Listing, room: int | None = None) -> list[str]:
 
 
 def cancel(given: argparse.Namespace) -> int:
-    """Ask for cells to be cancelled; returns the exit code."""
+    """Request the cancellation of cells. Return the exit code."""
     return _steer("cancel", given, is_failed=False)
 
 
 def restart(given: argparse.Namespace) -> int:
-    """Ask for cells to be run again; returns the exit code."""
+    """Request another run of cells. Return the exit code."""
     return _steer("restart", given, is_failed=given.failed)
 
 
@@ -112,15 +112,15 @@ def _steer(what: What, given: argparse.Namespace, *, is_failed: bool) -> int:
 
 
 def affected(states: Sequence[CellState], what: What) -> list[CellState]:
-    """The cells among these that can be cancelled: what is open; or restarted: what is not."""
+    """Return the cells for a command: open cells for cancel, finished cells for restart."""
     return [s for s in states if (s.is_open and not s.is_cancel_asked) is (what == "cancel")]
 
 
 def ask(journal: SweepJournal, states: Sequence[CellState], what: What) -> list[str]:
-    """Ask for cells to be cancelled or run again; what came of it, in lines.
+    """Request cancellation or another run of cells. Return lines about the result.
 
     Raises:
-        ConfigError: where the sweep's file cannot be written.
+        ConfigError: if the sweep's file is not writable.
     """
     chosen = affected(states, what)
     left = len(states) - len(chosen)
@@ -142,12 +142,12 @@ def ask(journal: SweepJournal, states: Sequence[CellState], what: What) -> list[
 
 
 def cells_text(count: int) -> str:
-    """A number of cells in words: ``1 cell``, ``2 cells``."""
+    """Return a number of cells in words: ``1 cell``, ``2 cells``."""
     return "1 cell" if count == 1 else f"{count} cells"
 
 
 def log(given: argparse.Namespace) -> int:
-    """Print what a cell said; returns the exit code."""
+    """Print a cell's log. Return the exit code."""
     journal = open_sweep(given.file)
     state = newest(tables.find_cells(journal.state, given.cell))
     print(log_text(journal, state, is_held=journal.is_held()))
@@ -155,14 +155,14 @@ def log(given: argparse.Namespace) -> int:
 
 
 def newest(states: Sequence[CellState]) -> CellState:
-    """The cell that was started last; the first one where none was."""
+    """Return the cell with the latest start, or the first cell if none has started."""
     return max(states, key=lambda each: each.started or "")
 
 
 def log_text(
     journal: SweepJournal, state: CellState, *, is_held: bool, max_bytes: int = _MAX_LOG_BYTES
 ) -> str:
-    """A cell, how it ended and what it said; of a long log the last bytes."""
+    """Return a cell's title, its outcome, and the last ``max_bytes`` of its log."""
     status = tables.shown_status(state, is_held=is_held)
     took = "" if state.seconds is None else f" after {state.seconds:.1f} s"
     since = f" since {plain_line(state.started)}" if status == "running" and state.started else ""

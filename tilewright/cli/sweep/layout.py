@@ -1,6 +1,6 @@
-"""A table as text: columns and lines, sorted, made to fit, as Markdown; text made fit to print.
+"""Tables as text: sorted columns and lines that fit a width, or Markdown.
 
-Knows nothing of sweeps but that a line is made of cells.
+Knows nothing of sweeps, except the cells of a line.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MIN_NAME_WIDTH = 8
 
 
 def plain_line(text: str) -> str:
-    """What a log's text shows, in one line: escapes and characters without a shape are gone."""
+    """Return printable text on one line, without escapes and invisible characters."""
     return " ".join(plain_text(text).split())
 
 
 def shorten(text: str, width: int) -> str:
-    """Shorten a name by cutting its middle, for related names differ at their ends."""
+    """Shorten a name by cutting its middle, because related names differ at their ends."""
     if len(text) <= width:
         return text
     num_kept = max(0, width - 3)
@@ -33,8 +33,13 @@ def shorten(text: str, width: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column of a table: ``key`` names it in JSON and when sorting; ``title`` is for 80 columns,
-    ``full`` for Markdown. ``highest_first``: the order it is first sorted in.
+    """A column of a table.
+
+    Attributes:
+        key: name in JSON and for sorting.
+        title: heading for 80 columns.
+        full: heading in Markdown.
+        highest_first: whether the first sort is descending.
     """
 
     key: str
@@ -45,21 +50,21 @@ class Column:
     highest_first: bool = False
 
     def show(self, line: ScreenLine) -> str:
-        """The text that a line shows in this column."""
+        """Return the text of a line in this column."""
         value = line.values[self.key]
         return "" if value is None else self.text(value)
 
     def fit(self, text: str, width: int) -> str:
-        """Cut and align a text (the title or a cell's) to so many characters."""
+        """Cut and align a title or a cell to ``width`` characters."""
         text = shorten(text, width)
         return text.rjust(width) if self.is_number else text.ljust(width)
 
 
 @dataclass(frozen=True, slots=True)
 class ScreenLine:
-    """A line and the cells it is made of; ``key`` stays while its figures change.
+    """A line and its cells. ``key`` is constant while the values change.
 
-    ``values`` by the columns' keys, None for what is not known.
+    ``values`` has a value per column key, None if unknown.
     """
 
     key: str
@@ -68,23 +73,23 @@ class ScreenLine:
 
     @property
     def name(self) -> str:
-        """The configuration's name, whole."""
+        """The complete name of the configuration."""
         return str(self.values["name"])
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Columns, lines, and what is to be said below them."""
+    """Columns, lines, and the notes below them."""
 
     columns: tuple[Column, ...]
     lines: tuple[ScreenLine, ...]
     notes: tuple[str, ...] = ()
 
     def sorted_by(self, key: str | None, *, is_reversed: bool = False) -> Listing:
-        """Sort by a column, or as planned where it is None; what is not known comes last.
+        """Return the lines sorted by a column, or as planned for None. Unknown values are last.
 
         Raises:
-            ConfigError: for a column that is not there.
+            ConfigError: for an unknown column.
         """
         if key is None:
             return replace(self, lines=self.lines[::-1]) if is_reversed else self
@@ -101,7 +106,7 @@ class Listing:
         return replace(self, lines=(*known, *unknown))
 
     def widths(self, room: int | None = None) -> list[int]:
-        """How wide each column is; the names' shrinks so that all, with blanks, fit ``room``."""
+        """Return the width of each column. The name column shrinks to fit ``room``."""
         found = [
             max(len(column.title), *(len(column.show(line)) for line in self.lines), 0)
             for column in self.columns
@@ -113,7 +118,7 @@ class Listing:
         return found
 
     def markdown(self) -> str:
-        """The table, then its notes as a list."""
+        """Return the table as Markdown, then its notes as a list."""
         lines = [
             [each.show(line).replace("|", "/") for each in self.columns] for line in self.lines
         ]
@@ -122,7 +127,7 @@ class Listing:
 
 
 def _order(value: Any) -> Any:
-    """Numbers inside names count as numbers: 2.ff2 before 12.ff2."""
+    """Return a sort key with numbers inside names as numbers: 2.ff2 before 12.ff2."""
     if not isinstance(value, str):
         return value
     parts = re.split(r"([0-9]+)", value)

@@ -1,4 +1,4 @@
-"""The verbs of ``tilewright sweep`` and their options; what they do is in the modules beside."""
+"""Verbs of ``tilewright sweep`` and their options. The sibling modules implement them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tilewright.options.arguments import Parser
 EXIT_USER_ERROR = 2
 _PACKAGE = "tilewright.cli.sweep"
 _VERBS = {
-    "status": ("control", "a table of a sweep, running or finished"),
-    "show": ("show", "a terminal view of a sweep, running or finished"),
+    "status": ("control", "table of a sweep, running or finished"),
+    "show": ("show", "terminal view of a sweep, running or finished"),
     "export": ("report", "tables of sweeps: Markdown, CSV, PERF.md"),
-    "plot": ("report", "figures of sweeps, SVG and PNG: the front, the sensitivities"),
+    "plot": ("report", "SVG and PNG plots of sweeps: front, sensitivities"),
     "cancel": ("control", "cancel cells, queued or running"),
     "restart": ("control", "run cells again"),
-    "log": ("control", "what a cell said, and its outcome"),
+    "log": ("control", "log of a cell, and its outcome"),
 }
 _YAML = (".yaml", ".yml")
 _LEGEND = (
     "KL in nats; t/s/u: tokens per second and user, the median of all rounds; Spr%: (highest - "
-    "lowest) / median; TTFT in ms; MB: the weights as held. Front: 'tied' is below a better "
-    "point, but inside the noise."
+    "lowest) / median; TTFT in ms; MB: weights as stored. Front: 'tied' is below a better point, "
+    "within the noise."
 )
 _KEYS = (
     "Keys: c cells or configurations, s (or a click on a column's title) sort, S reverse, "
@@ -33,7 +33,7 @@ _KEYS = (
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright sweep`` with the arguments behind it; returns the exit code."""
+    """Run ``tilewright sweep``. Return the exit code."""
     verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help"):
         print(_usage())
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def verb_parser() -> argparse.ArgumentParser:
-    """The options of every verb, ``FILE`` or ``FILES`` first."""
+    """Return the parser for the verbs, ``FILE`` or ``FILES`` first."""
     parser = Parser(prog="tilewright sweep")
     verbs = parser.add_subparsers(dest="verb")
     made = {
@@ -59,38 +59,40 @@ def verb_parser() -> argparse.ArgumentParser:
     status, show, export, plot, cancel, restart, log = made.values()
     status.epilog, show.epilog = _LEGEND, _KEYS
     for each in (status, show, cancel, restart, log):
-        each.add_argument("file", metavar="FILE", help="the sweep's file")
+        each.add_argument("file", metavar="FILE", help="sweep file")
     for each in (export, plot):
-        each.add_argument("files", nargs="+", metavar="FILE", help="what tilewright sweep wrote")
+        each.add_argument("files", nargs="+", metavar="FILE", help="sweep files")
     lines = status.add_mutually_exclusive_group()
-    lines.add_argument("--cells", action="store_true", help="a line a cell, not a configuration")
-    lines.add_argument("--pareto", action="store_true", help="the front, and what is not proven")
-    status.add_argument("--sort", metavar="COLUMN", help="any of the columns' keys in --json")
-    status.add_argument("--reverse", action="store_true", help="the other way round")
+    lines.add_argument("--cells", action="store_true", help="a line per cell")
+    lines.add_argument("--pareto", action="store_true", help="the front, with unproven differences")
+    status.add_argument("--sort", metavar="COLUMN", help="sort by a column, named as in --json")
+    status.add_argument("--reverse", action="store_true", help="reverse the order")
     form = status.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one object, figures as they are")
-    form.add_argument("--markdown", action="store_true", help="the same table as Markdown")
-    which = "a cell's id or how it begins"
+    form.add_argument("--json", action="store_true", help="a JSON object with unrounded values")
+    form.add_argument("--markdown", action="store_true", help="the table as Markdown")
+    which = "id of a cell or its first characters"
     for each in (cancel, restart):
-        text = f"{which} (see status --cells), or a configuration's name"
+        text = f"{which} (see status --cells), or the name of a configuration"
         each.add_argument("cells", nargs="*", metavar="CELL", help=text)
-    restart.add_argument("--failed", action="store_true", help="every cell that has failed")
-    newest = f"{which}, or a configuration's name: its newest cell"
+    restart.add_argument("--failed", action="store_true", help="every failed cell")
+    newest = f"{which}, or the name of a configuration with its newest cell"
     log.add_argument("cell", metavar="CELL", help=newest)
-    export.add_argument("--markdown", metavar="OUT", help="a document; - for standard output")
-    export.add_argument("--csv", metavar="OUT", help="a comma-separated table; - as above")
-    export.add_argument("--perf-md", metavar="FILE", help="render this file's tables (PERF.md)")
-    export.add_argument("--results", metavar="FILE", help="what --perf-md adds to, and renders")
-    plot.add_argument("-o", "--output", metavar="DIR", default="docs", help="default: docs")
-    plot.add_argument("--name", metavar="STEM", help="of the files' names (default: front)")
+    export.add_argument("--markdown", metavar="OUT", help="document, or - for standard output")
+    export.add_argument("--csv", metavar="OUT", help="comma-separated table, or -")
+    export.add_argument("--perf-md", metavar="FILE", help="file with tables to update (PERF.md)")
+    export.add_argument("--results", metavar="FILE", help="results file for --perf-md")
+    plot.add_argument(
+        "-o", "--output", metavar="DIR", default="docs", help="directory (default: docs)"
+    )
+    plot.add_argument("--name", metavar="STEM", help="file name stem (default: front)")
     return parser
 
 
 def _usage() -> str:
-    lines = ["usage: tilewright sweep PLAN [options]      (PLAN --help says more)"]
+    lines = ["usage: tilewright sweep PLAN [options]      (PLAN --help lists the options)"]
     lines += ["       tilewright sweep GRID.yaml [options]"]
     lines += ["       tilewright sweep VERB FILE [options]", "", "plans:"]
     lines += [f"  {name:<12} {text}" for name, text in PLANS.items()]
-    lines += ["", "verbs, on a sweep's file:"]
+    lines += ["", "verbs for the file of a sweep:"]
     lines += [f"  {name:<12} {text}" for name, (_, text) in _VERBS.items()]
     return "\n".join(lines)

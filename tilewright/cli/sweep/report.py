@@ -1,4 +1,4 @@
-"""``tilewright sweep export`` and ``plot``: what sweeps' files hold, as documents and pictures."""
+"""``tilewright sweep export`` and ``plot``: sweep results as documents and plots."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LINK = re.compile(r"\]\(((?:precision_cfgs|docs)/[^()\s]+)\)")
 
 
 def export(given: argparse.Namespace) -> int:
-    """Write the tables of sweeps to files; returns the exit code."""
+    """Write sweep tables to files. Return the exit code."""
     _check_outputs(given)
     states = {path: open_sweep(path).state for path in dict.fromkeys(given.files)}
     probes = [path for path, state in states.items() if state.planned.plan == _SENSITIVITY]
@@ -54,7 +54,7 @@ def export(given: argparse.Namespace) -> int:
 
 
 def _check_outputs(given: argparse.Namespace) -> None:
-    """What is written lies apart, and apart from what is read."""
+    """Check that every output path is unique and is not an input path."""
     if given.results is not None and given.perf_md is None:
         raise ConfigError("--results without --perf-md; allowed: both")
     outputs = {
@@ -69,7 +69,7 @@ def _check_outputs(given: argparse.Namespace) -> None:
             raise ConfigError(f"{name} {path}; allowed: a file's path")
         where = path if path == _STDOUT else os.path.realpath(path)
         if where in taken:
-            raise ConfigError(f"{name} {path}: is {taken[where]} already; allowed: another one")
+            raise ConfigError(f"{name} {path}: is {taken[where]} already; allowed: another path")
         taken[where] = f"that of {name}"
         if path != _STDOUT:
             check_writable(path, name)
@@ -84,12 +84,12 @@ def _document(states: dict[str, SweepState], output: str) -> str:
     def relative(link: re.Match[str]) -> str:
         return f"]({os.path.relpath(Path(link[1]).resolve(), folder)})"
 
-    # links are written as from the root of the repository
+    # Links are relative to the root of the repository.
     return _LINK.sub(relative, text) if Path("precision_cfgs").is_dir() else text
 
 
 def _extra(path: str, state: SweepState) -> str:
-    """A sensitivity sweep's own sections, once its base has been measured."""
+    """Return the sections of a sensitivity sweep, empty before its base is measured."""
     if state.planned.plan != _SENSITIVITY:
         return ""
     from tilewright.evaluate.sweep import sensitivity_report
@@ -102,7 +102,7 @@ def _extra(path: str, state: SweepState) -> str:
 
 
 def _merge(states: dict[str, SweepState], output: str, path: Path) -> None:
-    """Records into the results file, tables into ``output``."""
+    """Append records to the results file, and update the tables in ``output``."""
     known = read(path) if path.exists() else []
     new: list[Result] = []
     for state in states.values():
@@ -110,7 +110,7 @@ def _merge(states: dict[str, SweepState], output: str, path: Path) -> None:
     if not known and not new:
         raise ConfigError(
             f"{', '.join(states)}: no configuration is finished, and {path} holds no results; "
-            "allowed: at least one"
+            "allowed: a finished sweep"
         )
     perf_file.check_file(output)
     for result in new:
@@ -132,7 +132,7 @@ def _say(text: str) -> None:
 
 
 def plot(given: argparse.Namespace) -> int:
-    """Draw the figures of sweeps into files; returns the exit code."""
+    """Draw sweep plots into files. Return the exit code."""
     if given.name is not None and not _STEM.fullmatch(given.name):
         raise ConfigError(f"--name {given.name[:60]!r}; allowed: letters, digits, '-', '_', '.'")
     states = {path: open_sweep(path).state for path in dict.fromkeys(given.files)}
@@ -164,18 +164,18 @@ def _heat_maps(path: str, state: SweepState) -> list[tuple[str, Figure]]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not found:
-        raise ConfigError(f"{path}: no single layer is measured yet; allowed: at least one")
+        raise ConfigError(f"{path}: no single layer is measured; allowed: a sweep with layers")
     return found
 
 
 def _fronts(states: dict[str, SweepState], name: str) -> list[tuple[str, Figure]]:
-    """A figure for each set of comparable rows that has a point.
+    """Return a plot for each set of comparable rows with a point.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: if no row has a point.
     """
     found = [row for state in states.values() for row in summary.rows(state)]
-    if len(states) > 1:  # a round of one sweep is no round of another
+    if len(states) > 1:  # rounds of different sweeps are not paired
         found = [summary.in_rounds(row, []) for row in found]
     groups: dict[tuple[str, ...], list[Ranked]] = {}
     for each in ranked(found):
@@ -200,7 +200,7 @@ def _fronts(states: dict[str, SweepState], name: str) -> list[tuple[str, Figure]
 
 
 def _stems(keys: Sequence[tuple[str, ...]], name: str) -> list[str]:
-    """``name`` alone for one figure; for several with their models, targets and devices."""
+    """Return ``name`` for a single plot, else names with models, targets and devices."""
     if len(keys) == 1:
         return [name]
     found: list[str] = []
@@ -231,5 +231,5 @@ def _draw(members: Sequence[Ranked], headers: Sequence[Planned]) -> Figure:
 
 
 def _is_base(row: SweptRow, headers: Sequence[Planned]) -> bool:
-    """Whether the base is among the configurations of a (merged) row."""
+    """Return whether a (merged) row contains the base configuration."""
     return any(header.is_base(state.cell) for header in headers for state in row.states)

@@ -1,4 +1,4 @@
-"""A plan made, shown, run: what ``tilewright sweep PLAN`` does between its options and its file."""
+"""Plans, prints and runs the cells of ``tilewright sweep PLAN``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NUM_LISTED = 8
 
 
 def main(argv: list[str]) -> int:
-    """Run a plan or a grid of ``tilewright sweep``; returns the exit code."""
+    """Run a plan or a grid of ``tilewright sweep``. Return the exit code."""
     options = read_options(argv)
     if options.resumes:
         journal = open_journal(options)
@@ -53,10 +53,10 @@ def main(argv: list[str]) -> int:
 
 
 def open_journal(options: SweepOptions) -> SweepJournal:
-    """Open the journal of the sweep to go on with, which must be of the plan asked for.
+    """Open the journal of the sweep to resume, which must have the requested plan.
 
     Raises:
-        ConfigError: when the file holds another plan than was asked for.
+        ConfigError: if the file has another plan or other options.
     """
     journal = open_sweep(options.results)
     held = journal.state.planned
@@ -76,11 +76,10 @@ def open_journal(options: SweepOptions) -> SweepJournal:
 
 
 def _settle_other_code(journal: SweepJournal, options: SweepOptions) -> None:
-    """Figures of two versions of the code stand in one table only where that was asked for.
+    """Allow results of different code versions in a table only on request.
 
     Raises:
-        ConfigError: where cells were measured by other code and `SweepOptions.other_code` does not
-            say what becomes of them.
+        ConfigError: if other code measured cells and `SweepOptions.other_code` is None.
     """
     now = environment()
     cells = journal.state.cells.items()
@@ -100,10 +99,10 @@ def _settle_other_code(journal: SweepJournal, options: SweepOptions) -> None:
 
 
 def planned(options: SweepOptions, cells: Sequence[Cell]) -> Planned:
-    """The header of a new sweep; the first cell of each model on each target is of the base."""
+    """Return the header of a new sweep. The first cell per model and target is the base."""
     surroundings = environment(hash_host=True)
     bases: dict[tuple[str, ...], str] = {}
-    for cell in cells:  # by place, not by name: all headings have the same one
+    for cell in cells:  # keyed by place, because all headings have the same name
         bases.setdefault(cell.place, cell.precision_id)
     return Planned(
         version=VERSION,
@@ -117,11 +116,10 @@ def planned(options: SweepOptions, cells: Sequence[Cell]) -> Planned:
 
 
 def swept_models(options: SweepOptions) -> list[SweptModel]:
-    """The models of a sweep, each opened.
+    """Open a sweep's models.
 
     Raises:
-        CheckpointError, ConfigError: for what is no model, or random weights where accuracy is
-            to be measured.
+        CheckpointError, ConfigError: for an invalid model, or for accuracy with random weights.
     """
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.artifacts.paths import is_compiled
@@ -148,11 +146,11 @@ def swept_models(options: SweepOptions) -> list[SweptModel]:
 
 
 def plan_cells(options: SweepOptions) -> list[Cell]:
-    """Every cell of a plan, in order.
+    """Return every cell of a plan, in order.
 
     Raises:
-        TilewrightError: for a model, target, device, case or configuration that is not there or
-            does not fit, and for a plan that is very large.
+        TilewrightError: for an unknown or unsuitable model, target, device, case or configuration,
+            and for a very large plan.
     """
     from tilewright.evaluate.sweep.plans import cells
 
@@ -166,7 +164,7 @@ def plan_cells(options: SweepOptions) -> list[Cell]:
 
 
 def check_targets(options: SweepOptions) -> None:
-    """Refuse an unknown target before a model is opened."""
+    """Raise for an unknown target before a model is opened."""
     from tilewright.compiler.targets.table import get_target
 
     for target in full_targets(options):
@@ -174,8 +172,9 @@ def check_targets(options: SweepOptions) -> None:
 
 
 def full_targets(options: SweepOptions) -> tuple[str, ...]:
-    """The full names of the plan's targets: ``cpu`` is the native kernels where they are built or
-    can be, ``cpu-onnxruntime`` ONNX Runtime.
+    """Return the full names of the plan's targets.
+
+    ``cpu`` becomes the native kernels if they can be built, else ``cpu-onnxruntime``.
     """
     from tilewright.compiler.targets.cpu.backend import full_name
     from tilewright.compiler.targets.interface.compiled import silent
@@ -184,7 +183,7 @@ def full_targets(options: SweepOptions) -> tuple[str, ...]:
 
 
 def measures_of(options: SweepOptions) -> Measures:
-    """How the plan measures its configurations."""
+    """Return the plan's measurements."""
     from tilewright.evaluate.sweep import plans
 
     is_table = options.plan == "table"
@@ -199,7 +198,7 @@ def measures_of(options: SweepOptions) -> Measures:
 
 
 def check_size(num_cells: int, options: SweepOptions) -> None:
-    """Refuse a very large plan that nobody has said yes to. Raises ConfigError."""
+    """Raise ConfigError for a very large plan without ``--yes``."""
     from tilewright.evaluate.sweep.plans import MAX_CELLS
 
     if num_cells > MAX_CELLS and not options.yes:
@@ -240,7 +239,7 @@ def _entries(options: SweepOptions) -> list[SweepConfig]:
 
 
 def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
-    """The cells by configuration, with estimated bytes and time; a table a model and target."""
+    """Print cells by configuration with estimated bytes and time, a table per model and target."""
     places: dict[str, dict[tuple[str, ...], list[Cell]]] = {}
     for cell in cells:
         place = places.setdefault(f"{cell.model_name} on {cell.target}", {})
@@ -259,41 +258,41 @@ def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
 
 
 def calibrated_folders(journal: SweepJournal, options: SweepOptions) -> CalibratedFolders:
-    """Return where a sweep keeps its calibrated folders: beside its file."""
+    """Return the store of calibrated directories, in the directory of the sweep file."""
     text = options.calibration_text or journal.state.planned.options.get("calibration_text")
     root = journal.path.with_name(f"{journal.path.stem}-calibrated")
     return CalibratedFolders(root.absolute(), None if text is None else Path(text).absolute())
 
 
 def calibrations(options: SweepOptions) -> list[str]:
-    """Return the calibrations of a sweep's cells, as `Cell` has them."""
+    """Return the names of a sweep's calibrations, as in `Cell`."""
     return [calibration_name(method, options.calibration_text) for method in options.calibration]
 
 
 @contextmanager
 def runner_of(journal: SweepJournal, options: SweepOptions) -> Iterator[Runner]:
-    """The one runner of a sweep, with progress. Raises ConfigError where another one is at it."""
+    """Yield the runner of a sweep with progress. Raises ConfigError if another runner is active."""
     launch = launcher(
         timeout_s=options.timeout_s,
         max_bytes=options.memory,
         calibrated=calibrated_folders(journal, options),
     )
     with journal.hold(), sweep_progress(err(), jobs=options.jobs) as report:
-        with warnings.catch_warnings():  # a line cut short was said when the file was opened
+        with warnings.catch_warnings():  # opening the file has reported a torn line
             warnings.simplefilter("ignore", TornLineWarning)
             journal.append()
         yield Runner(journal, launch, jobs=options.jobs, report=report)
 
 
 def run_journal(journal: SweepJournal, options: SweepOptions) -> int:
-    """Run what is open, then say how it went; returns the exit code."""
+    """Run the open cells, then print the result. Return the exit code."""
     with runner_of(journal, options) as runner:
         runner.run()
     return say_result(journal)
 
 
 def say_result(journal: SweepJournal) -> int:
-    """One line about the end, one for each failure; the exit code."""
+    """Print a line about the end and a line per failure. Return the exit code."""
     state = journal.state
     for each in state.cells.values():
         if each.status in FAILURES:

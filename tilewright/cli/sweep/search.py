@@ -1,7 +1,7 @@
 """``tilewright sweep search``: from sensitivities to a measured configuration and its YAML.
 
-What was measured already is taken from the sweep's file: a resumed search asks for the same cells
-again and goes on where it stood.
+The sweep file has the finished measurements. A resumed search requests the same cells and continues
+after them.
 """
 
 from __future__ import annotations
@@ -34,20 +34,24 @@ EXIT_NOTHING_FOUND = 1
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright sweep search`` for a configuration; returns the exit code."""
+    """Run ``tilewright sweep search``. Return the exit code."""
     options = read_options(argv)
     begun = run.open_journal(options) if options.resumes else None
     if begun is not None:
         options = _as_begun(options, begun)
     if len(options.models) > 1 or len(options.targets) > 1:
-        raise ConfigError("a search over several models or targets; allowed: one of each")
+        raise ConfigError(
+            "a search over several models or targets; allowed: a single model and target"
+        )
     if boards := [target for target in options.targets if target in BOARDS]:
         raise ConfigError(
             f"a search on {boards[0]}: it compares speeds measured in turn, and a board's is "
             "predicted; allowed there: the plans pareto, table, sensitivity and grids"
         )
     if len({CASES[name].token_accuracy for name in options.cases or ()}) == 1:
-        raise ConfigError("--cases of one kind; allowed in a search: one of speed, one of accuracy")
+        raise ConfigError(
+            "--cases of one kind; allowed in a search: a speed case and an accuracy case"
+        )
     check_writable(_output(options), "--output")
     if _output(options).absolute() == options.results.absolute():
         raise ConfigError(f"--output {_output(options)}: is the sweep's file; allowed: another")
@@ -61,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def _as_begun(options: SweepOptions, begun: SweepJournal) -> SweepOptions:
-    """A search that is resumed without its options has those it was begun with."""
+    """Return the original options for a search that is resumed without options."""
     argv = ["search", f"--results={options.results}"]
     for key, value in begun.state.planned.options.items():
         option = "from" if key == "sensitivities" else key.replace("_", "-")
@@ -128,7 +132,7 @@ def _folder_beside(path: Path) -> Path:
 
 
 def _copy_folder(weights: Path, path: Path) -> None:
-    """Copy the winner's weights beside its YAML, whole or not at all."""
+    """Copy the winner's weights to the directory of its YAML, completely or not at all."""
     folder = _folder_beside(path)
     if folder.exists() and not is_calibrated(folder):
         raise ConfigError(f"{folder}: is in the way; allowed: another --output, then --resume")
@@ -150,7 +154,7 @@ def _copy_folder(weights: Path, path: Path) -> None:
 def _known_sensitivities(
     options: SweepOptions, fits: Callable[[SweepJournal], bool]
 ) -> SweepJournal | None:
-    """The sweep of sensitivities to search by; without one the search measures them itself."""
+    """Return a sensitivity sweep for the search, or None to measure the sensitivities first."""
     if options.sensitivities is not None:
         return open_sweep(options.sensitivities)
     path = DEFAULT_FOLDER / "sensitivity.jsonl"

@@ -1,6 +1,6 @@
-"""The terminal view of a sweep: a table that follows the file, and screens opened from it.
+"""The terminal view of a sweep: a table that follows the file, with further screens.
 
-All that it shows and does, `control` and `tables` show and do without it.
+`control` and `tables` provide the same contents and commands without a terminal view.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BACK = Binding("escape,q", "app.pop_screen", "back", key_display="q")
 
 
 class LinesTable(DataTable[Text]):
-    """The table of lines; its Enter key is named in the footer."""
+    """The table of lines, with its Enter key in the footer."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "select_cursor", "log", key_display="Enter")
@@ -38,7 +38,10 @@ class LinesTable(DataTable[Text]):
 
 
 class SweepScreen(Screen[None]):
-    """The table, two lines about the sweep above it, two about the line and the last deed below."""
+    """The table of a sweep.
+
+    Two lines about the sweep are above it. The current line and the last command are below it.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "toggle_cells", "cells"),
@@ -65,7 +68,7 @@ class SweepScreen(Screen[None]):
         self._texts: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:
-        """Lay out the widgets, from top to bottom."""
+        """Compose the widgets, from top to bottom."""
         yield Static(id="head", markup=False)
         yield LinesTable(cursor_type="row", cell_padding=0, zebra_stripes=True)
         yield Static(id="detail", markup=False)
@@ -73,17 +76,17 @@ class SweepScreen(Screen[None]):
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Look now, and again every second."""
+        """Refresh at once, and then every second."""
         self.set_interval(LOOK_SECONDS, self.look)
         self.query_one(LinesTable).focus()
         self.look()
 
     def on_resize(self) -> None:
-        """The names take what is left of the width."""
+        """Redraw, because the name column fills the rest of the width."""
         self.draw()
 
     def look(self) -> None:
-        """Take in what has happened; what cannot be read is said, and what was read stays."""
+        """Read new events and redraw. A read error is shown, and earlier contents stay."""
         trouble = ""
         try:
             self.journal.refresh()
@@ -98,10 +101,10 @@ class SweepScreen(Screen[None]):
             self.draw()
         first, second = tables.headline(self.journal, is_held=self.is_held)
         order = f"by {self.sort or 'plan'}{', reversed' if self.is_reversed else ''}"
-        self._put("head", f"{first}, {order}\n{second}")  # the table may have given the order up
+        self._put("head", f"{first}, {order}\n{second}")  # the table may have reset the order
 
     def table(self) -> Listing:
-        """The table that is to be shown now."""
+        """Return the current table."""
         make = tables.cells if self.shows_cells else tables.configurations
         table = make(self.journal.state, is_held=self.is_held)
         if self.sort not in [None, *(column.key for column in table.columns)]:
@@ -109,7 +112,7 @@ class SweepScreen(Screen[None]):
         return table.sorted_by(self.sort, is_reversed=self.is_reversed)
 
     def draw(self) -> None:
-        """Fill the table anew; the cursor stays on its line."""
+        """Fill the table again. The cursor stays on its line."""
         widget = self.query_one(LinesTable)
         current, self._shown = self.current(), self.table()
         room = self.app.size.width - 2  # a blank before the first column, the scroll bar
@@ -129,7 +132,7 @@ class SweepScreen(Screen[None]):
         self._describe()
 
     def current(self) -> ScreenLine | None:
-        """The line that the cursor is on."""
+        """Return the line of the cursor."""
         row = self.query_one(LinesTable).cursor_row
         lines = () if self._shown is None else self._shown.lines
         return lines[row] if 0 <= row < len(lines) else None
@@ -144,17 +147,17 @@ class SweepScreen(Screen[None]):
         self._put("detail", text)
 
     def _put(self, place: str, text: str) -> None:
-        """Laying out anew what is the same would cost more than looking."""
+        """Update a text if it has changed. An unchanged layout costs more than the comparison."""
         if self._texts.get(place) != text:
             self._texts[place] = text
             self.query_one(f"#{place}", Static).update(text)
 
     def on_data_table_row_highlighted(self) -> None:
-        """The whole name of the line, below the table."""
+        """Show the complete name of the line below the table."""
         self._describe()
 
     def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
-        """Sort by this column; by the one it is sorted by: the other way round."""
+        """Sort by the selected column. Selecting it again reverses the order."""
         self.is_reversed = self.sort == event.column_key.value and not self.is_reversed
         self.sort = event.column_key.value
         self._redo(is_at_top=True)
@@ -166,17 +169,17 @@ class SweepScreen(Screen[None]):
             self.query_one(LinesTable).move_cursor(row=0, animate=False)
 
     def action_toggle_cells(self) -> None:
-        """Turn from the table of configurations to that of cells, or back."""
+        """Switch between the tables of configurations and cells."""
         self.shows_cells = not self.shows_cells
         self._redo()
 
     def action_back(self) -> None:
-        """Go back from cells to configurations; does nothing where they are shown already."""
+        """Return from cells to configurations, if cells are shown."""
         if self.shows_cells:
             self.action_toggle_cells()
 
     def action_sort(self) -> None:
-        """Sort by the next column; after the last one, in the order of the plan."""
+        """Sort by the next column. After the last column, use the order of the plan."""
         keys = [None, *(column.key for column in self.table().columns)]
         self.sort = keys[(keys.index(self.sort) + 1) % len(keys)]
         self._redo(is_at_top=True)
@@ -187,12 +190,12 @@ class SweepScreen(Screen[None]):
         self._redo(is_at_top=True)
 
     def action_markdown(self) -> None:
-        """Show the table as Markdown, on a screen of its own."""
+        """Show the table as Markdown on a new screen."""
         path = self.journal.path.with_name(f"{self.journal.path.stem}-table.md")
         self.app.push_screen(MarkdownScreen(lambda: self.table().markdown(), path))
 
     def action_front(self) -> None:
-        """The front and what is not proven about it."""
+        """Show the front and its unproven differences."""
 
         def text() -> str:
             table = tables.front_table(self.journal.state, is_held=self.is_held)
@@ -215,13 +218,13 @@ class SweepScreen(Screen[None]):
         self.app.push_screen(TextScreen(f"The log of {line.name}", text, is_at_end=True))
 
     def action_ask(self, what: control.What) -> None:
-        """Cancel the line's cells, or run them again, once that is confirmed."""
+        """Cancel or restart the line's cells after a confirmation."""
         line = self.current()
         if line is None:
             return
         chosen = control.affected(line.states, what)
         if not chosen:
-            self._ask(line, what, is_sure=True)  # which says why there is nothing to ask for
+            self._ask(line, what, is_sure=True)  # prints the reason
             return
         text = f"{what.capitalize()} {control.cells_text(len(chosen))} of {line.name}?"
         if num_done := sum(state.status == "done" for state in chosen):
@@ -243,7 +246,7 @@ class SweepScreen(Screen[None]):
 
 
 class TextScreen(Screen[None]):
-    """A text that follows its source, scrolled with the usual keys."""
+    """A scrollable text that follows its source."""
 
     BINDINGS: ClassVar[list[BindingType]] = [_BACK]
 
@@ -255,7 +258,7 @@ class TextScreen(Screen[None]):
         self._text: str | None = None
 
     def compose(self) -> ComposeResult:
-        """Lay out the widgets, from top to bottom."""
+        """Compose the widgets, from top to bottom."""
         yield Static(plain_line(self._title), id="head", markup=False)
         with ScrollableContainer(id="place"):
             yield Static(id="text", markup=False)
@@ -263,13 +266,13 @@ class TextScreen(Screen[None]):
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        """Look now, and again every second."""
+        """Refresh at once, and then every second."""
         self.set_interval(LOOK_SECONDS, self.look)
         self.query_one("#place").focus()
         self.look()
 
     def look(self) -> None:
-        """Show the text as it is now; one that was at its end stays there."""
+        """Show the current text. A view at the end stays at the end."""
         place = self.query_one("#place")
         if (text := self.source()) == self._text:
             return
@@ -281,7 +284,7 @@ class TextScreen(Screen[None]):
 
 
 class MarkdownScreen(TextScreen):
-    """The Markdown, too wide for the screen perhaps, and where it can be written."""
+    """The Markdown of a table, scrollable in both directions, with a file to write it to."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("w", "write", "write to a file"), _BACK]
 
@@ -291,7 +294,7 @@ class MarkdownScreen(TextScreen):
         self.add_class("wide")
 
     def action_write(self) -> None:
-        """Write the Markdown to a file beside the sweep's."""
+        """Write the Markdown to a file in the directory of the sweep file."""
         try:
             write_text(self.path, self.source())
             said = f"written to {self.path}"
@@ -301,7 +304,7 @@ class MarkdownScreen(TextScreen):
 
 
 class Question(ModalScreen[bool]):
-    """A screen that asks a question; it is left with True for yes, False for no."""
+    """A question with the result True for yes, False for no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", "yes"),
@@ -313,12 +316,12 @@ class Question(ModalScreen[bool]):
         self._text = text
 
     def compose(self) -> ComposeResult:
-        """Lay out the question and the keys that answer it."""
+        """Compose the question and its keys."""
         yield Static(f"{self._text}\n\ny: yes   n: no", id="question", markup=False)
 
 
 class SweepApp(App[None]):
-    """The terminal application that shows one sweep while it runs, and after."""
+    """The terminal application for a running or finished sweep."""
 
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -336,9 +339,9 @@ class SweepApp(App[None]):
 
     def __init__(self, journal: SweepJournal) -> None:
         super().__init__()
-        self.animation_level = "none"  # over ssh every frame is sent
+        self.animation_level = "none"  # over ssh, every frame is sent
         self.table_screen = SweepScreen(journal)
 
     def get_default_screen(self) -> Screen[None]:
-        """The screen that the application opens with: the table."""
+        """Return the first screen: the table."""
         return self.table_screen

@@ -1,6 +1,6 @@
-"""A sweep's tables: its configurations, its front, its cells; and which cells a word means.
+"""Sweep tables: configurations, front and cells. Also resolves names to cells.
 
-What `status` prints and `show` shows. Reads no file and writes none.
+`status` prints them and `show` displays them. Reads and writes no file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tilewright.evaluate.sweep.summary import SweptRow, rows
 _MAX_CASE_WIDTH = 18
 _NUM_LISTED = 8
 _MIN_DIGITS = 6
-# what a row says of itself: the first of these that one of its cells is
+# A row's status: the first entry in any of its cells.
 _URGENT = (*FAILURES, "interrupted", "stopping", "running", "queued", "cancelled")
 
 
@@ -60,7 +60,7 @@ CONFIGURATION_COLUMNS = (
 
 
 def shown_status(state: CellState, *, is_held: bool) -> str:
-    """A cell's status; what runs while nobody runs the sweep was interrupted."""
+    """Return a cell's status. A running cell without a runner is interrupted."""
     if state.status != "running":
         return state.status
     if not is_held:
@@ -69,7 +69,7 @@ def shown_status(state: CellState, *, is_held: bool) -> str:
 
 
 def configurations(state: SweepState, *, is_held: bool) -> Listing:
-    """A line a configuration, in the order of the plan, with its standing on the front."""
+    """Return a line per configuration in plan order, with its standing."""
     found = _labelled(state)
     standings = {
         member.cell.id: each.placed.standing
@@ -85,7 +85,7 @@ def configurations(state: SweepState, *, is_held: bool) -> Listing:
 
 
 def front_table(state: SweepState, *, is_held: bool) -> Listing:
-    """The front alone, equal configurations as one line; what is not proven about it as notes."""
+    """Return the front, with a line for equal configurations and notes on unproven differences."""
     placed = [(e.row, e.label, e.placed) for e in ranked(_labelled(state)) if e.placed is not None]
     lines, notes = [], []
     for row, label, each in placed:
@@ -101,7 +101,7 @@ def front_table(state: SweepState, *, is_held: bool) -> Listing:
 
 
 def cells(state: SweepState, *, is_held: bool) -> Listing:
-    """A line a cell, in the order of the plan."""
+    """Return a line per cell, in plan order."""
     num_digits = _num_digits(list(state.cells))
     columns = (
         Column(key="cell", title="Cell", text=lambda value: value[:num_digits]),
@@ -126,7 +126,7 @@ def _short_case(value: str) -> str:
 
 
 def _num_digits(ids: Sequence[str]) -> int:
-    """The number of digits of an id that are shown, so that all differ."""
+    """Return the shown digits per id. All shortened ids differ."""
     num_digits = _MIN_DIGITS
     while len({each[:num_digits] for each in ids}) < len(ids):
         num_digits += 1
@@ -134,7 +134,7 @@ def _num_digits(ids: Sequence[str]) -> int:
 
 
 def _labelled(state: SweepState) -> list[SweptRow]:
-    """The sweep's rows, each with one name of its own: what differs between places goes into it."""
+    """Return the sweep's rows with unique names. Names contain differing places."""
     found = rows(state)
     fields = ("model_name", "target", "device", "compute")
     varying = [name for name in fields if len({getattr(row.cell, name) for row in found}) > 1]
@@ -150,7 +150,7 @@ def _labelled(state: SweepState) -> list[SweptRow]:
 
 
 def _configuration_line(row: SweptRow, standing: str | None, *, is_held: bool) -> ScreenLine:
-    figures = row.figures()  # bytes as measured: an estimate has no place beside them
+    figures = row.figures()  # measured bytes only, no estimates
     spread, num_bytes = figures.decode_spread_fraction, figures.weight_bytes
     values = {
         "name": row.name,
@@ -165,7 +165,7 @@ def _configuration_line(row: SweptRow, standing: str | None, *, is_held: bool) -
 
 def _cell_line(name: str, state: CellState, *, is_held: bool) -> ScreenLine:
     cell, result = state.cell, state.result
-    # what the warm-up of an accuracy case takes is no speed
+    # The warm-up of an accuracy case is no speed measurement.
     timed = result if cell.kind == "speed" else None
     values = {
         "cell": cell.id,
@@ -191,7 +191,7 @@ def _values(figures: ResultRow) -> dict[str, Any]:
 
 
 def _done(states: Sequence[CellState], *, is_held: bool) -> str:
-    """``3/4 running``: three of four are done, and the most urgent that another one is."""
+    """Return progress as ``3/4 running``: done cells, and the most urgent other status."""
     found = {shown_status(state, is_held=is_held) for state in states}
     word = next((each for each in _URGENT if each in found), "")
     word = "failed" if word in FAILURES else word
@@ -206,12 +206,12 @@ def _failure(name: str, state: CellState) -> list[str]:
 
 
 def describe(state: CellState, name: str = "") -> str:
-    """A cell in a few words, its id first."""
+    """Return a cell's short description, with its id first."""
     return plain_line(f"{state.cell.id} {state.cell.title(name)}")
 
 
 def headline(journal: SweepJournal, *, is_held: bool) -> tuple[str, str]:
-    """Two lines: which sweep this is and whether it runs; how far it is and how long is left."""
+    """Return two lines: the sweep's name and state, and its progress with the time left."""
     state = journal.state
     num_open = len(state.open_cells())
     how = "running" if is_held else "not running" if num_open else "finished"
@@ -233,10 +233,10 @@ def _duration(seconds: float) -> str:
 
 
 def find_cells(state: SweepState, argument: str) -> list[CellState]:
-    """The cells that an argument means: a configuration's name, an id, or the start of one id.
+    """Return the cells of a configuration's name, of an id, or of the start of an id.
 
     Raises:
-        ConfigError: for one that means none, or more than one id.
+        ConfigError: if no cell has the name, or several ids have the start.
     """
     labelled = _labelled(state)
     for row in labelled:

@@ -1,4 +1,4 @@
-"""What the commands print: progress and tables through rich, on standard error or output."""
+"""Terminal output of the commands through rich: progress, tables and notes."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ RANDOM_NOTE = "{}: random weights; its text means nothing, its speed does"
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to `cli.main`; rich itself would exit with 1."""
+        """Raise BrokenPipeError for `cli.main`. The default of rich exits with 1."""
         raise BrokenPipeError
 
 
 def out() -> Console:
-    """The console of texts and tables, on standard output; brackets in names are no markup."""
+    """Return the console for texts and tables on standard output, without markup."""
     return _Console(file=sys.stdout, highlight=False, markup=False)
 
 
 def err() -> Console:
-    """The console of progress and notes, on standard error."""
+    """Return the console for progress and notes on standard error, without markup."""
     return _Console(file=sys.stderr, highlight=False, markup=False)
 
 
 @contextmanager
 def compile_progress(console: Console) -> Iterator[ProgressCallback]:
-    """A bar that follows ``(what, done, total)`` reports; gone when finished.
+    """Yield a callback that takes ``(what, done, total)`` and moves a transient progress bar.
 
-    Nothing where there is no terminal: rich would leave a blank line in a log.
+    Disabled without a terminal, because rich would leave a blank line in a log.
     """
     columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn())
     hidden = not console.is_terminal
@@ -61,7 +61,7 @@ def compile_progress(console: Console) -> Iterator[ProgressCallback]:
 
 
 def print_table(console: Console, title: str, table: Table, *, numbers: bool = False) -> None:
-    """A table of text cells; with ``numbers``, all columns but the first are right-aligned."""
+    """Print a table of text cells. ``numbers`` right-aligns all columns except the first."""
     shown = RichTable()
     for index, column in enumerate(table.columns):
         justify: Literal["left", "right"] = "right" if numbers and index else "left"
@@ -75,20 +75,20 @@ def print_table(console: Console, title: str, table: Table, *, numbers: bool = F
 
 
 def note(console: Console, *lines: str) -> None:
-    """Dim lines, none of them folded: what is said beside answers and tables."""
+    """Print dim lines without folding."""
     for line in lines:
         console.print(line, style="dim", soft_wrap=True)
 
 
 def print_files(console: Console, folder: Path) -> None:
-    """The files of a folder that was written, with their sizes."""
+    """Print the files of a written directory with their sizes."""
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):
         size = f"{path.stat().st_size / 1e6:10,.1f} MB"
         console.print(f"{size}  {path.relative_to(folder)}", soft_wrap=True)
 
 
 def keep_results(screen: Console, options: RunOptions, results: Sequence[Result]) -> None:
-    """Record results, and print them as JSON, where a run was asked to."""
+    """Record results and print them as JSON, as requested by the options."""
     for result in results:
         if options.results is not None:
             append(options.results, result)
@@ -99,7 +99,7 @@ def keep_results(screen: Console, options: RunOptions, results: Sequence[Result]
 
 
 def result_rows(result: Result) -> list[tuple[str, str]]:
-    """The figures of one result, as name and text."""
+    """Return the values of a result as pairs of name and text."""
     spread_of = partial(with_spread, word="spread ")
     rows = [
         ("TTFT (ms)", spread_of(_number(result.ttft_ms), result.ttft_spread)),
@@ -118,7 +118,7 @@ def result_rows(result: Result) -> list[tuple[str, str]]:
 
 
 def accuracy_rows(accuracy: Accuracy | None) -> list[tuple[str, str]]:
-    """The agreement with the reference, as name and text; none where it was not measured."""
+    """Return the agreement with the reference as name and text, empty without a measurement."""
     if accuracy is None:
         return []
     rows = [("accuracy on", accuracy.text)] if accuracy.text != ACCURACY_TEXT else []
@@ -148,4 +148,4 @@ REPEAT_COLUMNS: Columns[tuple[int, Repeat]] = {
     "prefill (t/s)": lambda each: _number(each[1].prefill_tps),
     "decode (t/s/u)": lambda each: _number(each[1].decode_tsu),
 }
-"""What each column of a table of repeats says of a repeat and its number."""
+"""Text of each column for a pair of repeat number and repeat."""

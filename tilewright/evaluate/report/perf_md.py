@@ -1,7 +1,6 @@
-"""PERF.md: the only reader and writer of that file; its sections, its rows, matching a row.
+"""Reads and writes PERF.md: its sections, its typed rows, and the search for a row.
 
-A table parses to typed rows; the text around a generated block stays as it is. What the rows are
-made from is not known here (see perf_tables).
+Text around a generated block is unchanged. `perf_tables` makes the rows.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ PUBLISHED_TOP1, PUBLISHED_SPEED = "Published top-1 (%)", "Published speed (t/s/u
 PUBLISHED_TTFT = "Published TTFT (ms)"
 
 BOARDS_TITLE = "Tenstorrent (emulated accuracy, predicted speed)"
-"""The section of boards that were not there; its figures are in no other."""
+"""Title of the section for absent boards. Other sections exclude their values."""
 
 _BOARD_NUMBERS = {EMULATED_TOP1, EMULATED_TOP5, PREDICTED_SPEED, PREDICTED_TTFT}
 _BOARD_NUMBERS |= {PUBLISHED_TOP1, PUBLISHED_SPEED, PUBLISHED_TTFT}
@@ -67,7 +66,7 @@ KIND_TITLES: Mapping[str, Kind] = {
     **{f"{kind} results": kind for kind in KINDS if kind != "measured"},
     BOARDS_TITLE.lower(): "predicted",
 }
-"""Level-1 titles (lower case) below which figures are not measured ones."""
+"""Level-1 titles (lower case) of sections without measured values."""
 
 _MODEL_NAMES = (
     ("Llama3.2-1B", "Llama-3.2-1B", "Llama-3.2-1B-Instruct"),
@@ -89,18 +88,20 @@ _DEVICES = {name: names[0] for names in _DEVICE_NAMES for name in names}
 
 @dataclass(frozen=True, slots=True)
 class PerfRow:
-    """One row of a performance table; None is a blank cell: no figure and no target.
+    """A performance table row. None: a blank cell.
 
     Attributes:
-        model, device: as printed, without the marks that the next three fields stand for.
-        random: whether the row is of random weights.
-        dp: data-parallel replicas; ``mesh``: devices of one replica where the cell says so.
-        precision: the cell of a Precision column, None without one.
-        calibration: the cell of a Calibration column, empty for round to nearest.
-        top1, top5: percent. speed: tokens per second and user. ttft: ms (a batch: the average).
-            In a section of boards the first two are emulated, the others predicted.
-        cells: every cell by its column, without outer blanks; columns unknown here are kept too.
-        line: line in its file.
+        model, device: printed names without the marks of the next three fields.
+        random: whether the weights are random.
+        dp: data-parallel replicas.
+        mesh: devices of a replica, if printed.
+        precision: cell of the column Precision. None without the column.
+        calibration: cell of the column Calibration, empty for round to nearest.
+        top1, top5: percent, emulated in a section of boards.
+        speed: tokens per second and user, predicted in a section of boards.
+        ttft: ms, predicted in a section of boards, the average in a batch.
+        cells: every cell by its column, also of unknown columns.
+        line: line in the file.
     """
 
     model: str
@@ -119,20 +120,20 @@ class PerfRow:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The Precision cell, and each name in it where it lists several."""
+        """The Precision cell, and each name in a list."""
         cell = self.precision or ""
         return (cell, *cell.split(", "))
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading, what stands below it, and the typed rows of its tables.
+    """A heading, the text and the typed rows below it.
 
     Attributes:
-        context_k: the K of a long-context section.
-        result_kind: whether its figures are measured, or else what the level-1 title says.
-        intro: the text between the heading and the first table.
-        rows: of recognised sections; empty for kind "other", whose tables are anyone's.
+        context_k: K in a long-context section.
+        result_kind: measured, or the kind in the level-1 title.
+        intro: text between the heading and the first table.
+        rows: rows of known sections, empty for kind "other".
     """
 
     level: int
@@ -147,7 +148,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A file's text and its sections, in order; ``name`` is the file's, for messages."""
+    """Text and sections of a file. ``name`` is for messages."""
 
     text: str
     sections: tuple[Section, ...]
@@ -156,10 +157,10 @@ class Document:
     def find(
         self, kind: SectionKind, *, context_k: int | None = None, result_kind: Kind = "measured"
     ) -> Section | None:
-        """The one section of a kind, or None.
+        """Return the section of a kind, or None.
 
         Raises:
-            ConfigError: if there are several; their rows would contradict each other unseen.
+            ConfigError: for several sections, because their rows might contradict each other.
         """
         wanted = (kind, context_k, result_kind)
         found = [s for s in self.sections if (s.kind, s.context_k, s.result_kind) == wanted]
@@ -173,8 +174,8 @@ def parse(text: str, *, name: str = "PERF.md") -> Document:
     """Parse the text of PERF.md into its sections and tables.
 
     Raises:
-        ConfigError: with ``name`` and the line, on a malformed table, a non-number in a numeric
-            column of a recognised section, or such a table without Model or Device.
+        ConfigError: with ``name`` and the line. The reason is a malformed table, a text in a
+            numeric column, or a missing column Model or Device.
     """
     blocks = markdown.parse_blocks(text, name=name)
     starts = [i for i, block in enumerate(blocks) if isinstance(block, markdown.Heading)]
@@ -194,17 +195,17 @@ def load(path: str | os.PathLike[str]) -> Document:
     """Read and parse a file in the form of PERF.md.
 
     Raises:
-        ConfigError: if it cannot be read, is not UTF-8, or as `parse`.
+        ConfigError: if the file cannot be read or is not UTF-8, or as `parse`.
     """
     return parse(_read(Path(path)), name=str(path))
 
 
 def update(path: str | os.PathLike[str], name: str, rendered: str) -> None:
-    """`merge` a rendered block into a file, which is replaced in one step or left as it was.
+    """`merge` a rendered block into a file in a single step.
 
     Raises:
-        ConfigError: if the file cannot be read or written, or as `merge` and `parse`: a text that
-            would not read back is never written.
+        ConfigError: if the file cannot be read or written, or as `merge` and `parse`. The new text
+            is parsed before it is written.
     """
     path = Path(path).resolve()
     text = markdown.merge(_read(path) if path.exists() else "", name, rendered, file=str(path))
@@ -226,12 +227,17 @@ def match_row(
     random: bool = False,
     calibration: str = "",
 ) -> PerfRow | None:
-    """The row of a model on a device, or None: exact after the alias table, never by substring.
+    """Return the row of a model on a device, or None. Names match exactly, after the alias table.
 
     Args:
-        mesh: as in the Device cell, None for a row without one.
-        precision: the Precision cell or a name in it; None asks for no particular one.
-        calibration: the Calibration cell; empty for round to nearest.
+        rows: rows to search.
+        model: model name.
+        device: device name.
+        dp: data-parallel replicas.
+        mesh: mesh in the Device cell, None without a mesh.
+        precision: the Precision cell or a name in it. None: any.
+        random: whether the weights are random.
+        calibration: the Calibration cell, empty for round to nearest.
 
     Raises:
         ConfigError: if several rows match.
@@ -328,7 +334,7 @@ def _row(columns: tuple[str, ...], line: markdown.TableLine, *, name: str) -> Pe
     }
 
     def first(*names: str) -> float | None:
-        """The figure of the one of these columns that the table has."""
+        """Return the value of the first existing column."""
         return next((numbers[name] for name in names if name in columns), None)
 
     device, dp, mesh = _device(cells[DEVICE], place=place)
@@ -355,7 +361,7 @@ def _row(columns: tuple[str, ...], line: markdown.TableLine, *, name: str) -> Pe
 
 
 def _device(cell: str, *, place: str) -> tuple[str, int, str | None]:
-    """The device, its replicas and its mesh: ``T3K``, ``T3K  (DP=4)``, ``H200 (1x2) (DP=4)``."""
+    """Return device, replicas and mesh: ``T3K``, ``T3K  (DP=4)``, ``H200 (1x2) (DP=4)``."""
     dp, mesh, rest = None, None, cell
     while rest.endswith(")"):
         device, _, inner = rest[:-1].rpartition("(")

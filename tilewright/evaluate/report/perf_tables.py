@@ -1,7 +1,6 @@
-"""PERF.md's generated block: which results stand in which table, and what each cell says.
+"""Tables and cells for PERF.md's generated block, from results.
 
-Knows results and the names of columns; reading, writing and markers are perf_md's, how a section's
-title names a configuration precision_titles'.
+`perf_md` reads and writes the file. `precision_titles` makes titles for configurations.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ _SHORT = f"prefill {TABLE_PROMPT_LENGTH} tokens, {TABLE_GENERATED_TOKENS} genera
 
 @dataclass(frozen=True, slots=True)
 class TablePlan:
-    """One section to print: a heading, an introduction and a table, of which two may be missing."""
+    """A section to print: heading, introduction and table. The last two are optional."""
 
     level: int
     title: str
@@ -91,11 +90,11 @@ class TablePlan:
 
 
 def render_results(results: Sequence[Result]) -> str:
-    """The generated block of PERF.md, without its markers.
+    """Return PERF.md's generated block, without its markers.
 
-    Of one kind, model, device and configuration the newest result counts, and results of an older
-    checkpoint or an older definition of a configuration are not printed at all; see `unplaced` for
-    those that belong to no table.
+    The newest result counts for each kind, model, device and configuration. Results of an older
+    checkpoint or an older definition of a configuration are not printed. See `unplaced` for results
+    without a table.
     """
     sections = "\n".join(plan.render() for plan in plan_tables(results))
     legend = _LEGEND + (_CALIBRATED if any(result.calibration for result in results) else "")
@@ -103,9 +102,9 @@ def render_results(results: Sequence[Result]) -> str:
 
 
 def plan_tables(results: Sequence[Result], *, has_surroundings: bool = True) -> list[TablePlan]:
-    """Every section to print, in order. Kinds of results never share a table.
+    """Return every section in order. Different kinds of results never share a table.
 
-    ``has_surroundings``: with the numeric contracts and the environments.
+    ``has_surroundings`` includes the numeric contracts and the environments.
     """
     plans: list[TablePlan] = []
     placed = [result for result in results if is_placed(result)]
@@ -125,7 +124,7 @@ def plan_tables(results: Sequence[Result], *, has_surroundings: bool = True) -> 
 
 
 def _board_plans(results: Sequence[Result]) -> list[TablePlan]:
-    """The section of boards that were not there, and what they make of configurations."""
+    """Return the section for absent boards with their numeric contract."""
     if not results:
         return []
     table = board_tables.board_table(results)
@@ -142,7 +141,7 @@ def _case_plans(groups: list[ResultGroup]) -> list[TablePlan]:
         intro = f"Precision `{name}`. **Batch 1 (per DP group), {_SHORT}.**"
         named = [group for group in groups if name in group.names]
         plans.append(_perf_plan(named, title=name.capitalize(), intro=intro))
-    for k in reversed(context_lengths(groups)):  # the longest first
+    for k in reversed(context_lengths(groups)):  # longest first
         intro = f"**Batch 1, prefill {k * 1024} tokens, {TABLE_GENERATED_TOKENS} generated.**"
         title = f"Long-context ({k}K Tokens)"
         plans.append(_speed_plan(groups, k, columns=_LONG_COLUMNS, title=title, intro=intro))
@@ -162,7 +161,7 @@ def _case_plans(groups: list[ResultGroup]) -> list[TablePlan]:
 
 
 def _perf_plan(groups: list[ResultGroup], *, title: str, intro: str) -> TablePlan | None:
-    """A table with accuracy and batch-1 speed; None if empty."""
+    """Return a table with accuracy and batch-1 speed, or None if empty."""
     printed = [group for group in groups if _has_perf_row(group)]
     rows = table_rows([(group, group.speed(SHORT), group.accuracy_result) for group in printed])
     notes = [
@@ -180,14 +179,14 @@ def _has_perf_row(group: ResultGroup) -> bool:
 def _speed_plan(
     groups: list[ResultGroup], *tables: SpeedTable, columns: Sequence[str], title: str, intro: str
 ) -> TablePlan | None:
-    """The groups' speeds of some tables in one; None without any."""
+    """Return a table with the groups' speeds of some tables, or None if empty."""
     figures = [(g, found, None) for g in groups for each in tables if (found := g.speed(each))]
     rows = table_rows(figures)
     return TablePlan(2, title, intro, row.table_of(columns, rows)) if rows else None
 
 
 def _contract_plans(groups: list[ResultGroup]) -> list[TablePlan]:
-    """One table a target: what its results asked for, and what the arithmetic really was."""
+    """Return a table per target: requested and effective arithmetic."""
     lines: dict[str, set[tuple[str, ...]]] = {}
     for group in groups:
         for result in group.results:
@@ -213,9 +212,10 @@ def _environment_plan(groups: list[ResultGroup]) -> TablePlan:
 
 
 def _precision_plans(groups: list[ResultGroup]) -> list[TablePlan]:
-    """One section a heading.
+    """Return a section per heading.
 
-    A group has its row in the section of its first name; a section of its other headings says so.
+    A group has its row in the section of its first name. The sections of its other headings refer
+    to it.
     """
     printed = [group for group in groups if _has_perf_row(group)]
     titles = titles_of([result for group in printed for result in group.results])
@@ -236,7 +236,7 @@ def _precision_plans(groups: list[ResultGroup]) -> list[TablePlan]:
 def _precision_plan(
     title: str, members: Sequence[tuple[ResultGroup, Result]], titles: Mapping[str, str]
 ) -> TablePlan:
-    """A section of the results whose heading has this title, each with its group."""
+    """Return the section of a title. Each result is paired with its group."""
     intro = f"Precision {listed(sorted({result.precision_name for _, result in members}))}."
     if num_rules := count_layer_rules(members[0][1].heading):
         intro += f" {num_rules} layer rule{'s' if num_rules > 1 else ''}"
@@ -256,7 +256,7 @@ def _precision_plan(
 
 
 def _visitor_sentence(group: ResultGroup, visitors: Sequence[Result]) -> str:
-    """What a section says of results whose row stands in another one."""
+    """Return a sentence about results with a row in another section."""
     names = sorted({result.precision_name for result in visitors})
     verb = "shares" if len(names) == 1 else "share"
     return (

@@ -1,7 +1,7 @@
-"""How the title of a section of PERF.md names a configuration: written, and read back.
+"""Configuration titles in PERF.md, written and read back.
 
-A heading stands as it is; the rules for layers in it, which may take thousands of characters, give
-way to a name, linked where that configuration ships.
+A title is the heading. Long rules for layers are replaced by the configuration's name, with a link
+if the configuration ships.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_LAYERS, _MAX_TRIED = 1000, 128
 
 
 def titles_of(results: Sequence[Result]) -> dict[str, str]:
-    """The title of each heading: of several names for its rules, one that ships goes first."""
+    """Return a title per heading. A name that ships is preferred."""
     has_layers = any(_LAYERS.search(result.heading) for result in results)
     shipped = list_precisions() if has_layers else {}
     found: dict[str, str] = {}
@@ -40,10 +40,10 @@ def titles_of(results: Sequence[Result]) -> dict[str, str]:
 
 
 def section_precision(section: Section) -> PrecisionConfig:
-    """The configuration of the rows of a section "performance", "accuracy" or "precision".
+    """Return the configuration for a section "performance", "accuracy" or "precision".
 
     Raises:
-        ConfigError: for a malformed heading, or one that names a configuration that does not ship.
+        ConfigError: for a malformed heading, or a configuration that does not ship.
     """
     assert section.kind in ("performance", "accuracy", "precision"), section.kind
     if section.kind != "precision":
@@ -60,12 +60,12 @@ def section_precision(section: Section) -> PrecisionConfig:
 
 
 def count_layer_rules(heading: str) -> int:
-    """How many rules for layers a heading has."""
+    """Return the number of rules for layers in a heading."""
     return _layer_text(heading).count(": {")
 
 
 def linked_file(title: str) -> str | None:
-    """The file that a title links, relative to the root of the repository."""
+    """Return a title's linked file, relative to the repository root."""
     layers = _LAYERS.search(title)
     link = _LINK.fullmatch(layers[1]) if layers else None
     return link[2] if link else None
@@ -81,9 +81,9 @@ def _title(result: Result, *, is_shipped: bool) -> str:
 
 
 def _is_defined_so(result: Result) -> bool:
-    """Whether the configuration of this name that ships is the one that was measured.
+    """Return whether the measured configuration equals the shipped one of this name.
 
-    The model's number of layers is not recorded; the last layer with a rule bounds it.
+    The number of layers is not recorded. The last layer with a rule is its lower bound.
     """
     precision = load_precision(result.precision_name)
     last = max(map(int, _LAST_LAYER.findall(_layer_text(result.heading))), default=0)
@@ -91,12 +91,12 @@ def _is_defined_so(result: Result) -> bool:
         try:
             if precision.resolve(num_layers, result.model).heading() == result.heading:
                 return True
-        except ConfigError:  # it has a rule for a layer that such a model has not
+        except ConfigError:  # a rule for a layer above this number
             continue
     return False
 
 
 def _layer_text(heading: str) -> str:
-    """The rules for layers as they stand in a heading; empty without any."""
+    """Return a heading's layer rules, empty without rules."""
     layers = _LAYERS.search(heading)
     return layers[1] if layers else ""

@@ -1,6 +1,6 @@
-"""A table of text: columns, rows and the notes below; as Markdown, and as comma-separated values.
+"""Tables of text: columns, rows and notes, as Markdown or comma-separated values.
 
-Cells are made by `row` and `display`; what a table says is not known here.
+`row` and `display` make the cells.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tilewright.evaluate.report.display import printable
 
 tabulate.MIN_PADDING = 0
 tabulate.PRESERVE_WHITESPACE = True
-tabulate.WIDE_CHARS_MODE = False  # a column's width is counted in characters, wherever it is made
+tabulate.WIDE_CHARS_MODE = False  # widths are counted in characters on every machine
 
 T = TypeVar("T")
 Columns = Mapping[str, Callable[[T], str]]
-"""What each column of a table says of a row, by the column's title."""
+"""Functions from a row to the text of a cell, by column title."""
 
 CsvValue = str | float | int | None
 _MIN_WIDTH = 3
 _FORMULA = ("=", "+", "-", "@")
-"""What a spreadsheet would take a cell that begins with it for."""
+"""First characters of a formula in a spreadsheet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns by their titles, rows of as many cells, and what is to be said below them."""
+    """Column titles, rows of cells, and notes below the table."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -39,19 +39,19 @@ class Table:
 
     @classmethod
     def of(cls, columns: Sequence[str], rows: Iterable[Sequence[str]], *notes: str) -> Table:
-        """Make a table of any sequences of cells."""
+        """Return a table from sequences of cells."""
         return cls(tuple(columns), tuple(map(tuple, rows)), notes)
 
     @classmethod
     def by(cls, columns: Columns[T], rows: Iterable[T], *notes: str) -> Table:
-        """A table of what columns say of rows."""
+        """Return a table with the text of each column for each row."""
         lines = ([each(row) for each in columns.values()] for row in rows)
         return cls.of(list(columns), lines, *notes)
 
     def markdown(self) -> str:
-        """The table, each column as wide as its widest cell, and then its notes as a list.
+        """Return the table as aligned Markdown, then its notes as a list.
 
-        Cells are free of line ends and bars; the caller sees to that.
+        Cells must not contain newlines or bars.
         """
         lines = [self.columns, *self.rows]
         assert all(len(line) == len(self.columns) for line in lines), lines
@@ -63,9 +63,9 @@ class Table:
 
 
 def csv_text(lines: Sequence[Mapping[str, CsvValue]]) -> str:
-    """Comma-separated values with one header: the union of the lines' keys, in order of meeting.
+    """Return comma-separated values. The header is the union of the keys, in order of occurrence.
 
-    Figures stand unrounded. Text that a spreadsheet would run becomes text that it shows.
+    Numbers are unrounded. Text that a spreadsheet would run is quoted.
     """
     columns = list(dict.fromkeys(column for line in lines for column in line))
     buffer = io.StringIO()

@@ -1,7 +1,7 @@
-"""One flat row of figures, which feeds Markdown, CSV, JSON, PERF.md and the terminal alike.
+"""Flat rows with values for Markdown, CSV, JSON, PERF.md and the terminal.
 
-`ResultRow.of` takes a record apart; `COLUMNS` says what each printed column makes of a row, and
-`table_of` makes a table of rows. Which rows stand together is not known here.
+`ResultRow.of` flattens a record. `COLUMNS` has the texts for printed columns. `table_of` makes a
+table of rows.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from tilewright.evaluate.results.record import RANDOM_WEIGHTS, Accuracy, Result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """The figures of one configuration on one device; None is a figure that is not known.
+    """Values for a configuration on a device. None: unknown.
 
-    Every field's name says its unit and is the name of its column in CSV and of its key in JSON.
-    Rates are in tokens per second and, but for ``all_users_``, per user; ``names`` are the
-    configurations that the row stands for, with commas between them. ``dates`` to ``commands`` say
-    when, on which code, on what and how the figures were taken ("-": no record says it);
-    ``is_of_other_run`` is set by whoever knows the table's other rows.
+    A field name contains the unit. It is also the CSV column and the JSON key. Rates are in tokens
+    per second and user, except ``all_users_...``.
+
+    Attributes:
+        names: the configurations, separated by commas.
+        dates, commits, machines, commands: origin of the values, "-" if unknown.
+        is_of_other_run: whether most rows of the table have another origin.
     """
 
     model: str = ""
@@ -88,10 +90,14 @@ class ResultRow:
         names: Sequence[str] = (),
         taken: Sequence[Result] = (),
     ) -> ResultRow:
-        """The row of a timed result and of an accuracy, each of which may be missing.
+        """Return the row for a timed result and an accuracy, both optional.
 
-        ``of`` says whose model and device these are; without it ``speed`` does. ``taken``: the
-        records that the figures are from, for what the row says of their origin.
+        Args:
+            speed: timed result.
+            accuracy: accuracy.
+            of: the result with model and device. None: ``speed``.
+            names: the row's configurations. Empty: the result's name.
+            taken: records with the values, for their origin.
         """
         owner = of or speed
         return cls(
@@ -105,26 +111,28 @@ class ResultRow:
         )
 
     def values(self, fields: Iterable[str] = ()) -> dict[str, CsvValue]:
-        """The figures unrounded, by field: all of them, or those that are named."""
+        """Return the unrounded values by field: the named fields, or all."""
         found = dataclasses.asdict(self)
         return {name: found[name] for name in fields} if fields else found
 
 
 def model_text(result: Result) -> str:
-    """The model's name, marked where its weights are random."""
+    """Return the model's name with a mark for random weights."""
     return f"{result.model} {RANDOM_WEIGHTS}" if result.weights == "random" else result.model
 
 
 def device_text(result: Result) -> str:
-    """The device, its mesh and its replicas. A board's name says its mesh; elsewhere a mesh of more
-    than one device is named.
+    """Return the device with its mesh and its replicas.
+
+    A single-device mesh is omitted, and so is a board's mesh, because the board's name
+    implies it.
     """
     mesh = "" if result.target in BOARDS or result.mesh == "1x1" else f" ({result.mesh})"
     return f"{result.device}{mesh}" + (f" (DP={result.dp})" if result.dp > 1 else "")
 
 
 def origin(results: Sequence[Result]) -> dict[str, Any]:
-    """What a row says of where its figures come from: of several records each text once."""
+    """Return the values' origin. Equal texts in several records occur once."""
     texts = {
         "dates": lambda r: r.when.date().isoformat(),
         "commits": lambda r: display.short_commit(r.commit, none="-"),
@@ -141,7 +149,7 @@ _ONE_THREAD = re.compile(r"\b1 threads$")
 
 
 def machine_text(result: Result) -> str:
-    """The class of machine with its threads, or with the number of devices that took part."""
+    """Return the machine type with its threads, or with its used devices."""
     rows, columns = map(int, result.mesh.split("x"))
     count = result.dp * rows * columns
     text = _ONE_THREAD.sub("1 thread", result.device_detail)
@@ -151,9 +159,7 @@ def machine_text(result: Result) -> str:
 
 
 def accuracy_figures(accuracy: Accuracy | None) -> dict[str, Any]:
-    """The figures of an accuracy by a row's fields: the one place where a count becomes a share in
-    percent. None everywhere without one.
-    """
+    """Return an accuracy's values by field, with shares in percent. None: all unknown."""
     if accuracy is None:
         return dict.fromkeys(_ACCURACY_FIELDS)
     n, pair = accuracy.num_positions, accuracy.paired
@@ -185,12 +191,12 @@ _OF_RESULT: Mapping[str, str] = MappingProxyType(
         "weight_bytes": "resident_bytes",
     }
 )
-"""Which field of a record a field of a row is, where the two have not one name."""
+"""Field of a record for each field of a row with another name."""
 _SPEED_INTERVAL = ("decode_low_tokens_per_s", "decode_high_tokens_per_s")
 
 
 def speed_figures(result: Result | None) -> dict[str, Any]:
-    """What a row says of a timed result; None everywhere without one."""
+    """Return a timed result's values by field. None: all unknown."""
     if result is None:
         return dict.fromkeys(_SPEED_FIELDS)
     found = {
@@ -204,7 +210,7 @@ def speed_figures(result: Result | None) -> dict[str, Any]:
 
 
 def interval(result: Result, field: str) -> tuple[float, float] | None:
-    """The 95 % interval of the mean of a field of the repeats, in its unit; None of too few."""
+    """Return the 95 % interval of a repeated field's mean, or None for few repeats."""
     values = [value for each in result.repeats if (value := getattr(each, field)) is not None]
     found = stats.mean_interval(values)[1] if values else None
     return None if found is None else (max(0.0, found[0]), found[1])
@@ -245,7 +251,7 @@ LENGTHS = "Batch x prompt"
 
 
 def marks(commits: str, *, is_of_other_run: bool) -> list[str]:
-    """The signs of a row: `OTHER_RUN`, and `CHANGED` where a commit had changes beside it."""
+    """Return the marks of a row: `OTHER_RUN`, and `CHANGED` for a commit with local changes."""
     told = ((OTHER_RUN, is_of_other_run), (CHANGED, "-dirty" in commits))
     return [sign for sign, is_so in told if is_so]
 
@@ -288,16 +294,16 @@ COLUMNS: Mapping[str, Callable[[ResultRow], str]] = MappingProxyType(
         COMMAND: lambda row: row.commands,
     }
 )
-"""What each column of a printed table says of a row, by the column's title."""
+"""Functions from a row to the text of a printed column, by column title."""
 
 
 def cells(row: ResultRow, titles: Iterable[str]) -> tuple[str, ...]:
-    """What a row says in the columns of these titles."""
+    """Return a row's texts in these columns."""
     return tuple(COLUMNS[title](row) for title in titles)
 
 
 def table_of(titles: Sequence[str], rows: Iterable[ResultRow], *notes: str) -> Table:
-    """Lay rows of figures out as a table with these columns, and `CALIBRATION` if needed."""
+    """Return a table of rows with these columns, and `CALIBRATION` if needed."""
     lines, titles = list(rows), list(titles)
     if any(line.calibration for line in lines):
         titles.insert(1 + titles.index(PRECISION if PRECISION in titles else DEVICE), CALIBRATION)

@@ -1,10 +1,9 @@
-"""A guided search: what each part costs and wins at each level, and in which order to raise parts.
+"""Guided search: cost and gain of each part at each level, and the order of raising parts.
 
-Pure: it is handed what was measured and gives configurations to try; measuring is not known here.
-A single part's loss is measured at one level; at another it has its share of what its whole group
-was measured to lose there. Lost accuracies are added up as KL divergences, which is right to first
-order for errors that are independent of each other; whether it holds is for the measurement of the
-result to say.
+Pure functions from measurements to candidate configurations. A single part's loss is measured at
+one level. At another level, it has its share of the group's loss there. Losses are added as KL
+divergences, which is correct to first order for independent errors. The measurement of the result
+checks this assumption.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from tilewright.evaluate.sweep.sensitivity import Sensitivity
 Price = Literal["ms", "bytes"]
 
 Held = Mapping[tuple[str, int | None, str], int]
-"""Bytes by group, layer and kind of holding."""
+"""Bytes by group, layer and storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class LevelOption:
-    """A level a part may have, beside the base: KL added, ms a step and bytes saved.
+    """A level for a part, relative to the base: KL added, ms per step and bytes saved.
 
-    ``level`` is None for the base itself.
+    ``level`` is None for the base.
     """
 
     level: Level | None
@@ -39,14 +38,14 @@ class LevelOption:
     bytes_saved: int
 
     def saved(self, price: Price) -> float:
-        """What the option saves a step: ms, or bytes, as ``price`` says."""
+        """Return the saving per step in ms or in bytes, as selected by ``price``."""
         return self.ms_saved if price == "ms" else float(self.bytes_saved)
 
 
 BASE_OPTION = LevelOption(None, 0.0, 0.0, 0)
 
 Choices = Mapping[SweepUnit, LevelOption]
-"""A configuration: the option of every part."""
+"""A configuration: an option for every part."""
 
 
 def part_options(
@@ -56,11 +55,14 @@ def part_options(
     held: Mapping[Level | None, Held],
     cost_model: CostModel,
 ) -> dict[SweepUnit, list[LevelOption]]:
-    """List each part's options: the base, and each level it was measured at whose time is known.
+    """List the options of each part: the base, and each measured level with a known time.
 
     Args:
+        parts: groups in layers.
+        sensitivity: losses of single layers.
         group_losses: KL lost with a whole group at a level.
-        held: the model's weights as held with everything at a level; None is the base.
+        held: bytes of the stored weights with all groups at a level. None: the base.
+        cost_model: predicts the time of a step.
     """
     share = _shares(parts, sensitivity)
     found = {part: [BASE_OPTION] for part in parts}
@@ -77,13 +79,13 @@ def part_options(
 
 
 def groups_without_shares(parts: Sequence[SweepUnit], sensitivity: Sensitivity) -> list[str]:
-    """The groups of which some single layer was not measured."""
+    """Return the groups with an unmeasured layer."""
     missing = [part.group for part in parts if sensitivity.find(str(part)) is None]
     return list(dict.fromkeys(missing))
 
 
 def _shares(parts: Sequence[SweepUnit], sensitivity: Sensitivity) -> dict[SweepUnit, float]:
-    """Each part's share of its group's loss, by single layers where measured; else equal ones."""
+    """Return each part's share of its group's loss. Unmeasured groups have equal shares."""
     unmeasured = groups_without_shares(parts, sensitivity)
     found: dict[SweepUnit, float] = {}
     for group in dict.fromkeys(part.group for part in parts):
@@ -99,9 +101,9 @@ def _shares(parts: Sequence[SweepUnit], sensitivity: Sensitivity) -> dict[SweepU
 def shares(
     kl_lost: Mapping[SweepUnit, float], errors: Mapping[SweepUnit, float]
 ) -> dict[SweepUnit, float]:
-    """Each part's share of its group's loss, from single parts' measurements; they add up to 1.
+    """Return each part's share of its group's loss, from single measurements. The sum is 1.
 
-    One that cannot be told from nothing counts with half its error: nothing is for free.
+    A loss below the noise counts as half its error, because no part is free.
     """
     known = {part: error if isfinite(error) else 0.0 for part, error in errors.items()}
     floored = {part: max(kl, known[part] / 2, 1e-12) for part, kl in kl_lost.items()}
@@ -110,7 +112,7 @@ def shares(
 
 
 def _of(held: Held, part: SweepUnit) -> dict[str, int]:
-    """A part's bytes by kind."""
+    """Return a part's bytes by storage."""
     return {
         kind: size
         for (group, layer, kind), size in held.items()
@@ -119,12 +121,11 @@ def _of(held: Held, part: SweepUnit) -> dict[str, int]:
 
 
 def plan_path(options: Mapping[SweepUnit, Sequence[LevelOption]], price: Price) -> list[Choices]:
-    """List the way from the cheapest configuration to the most accurate, a part raised a step.
+    """List configurations from the cheapest to the most accurate. Each step raises a part.
 
-    Every part starts where it saves most and climbs its convex hull; the steps of all parts are
-    taken in the order of KL won for each unit of saving given up (the Lagrangian relaxation of
-    a knapsack: each is the most accurate one predicted for what it saves, exact at every step,
-    H. Everett, Operations Research 11, 1963).
+    Every part starts at its largest saving and climbs its convex hull. Steps are sorted by the KL
+    won per unit of saving. This is the Lagrangian relaxation of a knapsack: each configuration is
+    the most accurate prediction for its saving (H. Everett, Operations Research 11, 1963).
     """
     cheapest: dict[SweepUnit, LevelOption] = {}
     steps: list[tuple[float, SweepUnit, LevelOption]] = []
@@ -133,7 +134,7 @@ def plan_path(options: Mapping[SweepUnit, Sequence[LevelOption]], price: Price) 
         cheapest[part] = hull[0]
         bargain = inf
         for before, after in pairwise(hull):
-            # along a hull bargains get worse, which rounding must not turn round
+            # Bargains get worse along a hull. Rounding must not reverse the order.
             bargain = min(bargain, _bargain(before, after, price))
             steps.append((bargain, part, after))
     path: list[Choices] = [cheapest]
@@ -143,12 +144,12 @@ def plan_path(options: Mapping[SweepUnit, Sequence[LevelOption]], price: Price) 
 
 
 def _hull(options: Sequence[LevelOption], price: Price) -> list[LevelOption]:
-    """The options from the one that saves most to the most accurate, each step a worse bargain."""
+    """Return the options from the largest saving to the best accuracy, on the convex hull."""
     by_saving = sorted(options, key=lambda o: (-o.saved(price), o.kl_lost, -o.bytes_saved))
     hull: list[LevelOption] = []
     for option in by_saving:
         if hull and option.kl_lost >= hull[-1].kl_lost:
-            continue  # saves less and is no more accurate
+            continue  # saves less without better accuracy
         while len(hull) > 1 and _bargain(hull[-2], hull[-1], price) <= _bargain(
             hull[-2], option, price
         ):
@@ -163,18 +164,19 @@ def _bargain(before: LevelOption, after: LevelOption, price: Price) -> float:
 
 
 def first_meeting(low: int, high: int, meets: Callable[[int], bool]) -> int | None:
-    """The fewest steps from ``low`` to ``high`` that meet the bound, by bisection.
+    """Return the fewest steps from ``low`` to ``high`` that meet the bound, by bisection.
 
-    ``meets`` is taken to change once; where noise makes it change more often one of the changes is
-    found. None where not even ``high`` does.
+    ``meets`` should change once. With several changes through noise, one of them is found. Return
+    None if ``high`` does not meet the bound.
     """
     return low + bisect_left(range(low, high), True, key=meets) if meets(high) else None
 
 
 def within_bytes(path: Sequence[Choices], base_bytes: int, max_bytes: int | None) -> int | None:
-    """The most steps that leave the weights within a size, if there is one; None where none do.
+    """Return the largest number of steps with weights within a size, or None.
 
-    A step may also save bytes (a target may hold a lower level in more of them), so all are tried.
+    A step may also save bytes, because a target may need more bytes for a lower level. Therefore
+    all steps are tried.
     """
     fitting = (
         number

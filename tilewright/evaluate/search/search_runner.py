@@ -1,6 +1,6 @@
-"""The search itself: measures levels, walks the path by bisection, confirms the winner.
+"""Runs a search: measures levels, bisects the path, and confirms the winner.
 
-It asks a runner for cells and gets their states; how they are run is not known here.
+Requests cells from a runner, which runs them.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from tilewright.evaluate.sweep.sensitivity import observations
 from tilewright.evaluate.sweep.summary import SweptRow, later_rounds, rows
 
 _SAFER = (0.0, 0.08, 0.2, 0.4)
-"""How much of what is left of the path the next try goes on where the held-out text says no."""
+"""Shares of the rest of the path for further tries, if the held-out text fails."""
 
 
 def hunt(search: SearchSpec, runner: Runner, known: SweepJournal | None) -> SearchResult:
-    """Run the whole search for a front, from first measures to the last candidates.
+    """Run a search from the first measurements to the confirmed configuration.
 
     Raises:
-        ConfigError: where cells that it rests on have failed, or the sensitivities are of another
-            model, target or base.
+        ConfigError: if necessary cells failed, or if the sensitivities are of another model, target
+            or base.
     """
     first = search.first_cells(known)
     if known is not None:
@@ -63,7 +63,7 @@ def hunt(search: SearchSpec, runner: Runner, known: SweepJournal | None) -> Sear
 
 
 class _Hunt:
-    """The steps of one search, after its first cells have been measured."""
+    """The steps of a search after its first cells."""
 
     def __init__(self, search: SearchSpec, runner: Runner, known: SweepJournal | None) -> None:
         self.search, self.bounds, self.runner = search, search.bounds, runner
@@ -73,18 +73,18 @@ class _Hunt:
         self.cost_model = fit(self._observations(known))
         self.remarks = [_about_sensitivities(known)] if known else []
         self.path = self._path()
-        # the weights grow with the steps
+        # Bytes grow with the steps.
         self.last = within_bytes(self.path, self.base.num_bytes or 0, self.bounds.max_bytes)
 
     def run(self) -> SearchResult:
-        """Bisect, confirm, compare with the uniform configurations, write down."""
+        """Bisect, confirm, compare with the uniform configurations, and write the result."""
         found = SearchResult(comments=[about_predictions(self.cost_model), *self.remarks])
         num_steps = self._confirmed(found)
         tried = [self.search.base, *self.search.uniform().values()]
         if num_steps is not None:
             tried.append(self._named(num_steps))
         self._measure(tried, text=self.search.held_out)
-        # in rounds of their own: speeds are compared within a round, never across hours
+        # New rounds, because speeds are compared within a round only.
         first_round = self.search.usual.rounds
         self._measure(tried, timed_from=first_round)
         known = [row for each in tried if (row := self._find(each)) is not None]
@@ -97,7 +97,7 @@ class _Hunt:
     def _judge(
         self, choices: Choices, winner: SweptRow, uniform: Sequence[SweptRow], found: SearchResult
     ) -> None:
-        """Write the winner down, beside every uniform configuration within the bounds."""
+        """Write the winner with a comparison to every uniform configuration within the bounds."""
         others = [row for row in uniform if self._is_within(row)]
         better = next((row for row in others if self._is_better(row, winner)), None)
         comparison = against(winner, others)
@@ -110,14 +110,14 @@ class _Hunt:
     def _is_better(self, row: SweptRow, winner: SweptRow) -> bool:
         if self.bounds.is_of_accuracy:
             return is_better(row, winner)
-        ours, theirs = row.accuracy, winner.accuracy  # within a size it is accuracy that counts
+        ours, theirs = row.accuracy, winner.accuracy  # within a size, accuracy decides
         assert ours is not None and theirs is not None
         return (ours.kl_mean or 0.0) < (theirs.kl_mean or 0.0)
 
     def _observations(self, known: SweepJournal | None) -> list[Observation]:
-        """What was timed first; of another sweep as it would be at this one's speed of the base."""
+        """Return the first timings. Timings of another sweep are scaled by the base's speed."""
         state = self.runner.journal.state
-        # the winner's rounds came later: without them a resumed search finds the same path
+        # Without the winner's rounds, so that a resumed search finds the same path.
         first = {k: s for k, s in state.cells.items() if s.cell.round < self.search.usual.rounds}
         ours = self._here(rows(SweepState(state.planned, first)))
         if known is None:
@@ -133,7 +133,7 @@ class _Hunt:
         return [*observations(ours), *scaled]
 
     def _here(self, found: Sequence[SweptRow]) -> list[SweptRow]:
-        """The rows of this model on this target: another sweep may hold more."""
+        """Return the rows of this model on this target."""
         return [row for row in found if row.cell.place == self.base.cell.place]
 
     def _path(self) -> list[Choices]:
@@ -162,8 +162,10 @@ class _Hunt:
         return self.bounds.keeps(row.accuracy, row.num_bytes or 0, guard=GUARD)
 
     def _confirmed(self, found: SearchResult) -> int | None:
-        """From the fewest steps within the bounds, as far as the searched text tells: the first of
-        ever safer configurations that the held-out text confirms.
+        """Return the first number of steps that the held-out text confirms, or None.
+
+        The search starts with the fewest steps within the bounds of the searched text, and
+        continues with safer configurations.
         """
         start = self.last
         if start is not None and self.bounds.is_of_accuracy:
@@ -198,7 +200,7 @@ class _Hunt:
         text: str | None = None,
         timed_from: int | None = None,
     ) -> None:
-        """Accuracy on a text, and speed too where it is wanted, in rounds from that one on."""
+        """Measure accuracy on a text, and with ``timed_from`` also speed from that round on."""
         usual, is_timed = self.search.usual, timed_from is not None
         measures = replace(
             usual,
@@ -207,18 +209,18 @@ class _Hunt:
             first_round=timed_from or 0,
         )
         wanted = plans.cells(self.search.entries(precisions, is_timed=is_timed), measures)
-        # the same program is measured again: on another text, or for its speed
+        # Cached, because the program runs again for another text or for speed.
         self.runner.measure([replace(cell, is_kept=True) for cell in wanted])
 
     def _find(self, precision: PrecisionConfig) -> SweptRow | None:
-        """A configuration's measurements, where its accuracy is among them."""
+        """Return the measurements of a configuration with a measured accuracy, or None."""
         wanted, calibration = self.search.identity(precision)
         state = self.runner.journal.state
         known = rows(state, wanted, calibration=calibration)
         return next((row for row in known if row.accuracy is not None), None)
 
     def _row(self, precision: PrecisionConfig) -> SweptRow:
-        """The measurements of a configuration that the search cannot do without."""
+        """Return the measurements of a necessary configuration."""
         row = self._find(precision)
         if row is not None:
             return row
@@ -248,7 +250,7 @@ class _Hunt:
         return all(self.bounds.keeps(each, row.num_bytes or 0) for each in known)
 
     def _yaml(self, choices: Choices, winner: SweptRow, comments: Sequence[str]) -> str:
-        """The winner's file; it must read back as what was measured."""
+        """Return the winner's file. It must parse to the measured configuration."""
         levels = {part: option.level for part, option in choices.items()}
         text = found_yaml.render(
             self.search.base,
@@ -284,7 +286,7 @@ class _Hunt:
         ]
 
     def _reason(self, part: SweepUnit) -> str:
-        """Why a part is an exception: what its options would have cost and saved."""
+        """Return the cost and the saving of each option of a part."""
         options = (
             f"{option.level} costs KL {option.kl_lost:.1e}, saves {option.ms_saved:.3f} ms"
             for option in self.options[part]
@@ -294,7 +296,7 @@ class _Hunt:
 
 
 def _group_reason(choices: Choices, group: str) -> str:
-    """What the choices for a group come to."""
+    """Return a summary of the options for a group."""
     chosen = [option for part, option in choices.items() if part.group == group]
     lowered = [option for option in chosen if option.level is not None]
     return (
@@ -305,7 +307,7 @@ def _group_reason(choices: Choices, group: str) -> str:
 
 
 def _about_sensitivities(known: SweepJournal) -> str:
-    """Say where what was not measured by the search comes from."""
+    """Return a line about the origin of the sensitivities."""
     planned = known.state.planned
     return (
         f"Sensitivities and equal accuracies were taken from {known.path.name} "

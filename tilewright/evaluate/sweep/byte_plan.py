@@ -1,7 +1,7 @@
-"""What a model and its state take on a target, and what a decode step moves of them, by group.
+"""Bytes of a model and its state on a target, and the bytes moved per decode step, by group.
 
-It is told before anything is compiled: no weight is read, and nothing is measured. A model is
-lowered with one layer for all that come to the same, in a fraction of the time of the whole one.
+Computed before compiling, without reading weights. The model is lowered with a single layer for
+each set of equal layers, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ _SCALARS = (int, float, str, bytes, type(None))
 
 @dataclass(frozen=True, slots=True)
 class BytePlan:
-    """What ``batch`` sequences of ``context`` positions take, by group, in bytes; a step reads all
-    of their state, and writes again what does not grow.
+    """Bytes of ``batch`` sequences with ``context`` positions, by group.
 
-    ``position_bytes``: of the keys and values of one position, in all layers (one with a window may
-    hold fewer positions); ``memory_bytes``: of what a sequence keeps besides.
+    A step reads the whole state, and writes the parts that do not grow.
+
+    Attributes:
+        shares: bytes per tensor group.
+        position_bytes: keys and values of a position in all layers. Layers with a window may store
+            fewer positions.
+        memory_bytes: other state per sequence.
     """
 
     shares: tuple[TrafficShare, ...]
@@ -43,7 +47,7 @@ class BytePlan:
 
     @property
     def total(self) -> TrafficShare:
-        """What all tensor groups hold and move together."""
+        """The sum over all tensor groups."""
         return _joined("total", self.shares)
 
 
@@ -56,10 +60,10 @@ def byte_plan(
     context: int,
     compute: str,
 ) -> BytePlan:
-    """The plan of a loaded model; constants are not counted.
+    """Return the plan of a loaded model, without constants.
 
     Raises:
-        CompileError: for a weight this target cannot hold.
+        CompileError: for a weight that the target cannot store.
     """
     outline = lower_outline(model, precision, target)
     count, graph = outline.count, outline.graph
@@ -89,8 +93,9 @@ def kept_byte_plan(
     compute: str,
     cache: ProgramCache,
 ) -> BytePlan:
-    """`byte_plan`, from the cache where it was told before; of random weights, which no file stands
-    for, always anew. Raises as `byte_plan`.
+    """Return `byte_plan` through the cache. Random weights have no file and are not cached.
+
+    Raises as `byte_plan`.
     """
 
     def tell() -> BytePlan:
@@ -126,21 +131,21 @@ def _joined(group: str, parts: Iterable[TrafficShare]) -> TrafficShare:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """``graph`` holds some layers of the model; ``counts``: how many each of them stands for."""
+    """A graph with some layers of the model. ``counts`` has the number of equal layers."""
 
     graph: GraphModule
     counts: dict[int, int]
 
     def count(self, layer: int | None) -> int:
-        """How many layers this one stands for; 1 of what is in none."""
+        """Return the number of layers equal to this layer, 1 outside layers."""
         return 1 if layer is None else self.counts[layer]
 
 
 def lower_outline(model: CompilableModel, precision: ResolvedPrecision, target: Target) -> Outline:
-    """Lower a model for a target, leaving out layers that are built and configured as another.
+    """Lower a model for a target without layers that equal another layer.
 
     Raises:
-        CompileError: where model, precision and target do not fit together.
+        CompileError: if model, precision and target do not fit together.
     """
     stored = stored_formats(model)
     like: dict[Hashable, list[str]] = defaultdict(list)
@@ -169,8 +174,10 @@ def _number(path: str) -> int:
 
 
 def _built(module: nn.Module) -> Hashable:
-    """Equal for modules of equal types, sizes and settings. What cannot be compared is told apart
-    by what object it is: a layer too many is slow, one too few would be wrong.
+    """Return a key that is equal for modules with equal types, sizes and settings.
+
+    Values that cannot be compared use their identity: an additional layer is slow, a missing layer
+    would be wrong.
     """
     settings: list[tuple[str, Any]] = []
     for name, value in vars(module).items():
@@ -188,7 +195,7 @@ def _built(module: nn.Module) -> Hashable:
 def _asked(
     groups: Any, path: str, layer: nn.Module, precision: ResolvedPrecision
 ) -> tuple[Hashable, ...]:
-    """Every format and fidelity that modules of a layer may ask for."""
+    """Return every format and fidelity of a layer's modules."""
     found: list[Hashable] = []
     number = _number(path)
     for name, _ in layer.named_modules(prefix=path):
@@ -207,7 +214,7 @@ def _asked(
 
 @contextmanager
 def _only(module: nn.Module, kept: set[str]) -> Iterator[None]:
-    """The module with these layers alone, each under its own number."""
+    """Remove the other layers from the module during the block. Numbers are unchanged."""
     lists = _lists_of_layers(module)
     whole = [(found, found._modules) for _, found in lists]
     for path, found in lists:

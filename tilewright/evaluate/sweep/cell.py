@@ -1,6 +1,6 @@
-"""One cell of a sweep: a single run of the demo, named by all that its figures depend on.
+"""A sweep cell: a single ``tilewright bench`` run with a reproducible id.
 
-Knows the demo's options; how a cell is run, kept or judged is not known here.
+Knows the command's options. Other modules run cells and judge results.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ _NO_IDENTITY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A run of ``tilewright bench`` in a process of its own.
+    """A ``tilewright bench`` run in its own process.
 
     Attributes:
-        model: what ``--model`` takes; ``model_name`` and ``model_hash`` say what it was then.
-        device: the device's name, which the target decides.
-        precision: the configuration's name; ``heading`` is its resolved one-line spelling, which
-            is what the run is given, so that a file that changes meanwhile changes nothing.
-        kind: ``speed`` cells run alone on the machine, ``accuracy`` cells may run side by side.
-        round: speed is taken again in every round, all configurations in turn.
-        text: the text that accuracy is measured on.
-        weight_bytes: of the weights as the target holds them, estimated before compiling.
-        step_bytes: of them, what a decode step reads, by how the target holds it: an embedding's
-            rows do not count.
-        part: what a configuration of a sensitivity plan lowers: ``ff2``, ``12.ff2``; else empty.
-        is_kept: whether its program goes through the cache: not where this is its only cell.
-        calibration: the method that calibrates its weights, with the hash of the text if it is not
-            the package's. Empty for round to nearest.
+        model: argument for ``--model``.
+        model_name, model_hash: the model's name and content at planning.
+        device: device name, determined by the target.
+        precision: configuration name.
+        heading: the resolved configuration on one line. The run uses it, so that a changed
+            file has no effect.
+        kind: ``speed`` cells run exclusively, ``accuracy`` cells may run concurrently.
+        round: round number. Speed is measured in every round, with configurations in turn.
+        text: text for accuracy.
+        weight_bytes: estimated bytes of the stored weights.
+        step_bytes: bytes that a decode step reads, by storage, without the embedding.
+        part: lowered part in a sensitivity plan, as ``ff2`` or ``12.ff2``, else empty.
+        is_kept: whether the program goes into the cache. False for a configuration with one cell.
+        calibration: calibration method, with the hash of a user's text. Empty for round to
+            nearest.
     """
 
     model: str
@@ -69,45 +70,47 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """The cell's id, twelve hex digits, equal for cells that would measure the same alike."""
+        """Return twelve hex digits, equal for cells with the same measurement."""
         identity = dataclasses.asdict(self)
-        # how things are called, and what is expected of them, changes no figure
+        # Names and estimates have no influence on results.
         for name in _NO_IDENTITY:
             del identity[name]
-        if not self.calibration:  # ids of round to nearest have no such key
+        if not self.calibration:  # ids without calibration lack this key
             del identity["calibration"]
         text = json.dumps(to_keys(identity, CELL), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
 
     @property
     def configuration(self) -> tuple[str, ...]:
-        """What is equal for all cells that sum up to one row."""
+        """Return the key for all cells in a row."""
         return *self.place, self.precision_id, self.calibration
 
     @property
     def name(self) -> str:
-        """The configuration's name, with its calibration."""
+        """The configuration's name with its calibration."""
         return f"{self.precision} {self.calibration}" if self.calibration else self.precision
 
     def is_named(self, name: str) -> bool:
-        """Whether the configuration has this name, with or without its calibration."""
+        """Return whether the configuration has this name, with or without calibration."""
         return name in (self.precision, self.name)
 
     @property
     def place(self) -> tuple[str, ...]:
-        """What is equal for all configurations of one model on one device."""
+        """Return the key for all configurations of a model on a device."""
         return self.model_hash, self.target, self.device, self.compute
 
     def title(self, name: str = "") -> str:
-        """``bf16 performance-ci-1 round 2``, with ``name`` in place of the configuration's."""
+        """Return ``bf16 performance-ci-1 round 2``. ``name`` replaces the configuration's name."""
         number = f" round {self.round + 1}" if self.kind == "speed" else ""
         text = f", text {self.text}" if self.text else ""
         return f"{name or self.name} {self.case}{number}{text}"
 
     def arguments(self, threads: int | None = None, *, folder: str | None = None) -> list[str]:
-        """The options of ``tilewright bench``; ``threads`` where the cell itself names none.
+        """Return the options of ``tilewright bench``.
 
-        ``folder``: the calibrated weights, instead of the model's.
+        Args:
+            threads: number of threads, if the cell has none.
+            folder: directory with calibrated weights, in place of the model's weights.
         """
         weights = ["--model", self.model]
         if folder is not None:

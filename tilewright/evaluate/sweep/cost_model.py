@@ -1,6 +1,6 @@
-"""A decode step's time from the bytes it reads, fitted on measured configurations of one model.
+"""A linear model of a decode step's time by bytes read, fitted on measured configurations.
 
-What it gives is predicted, and is named so wherever it is printed.
+Its values are predictions, and are marked as predictions everywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_KINDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A measured configuration: what a step reads, by kind of holding, and its time in ms."""
+    """A measured configuration: bytes read per step by storage, and the time in ms."""
 
     name: str
     step_bytes: Mapping[str, int]
@@ -28,10 +28,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """``fixed_ms`` a step, and ``ms_per_byte`` of each kind of holding.
+    """A fixed time per step, and a time per byte for each storage.
 
-    ``errors``: for each observation (predicted - measured) / measured, it being left out of the
-    fit; None where what is left cannot tell.
+    ``errors`` has (predicted - measured) / measured for each observation with the observation left
+    out of the fit. None: the other observations are too few.
     """
 
     fixed_ms: float
@@ -39,26 +39,26 @@ class CostModel:
     errors: Mapping[str, float | None]
 
     def knows(self, step_bytes: Mapping[str, int]) -> bool:
-        """Whether every kind of bytes that a step reads was observed in measured cells."""
+        """Return whether every storage in ``step_bytes`` was observed."""
         return all(kind in self.ms_per_byte for kind, size in step_bytes.items() if size)
 
     def predict(self, step_bytes: Mapping[str, int]) -> float:
-        """A step's time in ms; every kind must be known."""
+        """Return the time of a step in ms. Every storage must be known."""
         read = sum(self.ms_per_byte[kind] * size for kind, size in step_bytes.items() if size)
         return self.fixed_ms + read
 
     @property
     def median_error(self) -> float | None:
-        """The middle of the absolute errors, as a fraction."""
+        """The median absolute error, as a fraction."""
         found = [abs(error) for error in self.errors.values() if error is not None]
         return statistics.median(found) if found else None
 
 
 def fit(observations: Sequence[Observation]) -> CostModel:
-    """Least squares of the relative error, no rate below zero.
+    """Fit by least squares of the relative error, without negative rates.
 
     Raises:
-        ConfigError: where there are fewer observations than unknowns, or very many kinds.
+        ConfigError: for fewer observations than unknowns, or for too many storage types.
     """
     found = _fit(observations)
     if found is None:
@@ -80,7 +80,7 @@ def _fit(observations: Sequence[Observation]) -> CostModel | None:
         {kind for each in observations for kind, size in each.step_bytes.items() if size}
     )
     if len(observations) < len(kinds) + 1 or len(kinds) > _MAX_KINDS:
-        return None  # unknowns beyond what can be told, or tried one by one
+        return None  # underdetermined, or too many combinations
     rows = [
         [1.0, *(each.step_bytes.get(kind, 0) * 1e-6 for kind in kinds)] for each in observations
     ]
@@ -92,9 +92,9 @@ def _fit(observations: Sequence[Observation]) -> CostModel | None:
 
 
 def _non_negative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The best solution without negative parts: some parts are zero, the others plain.
+    """Return the best solution without negative parts.
 
-    With so few unknowns every choice of which are zero can be tried.
+    Tries every set of zero parts, because the unknowns are few.
     """
     num_unknowns = matrix.shape[1]
     best, least = np.zeros(num_unknowns), np.inf

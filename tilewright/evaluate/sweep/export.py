@@ -1,6 +1,6 @@
-"""A sweep as a document, as comma-separated values and as lines for a results file.
+"""Sweeps as documents, comma-separated values and result lines.
 
-Knows figures and how they are written down; where they are written to is not known here.
+The caller writes the files.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ time model's own error.
 
 
 def markdown(state: SweepState, extra: str = "") -> str:
-    """The sweep as a document; ``extra``: sections that stand for those of its probes."""
+    """Return the sweep as a document. ``extra`` replaces the sections of its probes."""
     found = summary.rows(state)
-    if extra:  # which has the single layers
+    if extra:  # contains the single layers
         found = [each for each in found if not all("." in s.cell.part for s in each.states)]
     shown = ranked(found)
     parts = [_introduction(state)]
@@ -62,8 +62,9 @@ def markdown(state: SweepState, extra: str = "") -> str:
 
 
 def to_results(state: SweepState, known: Sequence[Result]) -> list[Result]:
-    """The sweep's records that ``known`` has not yet, one a case, accuracy in its own; none of
-    what a sensitivity plan lowers.
+    """Return the sweep's new records, one per case, without probes of a sensitivity plan.
+
+    ``known`` has the existing records. A record has its accuracy.
     """
     found: list[Result] = []
     for each in summary.rows(state):
@@ -74,10 +75,10 @@ def to_results(state: SweepState, known: Sequence[Result]) -> list[Result]:
 
 
 def csv_text(*states: SweepState) -> str:
-    """A line a configuration, figures unrounded; comma-separated values with one header.
+    """Return a line per configuration with unrounded values, under a single header.
 
-    Standings are those of the summary's rows (column ``row``). Speed cases beyond the first have
-    columns of their own behind the others.
+    Standings are of the summary's rows (column ``row``). Further speed cases have their own
+    columns.
     """
     return table.csv_text([line for state in states for line in _csv_lines(state)])
 
@@ -106,7 +107,7 @@ def _introduction(state: SweepState) -> str:
 
 
 def _summary(members: Sequence[Ranked]) -> list[str]:
-    """The table of one place, and what its standings rest on; nothing without a figure."""
+    """Return the table of a place with notes on its standings, empty without values."""
     lines = [_summary_line(each) for each in members if each.row.accuracies or each.row.results]
     if not lines:
         return []
@@ -129,7 +130,7 @@ def _summary(members: Sequence[Ranked]) -> list[str]:
 
 
 def _table(columns: Sequence[str], lines: Sequence[Sequence[str]], *, is_emulated: bool) -> str:
-    """Markdown; a board's columns say that accuracy is emulated and speed predicted."""
+    """Return a table as Markdown. Columns of a board are marked as emulated or predicted."""
     if is_emulated:
         columns = [_board_column(name) for name in columns]
     return Table.of(columns, [tuple(map(cell_text, line)) for line in lines]).markdown()
@@ -149,7 +150,7 @@ def _summary_line(each: Ranked) -> tuple[str, ...]:
 
 
 def _other_texts(shown: Sequence[Ranked]) -> str:
-    """Accuracies beside the one that the summary has."""
+    """Return the accuracies on texts outside the summary."""
     lines = [
         (each.row.cell.model_name, each.names, accuracy.text, *row.cells(figures, _ACCURACY))
         for each in shown
@@ -163,7 +164,7 @@ def _other_texts(shown: Sequence[Ranked]) -> str:
 
 
 def _unfinished(state: SweepState) -> str:
-    """Cells that failed or were cancelled, each with its reason."""
+    """Return the failed and cancelled cells with their reasons."""
     lines = [
         f"- {plain_line(f'`{cell.model_name} {cell.target} {cell.title()}`: {each.why}')}\n"
         for each in state.cells.values()
@@ -174,9 +175,7 @@ def _unfinished(state: SweepState) -> str:
 
 
 def _pooled(found: Sequence[SweptRow], shown: Sequence[Ranked]) -> list[Result]:
-    """The rows' records with the figures of the summary: equal configurations have the same ones,
-    whichever is printed.
-    """
+    """Return the rows' records with the merged values of equal configurations."""
     owners = {id(state): each.row for each in shown for state in each.row.states}
     pooled = []
     for each in found:

@@ -1,7 +1,7 @@
-"""A sweep's file: one event a line, only ever appended, from which its state follows.
+"""A sweep's journal: an append-only file with an event per line, and the resulting state.
 
-One process at a time runs a sweep; any other may read its file, and ask for a cell to be cancelled
-or run again, by appending to it.
+A single process runs a sweep. Other processes may read the file, and append commands to cancel or
+restart cells.
 """
 
 from __future__ import annotations
@@ -43,14 +43,13 @@ FAILURES: tuple[Status, ...] = ("failed", "timed out", "out of memory")
 
 
 class _JournalEvent(msgspec.Struct, frozen=True, tag_field="event", forbid_unknown_fields=True):
-    """A line of the file; its subclass's name is its ``event``."""
+    """A line of the file. The tag of a subclass is its ``event``."""
 
 
 class Planned(_JournalEvent, frozen=True, tag="planned", rename=keys.PLANNED, kw_only=True):
-    """A journal's first line: what the sweep is, and where it was planned.
+    """The first line: the sweep's plan and environment.
 
-    ``base``: the ids of the configuration that others are compared with, as it resolves on each
-    model, with blanks between them.
+    ``base`` has the ids of the base configuration on each model, separated by blanks.
     """
 
     version: int
@@ -62,7 +61,7 @@ class Planned(_JournalEvent, frozen=True, tag="planned", rename=keys.PLANNED, kw
     versions: dict[str, str]
 
     def is_base(self, cell: Cell) -> bool:
-        """Whether a cell is of the base."""
+        """Return whether a cell has the base configuration."""
         is_calibrated = bool(cell.calibration)
         return (
             self.base is not None and cell.precision_id in self.base.split() and not is_calibrated
@@ -70,20 +69,20 @@ class Planned(_JournalEvent, frozen=True, tag="planned", rename=keys.PLANNED, kw
 
 
 class Added(_JournalEvent, frozen=True, tag="added", rename=keys.ADDED):
-    """A line of the journal: a cell is to be run."""
+    """A cell to run."""
 
     cell: Cell
 
 
 class TrialStarted(_JournalEvent, frozen=True, tag="started", rename=keys.STARTED):
-    """A line of the journal: a cell's process was started."""
+    """The start of a cell's process."""
 
     cell: str
     timestamp: str
 
 
 class TrialFinished(_JournalEvent, frozen=True, tag="finished", rename=keys.FINISHED, kw_only=True):
-    """A cell's process has ended: ``result`` where it is done, else the ``reason``, one line."""
+    """The end of a cell's process, with a ``result`` or with a ``reason`` on a single line."""
 
     cell: str
     outcome: Outcome
@@ -93,7 +92,7 @@ class TrialFinished(_JournalEvent, frozen=True, tag="finished", rename=keys.FINI
 
 
 class TrialCommand(_JournalEvent, frozen=True, tag="asked", rename=keys.ASKED):
-    """Somebody wants a cell cancelled, or run (again)."""
+    """A request to cancel or restart a cell."""
 
     cell: str
     what: Literal["cancel", "restart"]
@@ -105,9 +104,12 @@ _CELL = keys.ADDED["cell"]
 
 @dataclass(slots=True)
 class CellState:
-    """A cell and how far it is. ``seconds``: of its last finished run.
+    """A cell and its progress.
 
-    ``is_cancel_asked``: it runs, and is to be stopped; ``is_restart_asked``: and then run again.
+    Attributes:
+        seconds: time for the last finished run.
+        is_cancel_asked: whether the running cell is to be stopped.
+        is_restart_asked: whether it is to run again after that.
     """
 
     cell: Cell
@@ -121,18 +123,18 @@ class CellState:
 
     @property
     def is_open(self) -> bool:
-        """Whether it still has to be run to its end."""
+        """Return whether the cell still has to run."""
         return self.status in ("queued", "running")
 
     @property
     def why(self) -> str:
-        """The cell's status and the reason for it."""
+        """The cell's status and its reason."""
         return f"{self.status}: {self.reason}"
 
     def other_code(self, now: Environment) -> str:
-        """What its record's code has and this one has not: ``commit 18d3c11496, torch 2.12.0``;
-        empty for none, and for one of this commit and these libraries. A checkout with changes of
-        its own is taken for itself.
+        """Return the code versions of the record that differ: ``commit 18d3c11496, torch 2.12.0``.
+
+        Empty without a difference. Local changes are ignored.
         """
         found = self.result
         if found is None:
@@ -145,16 +147,16 @@ class CellState:
 
 @dataclass(slots=True)
 class SweepState:
-    """What the events so far come to; cells in the order they were added."""
+    """The result of all events. Cells are in the order of addition."""
 
     planned: Planned
     cells: dict[str, CellState] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
-        """Bring the state up to date with one event.
+        """Update the state by an event.
 
         Raises:
-            ConfigError: for a cell that was never added, a second header, a malformed result.
+            ConfigError: for an unknown cell, a second header, or a malformed result.
         """
         if isinstance(event, Planned):
             raise ConfigError("a second header; allowed: one, first")
@@ -180,11 +182,11 @@ class SweepState:
             state.is_cancel_asked = True
 
     def open_cells(self) -> list[CellState]:
-        """What is left to run, in order."""
+        """Return the cells to run, in order."""
         return [state for state in self.cells.values() if state.is_open]
 
     def count(self, *statuses: Status) -> int:
-        """How many cells have one of these."""
+        """Return the number of cells with these statuses."""
         return sum(state.status in statuses for state in self.cells.values())
 
 
@@ -202,7 +204,7 @@ def _finish(state: CellState, event: TrialFinished) -> None:
 
 
 class SweepJournal:
-    """The file of one sweep; ``state`` is what it said when it was last read or written."""
+    """The file of a sweep. ``state`` is as of the last read or write."""
 
     def __init__(self, path: Path, state: SweepState, num_lines: int) -> None:
         self.path = path
@@ -212,10 +214,10 @@ class SweepJournal:
 
     @classmethod
     def create(cls, path: Path, planned: Planned, cells: Sequence[Cell]) -> SweepJournal:
-        """Begin a sweep: write its journal with the cells that are planned.
+        """Create the file of a new sweep with its planned cells.
 
         Raises:
-            ConfigError: where there is a file already, or none can be written.
+            ConfigError: if the file exists or is not writable.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -232,10 +234,10 @@ class SweepJournal:
 
     @classmethod
     def open(cls, path: Path) -> SweepJournal:
-        """Read a sweep's journal; a last line cut short is left out with a `TornLineWarning`.
+        """Read the file of a sweep. A torn last line is dropped with a `TornLineWarning`.
 
         Raises:
-            ConfigError: naming the line, on anything that is no sweep's file.
+            ConfigError: with the line, for any other file.
         """
         lines = read_lines(path, _WHAT)
         first = _decode(lines[0][1], f"{path}:{lines[0][0]}") if lines else None
@@ -249,21 +251,21 @@ class SweepJournal:
         return journal
 
     def refresh(self) -> None:
-        """Take in what was appended since, by whomever. Raises ConfigError as `open`."""
+        """Read the lines of other processes. Raises ConfigError as `open`."""
         try:
             size = self.path.stat().st_size
         except OSError as error:
             raise ConfigError(f"{_WHAT} {self.path}: {error.strerror}") from None
         if size != self._size:
             with warnings.catch_warnings():
-                # a line that another process is writing right now: it is whole the next time
+                # A line that is being written is complete at the next read.
                 warnings.simplefilter("ignore", TornLineWarning)
                 lines = read_lines(self.path, _WHAT)
             self._take(lines[self._num_lines :])
             self._size = size
 
     def append(self, *events: Event) -> None:
-        """Have events on disk, and take them in. Raises ConfigError where it cannot be written."""
+        """Append events to the file and apply them. Raises ConfigError if it is not writable."""
         append_lines(self.path, _encode(events), _WHAT)
         self.refresh()
 
@@ -279,10 +281,10 @@ class SweepJournal:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Be the one process that runs this sweep.
+        """Lock the sweep for this process.
 
         Raises:
-            ConfigError: when another one is.
+            ConfigError: if another process has the lock.
         """
         place = self._lock_path
         try:
@@ -290,7 +292,7 @@ class SweepJournal:
         except OSError as error:
             raise ConfigError(f"{_WHAT} {self.path}: {place.name}: {error.strerror}") from None
         try:
-            for _ in range(_LOCK_TRIES):  # who only looks holds it for a moment
+            for _ in range(_LOCK_TRIES):  # `is_held` takes the lock for a moment
                 if is_ours := _try_lock(handle, fcntl.LOCK_EX):
                     break
                 time.sleep(_LOCK_SECONDS)
@@ -303,11 +305,11 @@ class SweepJournal:
             os.close(handle)
 
     def is_held(self) -> bool:
-        """Whether some process is running this sweep."""
+        """Return whether a process runs this sweep."""
         try:
             handle = os.open(self._lock_path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            return False  # it was never run from here
+            return False  # it has never run
         try:
             return not _try_lock(handle, fcntl.LOCK_SH)
         finally:
@@ -315,11 +317,11 @@ class SweepJournal:
 
     @property
     def _lock_path(self) -> Path:
-        """A file of its own: the journal itself is locked for a moment by whoever appends."""
+        """Return a separate file, because appending locks the journal for a moment."""
         return self.path.with_name(f".{self.path.name}.lock")
 
     def log_path(self, cell_id: str) -> Path:
-        """What a cell wrote on standard error, each attempt after the other."""
+        """Return the log of a cell's standard error, with all attempts."""
         return self.path.with_name(f"{self.path.stem}-logs") / f"{cell_id}.log"
 
 

@@ -1,6 +1,6 @@
-"""A model as plans see it: its weights by group and layer, its configurations, what they weigh.
+"""Models for plans: weights by group and layer, configurations, and bytes.
 
-Nothing is compiled and no weight is read.
+Compiles nothing and reads no weights.
 """
 
 from __future__ import annotations
@@ -32,8 +32,14 @@ from tilewright.compiler.targets.table import get_target
 
 @dataclass(frozen=True, slots=True)
 class SweepWeight:
-    """A matrix ``[out, in]``, or one of each expert ``[E, out, in]``: the module it belongs to, its
-    group, its layer if it is in one, and the format that its checkpoint has it in.
+    """A matrix ``[out, in]``, or a stack of expert matrices ``[E, out, in]``.
+
+    Attributes:
+        fqn: qualified name of the module.
+        shape: size per axis.
+        group: tensor group.
+        layer: layer number, or None.
+        stored: format in the checkpoint.
     """
 
     fqn: str
@@ -45,7 +51,7 @@ class SweepWeight:
 
 @dataclass(frozen=True, slots=True)
 class SweptModel:
-    """``argument`` is what ``--model`` takes; ``content_hash`` names its checkpoint's content."""
+    """A model in a sweep. ``argument`` is the value of ``--model``."""
 
     argument: str
     name: str
@@ -55,23 +61,23 @@ class SweptModel:
     loaded: CompilableModel
 
     def resolve(self, precision: PrecisionConfig) -> ResolvedPrecision:
-        """Resolve a configuration on this model. Raises ConfigError where it does not fit."""
+        """Resolve a configuration on this model. Raises ConfigError if it does not fit."""
         return resolve_precision(self.loaded, precision)
 
     def groups(self) -> list[str]:
-        """The tensor groups that have weights, in the order of the model."""
+        """Return the tensor groups with weights, in model order."""
         return list(dict.fromkeys(weight.group for weight in self.weights))
 
     def layers(self, group: str) -> list[int]:
-        """The layers that a group has weights in."""
+        """Return the layers with weights in a group."""
         return sorted({w.layer for w in self.weights if w.group == group and w.layer is not None})
 
     def places(self) -> dict[str, list[int]]:
-        """The layers that each group has weights in."""
+        """Return the layers with weights in each group."""
         return {group: self.layers(group) for group in self.groups()}
 
     def has_calibrated(self, precision: ResolvedPrecision) -> bool:
-        """Whether a calibration chooses codes: whether a matrix has blocks under 8 bits."""
+        """Return whether a calibration has an effect: a matrix with blocks under 8 bits."""
         formats = (
             get_format(precision.format(w.group, layer=w.layer, fqn=w.fqn))
             for w in self.weights
@@ -83,8 +89,9 @@ class SweptModel:
     def held_bytes(
         self, precision: ResolvedPrecision, target: str, compute: str = "fast"
     ) -> dict[tuple[str, int | None, str], int]:
-        """Bytes of the weights as a target holds them, by group, layer and kind of holding;
-        norms and tables are not counted.
+        """Return stored bytes by group, layer and storage.
+
+        Excludes norms and tables.
         """
         backend, blocks = get_target(target), blocks_of(self.weights)
         found: dict[tuple[str, int | None, str], int] = defaultdict(int)
@@ -98,8 +105,9 @@ class SweptModel:
 def step_bytes(
     held: Mapping[tuple[str, int | None, str], int], experts: float = 1.0
 ) -> dict[str, int]:
-    """What a decode step reads of `SweptModel.held_bytes`, by kind: of an embedding a row only, of
-    experts that share.
+    """Return the bytes that a decode step reads, by storage, from `SweptModel.held_bytes`.
+
+    Excludes the embedding. ``experts``: share of experts in a step.
     """
     found: dict[str, int] = defaultdict(int)
     for (group, _, kind), num_bytes in held.items():
@@ -109,8 +117,9 @@ def step_bytes(
 
 
 def experts_share(model: CompilableModel, batch: int) -> float:
-    """The share of the experts that a decode step of so many sequences is expected to read, were
-    all equally likely; 1 where there are none.
+    """Return the expected share of experts in a decode step for ``batch`` sequences.
+
+    Assumes equally likely experts. Returns 1 without experts.
     """
     count = getattr(model.config, "num_experts", 0)
     if not count:
@@ -120,7 +129,7 @@ def experts_share(model: CompilableModel, batch: int) -> float:
 
 
 def weights_of(model: CompilableModel) -> tuple[SweepWeight, ...]:
-    """The weights that belong to a group, in the order of the model; of a tied one both uses."""
+    """Return the weights with a tensor group in model order. Tied weights occur twice."""
     groups: Mapping[str, str] = model.module.tensor_groups
     names = {id(weight): name for name, weight in model.module.named_parameters()}
     formats, weights = stored_formats(model), []
@@ -134,7 +143,7 @@ def weights_of(model: CompilableModel) -> tuple[SweepWeight, ...]:
 
 
 def blocks_of(weights: Sequence[SweepWeight]) -> dict[SweepWeight, tuple[SweepWeight, ...]]:
-    """Map each weight of a block of experts to the others of its block."""
+    """Map each weight in an expert block to the block's other weights."""
     blocks: dict[str, list[SweepWeight]] = defaultdict(list)
     for weight in weights:
         if weight.group in EXPERT_GROUPS:
@@ -154,10 +163,10 @@ def holding_of(
     *,
     others: Sequence[SweepWeight] = (),
 ) -> Holding:
-    """How a target keeps a weight; ``others``: of its block of experts (see `blocks_of`).
+    """Return a target's storage for a weight. ``others`` is its expert block (`blocks_of`).
 
     Raises:
-        CompileError: for a weight this target cannot hold.
+        CompileError: for a weight that the target cannot store.
     """
     recipe, facts = _asked(precision, weight)
     block = [_asked(precision, each) for each in others]
@@ -165,7 +174,7 @@ def holding_of(
 
 
 def _asked(precision: ResolvedPrecision, weight: SweepWeight) -> tuple[WeightRecipe, NodeInfo]:
-    """A weight as passes leave it: its recipe, and what is known of the product that reads it."""
+    """Return a weight's recipe after the passes, and the metadata for its matmul."""
     group, layer, fqn = weight.group, weight.layer, weight.fqn
     name = precision.format(group, layer=layer, fqn=fqn)
     is_stored = name == STORED
@@ -184,7 +193,7 @@ def _asked(precision: ResolvedPrecision, weight: SweepWeight) -> tuple[WeightRec
 
 
 def swept_model(loaded: CompilableModel, argument: str) -> SweptModel:
-    """Take what a sweep must know of a loaded model."""
+    """Return a loaded model for plans."""
     return SweptModel(
         argument=argument,
         name=loaded.name,
@@ -196,5 +205,5 @@ def swept_model(loaded: CompilableModel, argument: str) -> SweptModel:
 
 
 def layer_of(fqn: str) -> int | None:
-    """The layer that a module is in."""
+    """Return a module's layer, or None."""
     return next((int(part) for part in fqn.split(".") if part.isdigit()), None)

@@ -1,7 +1,7 @@
-"""The plans: which configurations of which models are measured how, as cells in their order.
+"""Plans: configurations of models as cells in order.
 
-Accuracy comes first, the base before all; then speed in rounds, all configurations in turn, so that
-what the machine does meanwhile meets all of them. Runs nothing.
+Accuracy precedes speed, and the base is first. Speed is measured in rounds with configurations in
+turn, so that disturbances of the machine affect all configurations. Runs nothing.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ PUBLISHED = (
 NAMED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"table": tuple(PRECISIONS), "pareto": PUBLISHED, "grid": ()}
 )
-"""The configurations that a plan has of its own, besides the base."""
+"""Configurations of a plan, in addition to the base."""
 
 SPEED_CASE, ACCURACY_CASE = "performance-ci-1", "performance-top-1"
 BATCH_CASE = "performance-ci-32"
 MAX_CELLS = 1000
 
 ALL = "all"
-"""The part of a sensitivity plan that lowers every group at once."""
+"""Name of the part that lowers every group at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepConfig:
     """A configuration of a model on a target.
 
-    ``part``: what it lowers, in a sensitivity plan. ``is_timed``: whether its speed is taken too.
-    ``calibration``: see `Cell`; without an effect on weights that every method rounds to nearest.
+    Attributes:
+        part: lowered part in a sensitivity plan.
+        is_timed: whether speed is measured.
+        calibration: see `Cell`. No effect on weights that every method rounds to nearest.
     """
 
     model: SweptModel
@@ -57,10 +59,11 @@ class SweepConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """How each configuration is measured: ``rounds`` of every speed case, each accuracy case once.
+    """Measurements per configuration: every speed case in ``rounds``, each accuracy case once.
 
-    ``first_round``: above 0 where rounds are added to a sweep.
-    ``text``: what accuracy is measured on, None for the usual text.
+    Attributes:
+        first_round: first round, above 0 for additional rounds.
+        text: text for accuracy. None: the default text.
     """
 
     cases: tuple[str, ...] = (SPEED_CASE, ACCURACY_CASE)
@@ -71,13 +74,13 @@ class Measures:
     text: str | None = None
 
     def count(self, num_entries: int) -> int:
-        """Count the cells that so many configurations take."""
+        """Return the number of cells for ``num_entries`` configurations."""
         each = sum(1 if CASES[name].token_accuracy else self.rounds for name in self.cases)
         return num_entries * each
 
 
 def devices_of(target: str) -> tuple[str, ...]:
-    """The devices a target runs on; what runs on the host runs on CPU."""
+    """Return the devices of a target. Targets on the host have the device CPU."""
     return tuple(d.name for d in DEVICES.values() if d.target == target) or ("CPU",)
 
 
@@ -87,10 +90,10 @@ def entries(
     devices: Sequence[str],
     precisions: Sequence[PrecisionConfig],
 ) -> list[SweepConfig]:
-    """List the entries of a grid; without ``devices`` each target's own.
+    """Return the entries of a grid. Without ``devices``, each target has all of its devices.
 
     Raises:
-        ConfigError: for a device that none of the targets runs on.
+        ConfigError: for a device without a target.
     """
     for device in devices:
         if not any(device in devices_of(target) for target in targets):
@@ -118,10 +121,10 @@ def sensitivity_entries(
     calibration: str = "",
     cache_layers: bool = False,
 ) -> list[SweepConfig]:
-    """List the base; every group, and all of them, lowered to ``level``; then layer by layer.
+    """Return the base, every group lowered to ``level``, all groups together, then single layers.
 
-    The cache and the activations are groups too. ``cache_layers``: lower the cache layer by layer
-    too, where a layer has attention. One layer's time lies below the noise: only groups are timed.
+    Includes the cache and the activations as groups. ``cache_layers`` also lowers the cache in
+    single layers with attention. Only groups are timed, because a single layer is below the noise.
     """
     groups = [g for g in (*model.groups(), "kv_cache", "activation") if level.is_for(g)]
     products = [group for group in groups if group in model.groups() and group != "embedding"]
@@ -150,11 +153,10 @@ def sensitivity_entries(
 
 
 def cells(found: Sequence[SweepConfig], measures: Measures) -> list[Cell]:
-    """The cells of these configurations, equal ones once.
+    """Return the cells of the configurations without duplicates.
 
     Raises:
-        ConfigError: for a case that is unknown or does not fit a model, a configuration that does
-            not fit one.
+        ConfigError: for an unknown case, or a case or configuration that does not fit a model.
     """
     for model in {id(entry.model): entry.model for entry in found}.values():
         limit = model.loaded.config.max_positions
@@ -174,14 +176,14 @@ def cells(found: Sequence[SweepConfig], measures: Measures) -> list[Cell]:
         for name in measures.cases
         if not CASES[name].token_accuracy
         for cell in timed
-        # a prediction is the same in every round
+        # A prediction is equal in every round.
         if number == measures.first_round or cell.target not in BOARDS
     ]
-    return unique(planned)  # the base keeps its name
+    return unique(planned)  # the base is first and keeps its name
 
 
 def unique(found: Sequence[Cell]) -> list[Cell]:
-    """Keep the first of all cells that measure the same thing."""
+    """Return the first of all cells with the same measurement."""
     kept: dict[str, Cell] = {}
     for cell in found:
         kept.setdefault(cell.id, cell)

@@ -1,7 +1,7 @@
-"""Runs what is left of a sweep: every cell in its own process, in order, some side by side.
+"""Runs a sweep's open cells in order, each in its own process.
 
-Speed cells have the machine to themselves. A cell that crashes, hangs or runs out of memory costs
-itself alone, and never outlives its sweep. Knows nothing of what the figures mean.
+Speed cells run exclusively. A cell that crashes, hangs or runs out of memory fails only itself. No
+cell outlives the sweep.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _LOOK_SECONDS = 0.1
 _MAX_REASON = 300
 
 Launch = Callable[[Cell, Path, int | None], Child]
-"""Starts a cell: ``(cell, log, threads)``."""
+"""Starts a cell's process: ``(cell, log, threads)``."""
 
 Report = Callable[[SweepJournal], None]
-"""Told of every start and end, and several times a second in between."""
+"""Called at every start and end, and several times per second."""
 
 
 def launcher(
@@ -46,12 +46,15 @@ def launcher(
     max_bytes: int | None = None,
     calibrated: CalibratedFolders | None = None,
 ) -> Launch:
-    """Make a starter of cells; ``max_bytes`` is the memory that one may allocate (None: any).
+    """Return a function that starts cells.
 
-    ``calibrated``: where the weights of calibrated cells are kept.
+    Args:
+        timeout_s: time limit per cell in seconds.
+        max_bytes: memory limit per cell. None: no limit.
+        calibrated: store for calibrated weights.
 
     Raises (when called):
-        ConfigError: where a cell cannot be started.
+        ConfigError: if a cell cannot be started.
     """
 
     def launch(cell: Cell, log: Path, threads: int | None) -> Child:
@@ -65,9 +68,7 @@ def launcher(
 
 
 class Runner:
-    """Runs the open cells of a journal that this process holds, ``jobs`` accuracy cells side by
-    side.
-    """
+    """Runs a locked journal's open cells, with up to ``jobs`` concurrent accuracy cells."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Runner:
         self._running: dict[str, Child] = {}
 
     def measure(self, cells: Sequence[Cell]) -> list[CellState]:
-        """Add those that are not there, run whatever is open, give these cells' states."""
+        """Add new cells, run all open cells, and return their states."""
         known = self.journal.state.cells
         if new := [cell for cell in cells if cell.id not in known]:
             self.journal.append(*map(Added, new))
@@ -90,10 +91,10 @@ class Runner:
         return [self.journal.state.cells[cell.id] for cell in cells]
 
     def run(self) -> None:
-        """Run cells until none is open. What an interrupt finds running stays open, and is stopped.
+        """Run cells until none is open. An interrupt stops running cells, which stay open.
 
         Raises:
-            ConfigError: where the sweep's file can no longer be written.
+            ConfigError: if the sweep's file is not writable.
         """
         try:
             while True:
@@ -113,7 +114,7 @@ class Runner:
     def _start_some(self) -> None:
         waiting = (s for s in self.journal.state.open_cells() if s.cell.id not in self._running)
         for state in waiting:
-            if state.is_cancel_asked:  # while nobody ran the sweep
+            if state.is_cancel_asked:  # cancelled without a runner
                 self.journal.append(
                     TrialFinished(cell=state.cell.id, outcome="cancelled", seconds=0.0)
                 )
@@ -132,7 +133,7 @@ class Runner:
         return is_shared and len(self._running) < self._jobs
 
     def _threads(self, cell: Cell) -> int | None:
-        """The cores are shared out between cells that run side by side; else the run decides."""
+        """Return the threads for a concurrent cell. None: the run decides."""
         if cell.kind == "speed" or self._jobs == 1:
             return None
         return max(1, describe_cpu().num_cores // self._jobs)
@@ -152,7 +153,7 @@ class Runner:
 def finished(
     cell: Cell, ended: ChildExit, output: bytes, *, is_cancelled: bool = False
 ) -> TrialFinished:
-    """What came of a cell whose process has ended; the last line of its output is its record."""
+    """Return the event for an ended process. Its output ends with its record."""
     last = output.strip().rpartition(b"\n")[2]
     outcome: Outcome = "failed"
     reason, result = "", None
@@ -176,10 +177,13 @@ def finished(
 
 
 def _record(cell: Cell, line: bytes) -> dict[str, Any]:
-    """A result of something else is none: a checkpoint may have been replaced meanwhile."""
+    """Check a result's model and configuration, and return its values.
+
+    The checkpoint may have been replaced.
+    """
     result = loads(line, place="result")
     if (result.model_hash, result.precision_id) != (cell.model_hash, cell.precision_id):
-        raise ConfigError("the result is of another model or configuration than was planned")
+        raise ConfigError("the result has another model or configuration than planned")
     if result.calibration.partition(",")[0] != cell.calibration.partition(" ")[0]:
-        raise ConfigError("the result is of another calibration than was planned")
+        raise ConfigError("the result has another calibration than planned")
     return result.to_dict()

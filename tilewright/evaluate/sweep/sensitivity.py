@@ -1,6 +1,6 @@
-"""What lowering each part of a model costs in accuracy and wins in bytes and time.
+"""Sensitivities: each part's accuracy loss at a lower level, and its saved bytes and time.
 
-Groups are timed; a single layer's time lies below the noise and is predicted by a cost model.
+Groups are timed. A single layer's time is below the noise, and a cost model predicts it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tilewright.evaluate.sweep.summary import SweptRow, common_rounds, rows
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """ms a decode step, the mean over rounds, with its 95 % interval from three rounds on."""
+    """Mean ms per decode step over rounds, with a 95 % interval from three rounds on."""
 
     ms: float
     interval: tuple[float, float] | None
@@ -27,15 +27,19 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A part at the lower level, beside the base.
+    """A part at the lower level, compared with the base.
 
     Attributes:
         part: ``ff2``, ``12.ff2``, or `plans.ALL`.
-        kl_lost: KL divergence added, in nats, with its standard error.
-        top1_lost: percentage points; ``paired`` is McNemar's comparison.
-        bytes_saved: of the weights as the target holds them; negative where it holds more.
-        measured, predicted: what a decode step is faster; a part has one of them, or none.
-        is_same: the target makes the same of it as of the base: nothing is lost or won.
+        precision: configuration name.
+        kl_lost: KL divergence added, in nats.
+        kl_error: standard error of ``kl_lost``.
+        top1_lost: percentage points.
+        paired: McNemar's comparison.
+        bytes_saved: weight bytes, negative for an increase.
+        measured: measured saving per decode step, for groups.
+        predicted: predicted saving per decode step in ms, for layers.
+        is_same: whether the target has the same effective values as for the base.
     """
 
     part: str
@@ -51,7 +55,7 @@ class Lowered:
 
     @property
     def layer(self) -> int | None:
-        """The layer that a part is in; None for a group of all layers."""
+        """The part's layer, or None for a group."""
         layer, dot, _ = self.part.partition(".")
         return int(layer) if dot and layer.isdecimal() and layer.isascii() else None
 
@@ -62,49 +66,49 @@ class Lowered:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the divergence it adds is beyond the noise."""
+        """Return whether the added divergence is above the noise."""
         return self.kl_lost > stats.Z_95 * self.kl_error
 
     @property
     def kl_per_mb(self) -> float | None:
-        """The nats of KL lost for every 10^6 bytes saved."""
+        """The nats of KL lost per 10^6 bytes saved."""
         return self.kl_lost / self.bytes_saved * 1e6 if self.bytes_saved > 0 else None
 
     @property
     def kl_per_ms(self) -> float | None:
-        """Nats lost for a ms saved, measured or predicted as this part's time is."""
+        """The nats of KL lost per ms saved, measured or predicted."""
         saved = self.measured.ms if self.measured else self.predicted
         return self.kl_lost / saved if saved is not None and saved > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """One model on one target: the base, its parts, the cost model where one could be fitted."""
+    """A model on a target: the base, its parts, and the cost model if it could be fitted."""
 
     base: SweptRow
     parts: tuple[Lowered, ...]
     cost_model: CostModel | None
 
     def find(self, part: str) -> Lowered | None:
-        """The part of this name, if it was measured."""
+        """Return the part with this name, or None."""
         return next((each for each in self.parts if each.part == part), None)
 
     @property
     def groups(self) -> list[Lowered]:
-        """The parts that are a whole group, or all of them together."""
+        """The parts of a whole group, or of all groups."""
         return [each for each in self.parts if each.layer is None]
 
     @property
     def layers(self) -> list[Lowered]:
-        """The parts that are a group of a single layer."""
+        """The parts of a group in a single layer."""
         return [each for each in self.parts if each.layer is not None]
 
 
 def sensitivities(state: SweepState) -> list[Sensitivity]:
-    """Compute the sensitivities of each model and target whose base a sweep has measured.
+    """Return the sensitivities of each model and target with a measured base.
 
     Raises:
-        ConfigError: when no base has.
+        ConfigError: if no base is measured.
     """
     places: dict[tuple[str, ...], list[SweptRow]] = {}
     for row in rows(state):
@@ -120,7 +124,7 @@ def sensitivities(state: SweepState) -> list[Sensitivity]:
 
 
 def observations(found: Sequence[SweptRow]) -> list[Observation]:
-    """The rows that were timed, as a cost model takes them."""
+    """Return the timed rows as observations of a cost model."""
     return [
         Observation(row.name, row.cell.step_bytes, 1e3 / row.speed)
         for row in found
@@ -163,7 +167,7 @@ def _lowered(base: SweptRow, row: SweptRow, model: CostModel | None) -> Lowered:
 
 
 def _is_comparable(ours: Accuracy | None, theirs: Accuracy | None) -> bool:
-    """Whether both divergences are known, from the same reference."""
+    """Return whether both divergences are known for the same reference."""
     if ours is None or theirs is None or ours.kl_mean is None or theirs.kl_mean is None:
         return False
     return ours.reference_id == theirs.reference_id
@@ -174,7 +178,7 @@ def _error(accuracy: Accuracy) -> float:
 
 
 def _bytes_saved(base: SweptRow, row: SweptRow) -> int:
-    """The bytes saved: of both rows as measured, or of both as estimated."""
+    """Return the bytes saved: measured if both are measured, else estimated."""
     before, after = base.measured_bytes, row.measured_bytes
     if before is None or after is None:
         before, after = base.cell.weight_bytes, row.cell.weight_bytes
@@ -182,7 +186,7 @@ def _bytes_saved(base: SweptRow, row: SweptRow) -> int:
 
 
 def _saved(base: SweptRow, lowered: SweptRow) -> Saved | None:
-    """Round by round, so that what the machine did meanwhile counts for both."""
+    """Return the saving by round, so that disturbances of the machine affect both."""
     differences = [
         1e3 / base.by_round[number] - 1e3 / lowered.by_round[number]
         for number in common_rounds([base, lowered])

@@ -1,6 +1,6 @@
-"""Where the rows of sweeps stand: which may be compared, what each is called, is it on the front.
+"""Standings for swept rows: comparable groups, labels, and the Pareto front.
 
-Knows nothing of documents, plots or screens, which all show these standings.
+Documents, plots and screens show these standings.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _LABEL_LENGTH = 40
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A row, what it is called among those of its `place`, and where it stands.
+    """A row with its label and its standing.
 
-    ``label``: its names; of many the first, and how many more there are. ``placed`` is None while
-    speed or accuracy is missing.
+    Attributes:
+        label: the name, or the first name and a count.
+        placed: standing. None without speed or accuracy.
     """
 
     row: SweptRow
@@ -39,33 +40,33 @@ class Ranked:
 
     @property
     def names(self) -> str:
-        """All names, or the label where there is one name."""
+        """All names, or a single name's label."""
         return self.label if len(self.row.names) == 1 else plain_line(self.row.name)
 
     @property
     def standing(self) -> str:
-        """Where the row stands on the front, in words; empty while that is not known."""
+        """The standing in words, empty if unknown."""
         if self.placed is None:
             return ""
         return _STANDINGS[self.placed.standing].format(self.placed.dominated_by)
 
 
 def place(row: SweptRow) -> tuple[str, ...]:
-    """What rows of one table share: model, target, device, arithmetic, and the figures' kind."""
+    """Return the key of a table's rows: model, target, device, arithmetic and result kind."""
     kind = next((result.kind for result in row.results.values()), "measured")
     cell = row.cell
     return cell.model_name, cell.model_hash, cell.target, cell.device, cell.compute, kind
 
 
 def comparable(row: SweptRow) -> tuple[str, ...]:
-    """What points of one front share: their place, the reference, the case speed is read from."""
+    """Return the key of a front's points: their place, the reference, and the speed case."""
     accuracy, speed = row.accuracy, row.speed_result
     reference = ("", "") if accuracy is None else (accuracy.reference_id, accuracy.text)
     return *place(row), *reference, "" if speed is None else speed.case
 
 
 def ranked(found: Sequence[SweptRow]) -> list[Ranked]:
-    """Rows (of one sweep or of several), equal ones merged, with their standings."""
+    """Return sweep rows with their standings. Equal rows are merged."""
     merged = [
         replace(row, names=tuple(dict.fromkeys(row.names))) for row in summary.merge_equal(found)
     ]
@@ -84,7 +85,7 @@ def ranked(found: Sequence[SweptRow]) -> list[Ranked]:
 
 
 def by_place(found: Sequence[Ranked]) -> list[list[Ranked]]:
-    """The rows of each table, in the order they were met."""
+    """Return the rows for each table, in order."""
     groups: dict[tuple[str, ...], list[Ranked]] = {}
     for each in found:
         groups.setdefault(place(each.row), []).append(each)
@@ -92,7 +93,7 @@ def by_place(found: Sequence[Ranked]) -> list[list[Ranked]]:
 
 
 def place_name(row: SweptRow) -> str:
-    """A heading's words for a row's place."""
+    """Return the title for a row's place."""
     name, _, target, device, compute, kind = place(row)
     text = f"{name} on {device} ({target})"
     if compute != "fast":
@@ -101,8 +102,9 @@ def place_name(row: SweptRow) -> str:
 
 
 def _aligned(found: Sequence[SweptRow]) -> list[SweptRow]:
-    """The rows with rounds that may be compared in order: the i-th of one was taken with the i-th
-    of another. That is those all have, or where these are too few the first ones without a gap.
+    """Return the rows with comparable rounds: the i-th rounds of all rows ran together.
+
+    These are the common rounds. If they are too few, these are the first rounds without a gap.
     """
     common = summary.common_rounds(found)
     if len(common) >= MIN_ROUNDS:
@@ -114,7 +116,7 @@ def _aligned(found: Sequence[SweptRow]) -> list[SweptRow]:
 
 
 def _labels(merged: Sequence[SweptRow]) -> list[str]:
-    """Short names; where several rows of one place have the same, with what tells them apart."""
+    """Return short names. Equal names in a place get a distinguishing suffix."""
     wanted = [_short(row) for row in merged]
     for suffix in (lambda row: row.cell.precision_id, lambda row: row.effective_id):
         keys = [(place(row), name) for row, name in zip(merged, wanted, strict=True)]

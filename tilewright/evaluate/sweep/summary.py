@@ -1,6 +1,6 @@
-"""What a sweep's cells come to: a row a configuration, its rounds and repeats brought together.
+"""Summarizes a sweep's cells: a row per configuration with its rounds and repeats.
 
-Knows figures, not how they are printed or drawn.
+Knows values, not output.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from tilewright.evaluate.sweep.journal import CellState, SweepState
 
 @dataclass(frozen=True, slots=True)
 class SweptRow:
-    """One configuration of one model on one target: all of its cells.
+    """All cells for a configuration on a target.
 
     Attributes:
-        names: of the configurations that come to the same numbers here; more than one after
-            `merge_equal`.
-        results: the newest record of each case, the repeats of all rounds in it.
-        speed_case: the case that speed is read from: the first planned one that has figures.
-        by_round: t/s/u of that case, the median of each round.
+        names: configurations with equal results. More than one after `merge_equal`.
+        states: the cells.
+        results: newest record per case, with the repeats from all rounds.
+        accuracies: accuracy by text. None: the default text.
+        speed_case: first planned speed case with results.
+        by_round: median t/s/u per round in that case.
     """
 
     names: tuple[str, ...]
@@ -39,68 +40,69 @@ class SweptRow:
 
     @property
     def rounds(self) -> tuple[float, ...]:
-        """The speeds of `by_round`, in order."""
+        """The speeds of `by_round` in order."""
         return tuple(speed for _, speed in sorted(self.by_round.items()))
 
     @property
     def cell(self) -> Cell:
-        """A cell of it, for what all of them share."""
+        """A cell, for the common fields."""
         return self.states[0].cell
 
     @property
     def name(self) -> str:
-        """The names, as they are printed."""
+        """The printed names."""
         return ", ".join(self.names)
 
     @property
     def accuracy(self) -> Accuracy | None:
-        """The accuracy on the text that is not a special one; else on the first there is."""
+        """The accuracy on the default text, else on the first text."""
         return self.accuracies.get(None) or next(iter(self.accuracies.values()), None)
 
     @property
     def speed(self) -> float | None:
-        """Median t/s/u over all repeats of all rounds."""
+        """Median t/s/u over all repeats in all rounds."""
         found = self.speed_result
         return None if found is None else found.decode_tsu
 
     @property
     def speed_result(self) -> Result | None:
-        """The record that `rounds` is of."""
+        """The record for `rounds`."""
         return None if self.speed_case is None else self.results[self.speed_case]
 
     @property
     def measured_bytes(self) -> int | None:
-        """Bytes of the weights as the target held them; None before anything has run."""
+        """Measured weight bytes, or None."""
         measured = (s.result.resident_bytes for s in self.states if s.result is not None)
         return next((size for size in measured if size is not None), None)
 
     @property
     def num_bytes(self) -> int | None:
-        """The weights' bytes as measured; before anything has run, as estimated."""
+        """Measured weight bytes, else estimated bytes."""
         measured = self.measured_bytes
         return self.cell.weight_bytes if measured is None else measured
 
     @property
     def is_emulated(self) -> bool:
-        """Whether its accuracy is emulated and its speed predicted: of a board that is not here."""
+        """Return whether the row is of an absent board: emulated accuracy, predicted speed."""
         return self.cell.target in BOARDS
 
     def figures(self) -> ResultRow:
-        """All of these as one flat row; bytes as measured."""
+        """Return a flat row, with measured bytes."""
         flat = ResultRow.of(self.speed_result, self.accuracy, names=self.names)
         return replace(flat, weight_bytes=self.measured_bytes)
 
     @property
     def effective_id(self) -> str | None:
-        """What the configuration comes to on its target, once it has run."""
+        """The effective configuration's id on the target, or None before a run."""
         return next((s.result.effective_id for s in self.states if s.result is not None), None)
 
 
 def rows(
     state: SweepState, precision_id: str | None = None, *, calibration: str = ""
 ) -> list[SweptRow]:
-    """Rows by configuration, in the order of the plan, each compared with the sweep's base; those
-    of one configuration and calibration alone (None: of all).
+    """Return rows by configuration in plan order, compared with the sweep's base.
+
+    With ``precision_id``, return the rows of this configuration and ``calibration`` only.
     """
 
     def is_wanted(cell: Cell) -> bool:
@@ -117,7 +119,7 @@ def rows(
 
 
 def merge_equal(found: Sequence[SweptRow]) -> list[SweptRow]:
-    """Rows that come to the same numbers on their target as one row with all their names."""
+    """Merge the rows with equal effective values on their target."""
     groups: dict[object, list[SweptRow]] = {}
     for index, row in enumerate(found):
         own = row.effective_id, row.cell.calibration
@@ -127,25 +129,25 @@ def merge_equal(found: Sequence[SweptRow]) -> list[SweptRow]:
 
 
 def common_rounds(found: Sequence[SweptRow]) -> list[int]:
-    """The rounds in which all of these rows were timed; a round of another row says nothing."""
+    """Return the rounds that all rows have in common."""
     numbers = [set(row.by_round) for row in found]
     return sorted(set.intersection(*numbers)) if numbers else []
 
 
 def in_rounds(row: SweptRow, numbers: Sequence[int]) -> SweptRow:
-    """The row with only these rounds to be compared by."""
+    """Return the row with only these rounds for comparison."""
     return replace(row, by_round={number: row.by_round[number] for number in numbers})
 
 
 def later_rounds(row: SweptRow, first: int) -> SweptRow:
-    """The row as if it had been timed from round ``first`` on only."""
+    """Return the row without speeds before round ``first``."""
     kept = tuple(s for s in row.states if s.cell.kind == "accuracy" or s.cell.round >= first)
     alone = _row(kept)
     return replace(alone, names=row.names, accuracies=row.accuracies)
 
 
 def point(row: SweptRow) -> Point | None:
-    """A row as a point of speed and top-1; None while either is missing."""
+    """Return a row as a point of speed and top-1, or None if one is missing."""
     accuracy, speed = row.accuracy, row.speed
     if accuracy is None or speed is None:
         return None
@@ -163,7 +165,7 @@ def point(row: SweptRow) -> Point | None:
 
 
 def _speed_error(row: SweptRow) -> float | None:
-    """The share of a predicted speed that it may be off by; infinite if none is said."""
+    """Return a predicted speed's relative error, infinite if unknown. None: measured."""
     found = row.speed_result
     if found is None or found.kind != "predicted":
         return None
@@ -204,11 +206,11 @@ def _row(states: Sequence[CellState]) -> SweptRow:
 
 
 def _merged(members: Sequence[SweptRow]) -> SweptRow:
-    """Names together; speed from the repeats of all, each round the median of theirs."""
+    """Merge rows: all names, all repeats, and a median per round."""
     first = members[0]
     accuracies: dict[str | None, Accuracy] = {}
     results: dict[str, Result] = {}
-    for row in reversed(members):  # so that the first one's figures stay
+    for row in reversed(members):  # the first row has precedence
         accuracies |= row.accuracies
         results |= row.results
     results = {
@@ -231,13 +233,13 @@ def _merged(members: Sequence[SweptRow]) -> SweptRow:
 
 
 def with_repeats(result: Result, members: Sequence[Result]) -> Result:
-    """The repeats of all members as its own; a predicted figure has none, and stays."""
+    """Return a result with all members' repeats. Predictions have no repeats."""
     repeats = tuple(repeat for member in members for repeat in member.repeats)
     return replace(result, repeats=repeats, **medians(repeats)) if repeats else result
 
 
 def _with_pairs(row: SweptRow, base: SweptRow | None) -> SweptRow:
-    """McNemar's comparison with the base's very positions, of the same model on the same target."""
+    """Add McNemar's comparison with the base of the same model and target."""
 
     def paired(accuracy: Accuracy, text: str | None) -> Accuracy:
         theirs = None if base is None or base is row else base.accuracies.get(text)

@@ -1,4 +1,4 @@
-"""Which tokens each running answer may go on with, computed beside the step that wants to know."""
+"""Token masks of requests with a grammar, computed in threads during a step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tilewright.runtime.scheduling.request_state import RequestState
 
 _NUM_COMPILERS = 2
 _NUM_MAKERS = min(8, os.cpu_count() or 1)
-_LEAST_EACH = 8  # masks of some microseconds: fewer are not worth another thread
+_LEAST_EACH = 8  # masks per thread: a mask takes only microseconds
 _PATIENCE = 0.01
 
 
 class Masks:
-    """Matchers and masks of a loop's requests; its threads are started with the first grammar."""
+    """Matchers and masks of a loop's requests. Threads start with the first grammar."""
 
     def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
@@ -34,21 +34,21 @@ class Masks:
         self._jobs: list[Future[None]] = []
 
     def check(self, request: RequestState) -> None:
-        """Refuse a grammar where none can be obeyed.
+        """Check that a grammar can be compiled.
 
         Raises:
-            RequestError: there is no tokenizer here to compile it for.
+            RequestError: if the loop has no tokenizer.
         """
         if request.grammar is not None and self._grammars is None:
             raise RequestError("a grammar; allowed: none, for this loop has no tokenizer")
 
     @property
     def is_compiling(self) -> bool:
-        """Whether any request still waits for its grammar to be compiled."""
+        """Return whether a request waits for the compilation of its grammar."""
         return bool(self._compiling)
 
     def compile(self, request: RequestState) -> None:
-        """Make the matcher of a request that :meth:`check` accepts, beside the loop."""
+        """Start the compilation of a checked request's matcher in a thread."""
         assert self._grammars is not None and request.grammar is not None
         if self._compilers is None:
             self._compilers = roomy_threads(_NUM_COMPILERS, "grammars")
@@ -58,14 +58,15 @@ class Masks:
         )
 
     def forget(self, request: RequestState) -> None:
-        """Nobody waits for a request's matcher any more."""
+        """Drop the compilation of a request."""
         found = self._compiling.pop(request, None)
         if found is not None:
             found.cancel()
 
     def compiled(self, *, waits: bool) -> list[tuple[RequestState, str]]:
-        """Requests that have their matchers now, or why they cannot have one; ``waits``: there is
-        nothing else to do, for a moment.
+        """Return requests with finished compilations, and an error or an empty text for each.
+
+        ``waits``: wait a moment, because the loop has no other work.
         """
         if waits and self._compiling:
             wait(self._compiling.values(), _PATIENCE, return_when=FIRST_COMPLETED)
@@ -77,14 +78,14 @@ class Masks:
                 request.matcher = self._compiling.pop(request).result()
             except TilewrightError as reason:
                 error = one_line(reason)
-            except Exception as reason:  # a library's own: it costs this request alone
+            except Exception as reason:  # an error of the library fails only this request
                 error = f"the grammar cannot be compiled: {one_line(reason)}"
             found.append((request, error))
         return found
 
     def begin(self, rows: Mapping[Slot, RequestState]) -> None:
-        """Start to compute the masks of rows whose answers are known up to the last token."""
-        wait(self._jobs)  # what a step that failed has left behind
+        """Start the masks of rows with a known last token."""
+        wait(self._jobs)  # jobs of a failed step
         self._jobs.clear()
         self._wanted = [(slot, each) for slot, each in rows.items() if each.matcher is not None]
         count = len(self._wanted)
@@ -101,8 +102,9 @@ class Masks:
             self._jobs.append(self._makers.submit(_make, todo))
 
     def take(self) -> tuple[Allowed, list[RequestState]]:
-        """The masks that were begun, until the next are, and requests that no token is left for;
-        waits for them.
+        """Wait for the started masks. Return them, and the requests without an allowed token.
+
+        The masks are valid until the next `begin`.
         """
         for job in self._jobs:
             job.result()
@@ -113,25 +115,26 @@ class Masks:
         return Allowed(tuple(slots), words[np.array(is_there)] if over else words), over
 
     def close(self) -> None:
-        """End the threads that compile grammars and make masks; what they still do is left."""
+        """End the threads for grammars and masks. Unfinished work is dropped."""
         for pool in (self._compilers, self._makers):
             if pool is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _make(todo: deque[tuple[RequestState, np.ndarray]]) -> None:
-    """Rows that are left, one after another: some take a hundred times as long as others."""
+    """Write the rows in the queue. Some rows take a hundred times as long as others."""
     while todo:
         try:
             each, words = todo.popleft()
-        except IndexError:  # another thread was sooner
+        except IndexError:  # another thread took the last row
             return
         write_allowed(each, words)
 
 
 def write_allowed(request: RequestState, words: np.ndarray) -> None:
-    """Write the tokens that a request's answer may go on with as a row of `Allowed`: none where it
-    has met its grammar and no token could say so, or where its matcher has failed.
+    """Write the allowed next tokens of a request as a row of `Allowed`.
+
+    The row is empty if the grammar is complete without an end token, or if the matcher has failed.
     """
     matcher = request.matcher
     assert matcher is not None
@@ -152,6 +155,6 @@ def write_allowed(request: RequestState, words: np.ndarray) -> None:
 
 
 def no_token(request: RequestState) -> str:
-    """Why an answer cannot go on, though it has not met its grammar."""
+    """Return the reason for an answer without an allowed token and an incomplete grammar."""
     said = request.matcher.error if request.matcher is not None else ""
     return f"no token obeys the grammar here{': ' + said if said else ''}"

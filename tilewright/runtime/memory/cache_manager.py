@@ -1,4 +1,4 @@
-"""Slots, and what of a prompt somebody has computed before: what all executables share of it."""
+"""Base class of cache managers: slots, prefix matches and snapshots."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ StateBytes = Callable[[int, int], int]
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What of a prompt need not be computed: its first ``length`` positions.
+    """The first ``length`` positions of a prompt, which are already computed.
 
     Attributes:
-        pages: cached pages that hold them. slot: one, kept or running, that holds them.
-        snapshot: the per-sequence state behind them; None where there is no such state, or where
-            the slot is continued as it is.
-        junction: positions that are there but of no use, for want of the state behind them; 0
-            where there are none.
-        reached: the most positions that the slot's state has had; see `Capabilities.can_cut`.
+        length: number of positions.
+        pages: their cached pages.
+        slot: a cached or running slot with these positions.
+        snapshot: per-sequence state after them. None: the model has no such state, or the slot is
+            continued.
+        junction: computed positions that are useless without a snapshot. 0: none.
+        reached: largest length of the slot's state, see `Capabilities.can_cut`.
     """
 
     length: int = 0
@@ -53,10 +54,12 @@ NOTHING = PrefixMatch()
 
 
 class CacheManager(ABC):
-    """Deals slots, and what they hold, to requests; collects the edits that tell the executable.
+    """Assigns slots and cache to requests, and collects state updates for the executable.
 
-    ``running``: who has a slot, in the order of admission; ``by_slot``: the same, by slot.
-    ``num_present``: running and waiting requests at the last admission.
+    Attributes:
+        running: requests with a slot, in the order of admission.
+        by_slot: the same requests, sorted by slot.
+        num_present: number of running and waiting requests at the last admission.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class CacheManager(ABC):
         self._free = list(range(capabilities.max_num_seqs))
 
     def name(self, request: RequestState) -> None:
-        """Make the names of a prompt's pages, where they are of use to anybody."""
+        """Compute the keys of a prompt's pages, if they are useful."""
         if self.policy.reuses and not request.is_private and self._wants_keys:
             request.page_keys = tuple(
                 chain_keys(request.cache_tokens, self.grain, request.cache_salt)
@@ -86,20 +89,20 @@ class CacheManager(ABC):
 
     @property
     def has_slot(self) -> bool:
-        """Whether anybody could sit down now, as far as slots go."""
+        """Return whether a slot is free."""
         return bool(self._free)
 
     @abstractmethod
     def find(self, request: RequestState) -> PrefixMatch:
-        """Find how much of a request's prompt was computed already and can be shared."""
+        """Find the computed prefix of a request's prompt."""
 
     @abstractmethod
     def shared_with(self, request: RequestState, other: RequestState) -> int:
-        """Positions of a prompt that could be shared, once a running one has computed them."""
+        """Return the common positions of a prompt with a running request."""
 
     @abstractmethod
     def fits(self, request: RequestState, found: PrefixMatch) -> bool:
-        """Whether there is room for a request to begin; there is a slot."""
+        """Return whether the cache has capacity for a request. A slot is free."""
 
     @abstractmethod
     def admit(self, request: RequestState, found: PrefixMatch) -> None:
@@ -107,39 +110,41 @@ class CacheManager(ABC):
 
     @abstractmethod
     def follow(self, leader: RequestState, request: RequestState) -> bool:
-        """Another choice for the prompt that ``leader`` ends with the next step gets a slot, into
-        which the leader's state is copied; False where there is no room.
+        """Admit another choice with the prompt of ``leader``, which ends in the next step.
+
+        The leader's state is copied. Return False without capacity.
         """
 
     @abstractmethod
     def grow(self, running: RequestState) -> bool:
-        """Make room for one more position of a request; False where there is none."""
+        """Add capacity for another position of a request. Return False without capacity."""
 
     def reserve(self, running: RequestState, count: int) -> int:
-        """Add pages for the next ``count`` positions, without preemption. Return the number of
-        these positions with a page.
+        """Add pages for the next ``count`` positions, without preemption.
+
+        Return the number of these positions with a page.
         """
         return count
 
     @abstractmethod
     def leave(self, running: RequestState, *, may_keep: bool) -> None:
-        """Free a slot for others; ``may_keep``: what it holds may be of use to them."""
+        """Free a slot. ``may_keep``: its state may be cached for later prompts."""
 
     @abstractmethod
     def note(self, running: RequestState) -> None:
-        """Note that a step was planned that computes up to ``running.num_computed`` of a prompt."""
+        """Note a scheduled step that computes a prompt up to ``running.num_computed``."""
 
     def can_return(self, running: RequestState) -> bool:
-        """Whether there is room for one whose state is in host memory."""
+        """Return whether a swapped request fits."""
         raise AssertionError(f"{running}: slots without pages are not given up")
 
     def put_out(self, running: RequestState, place: HostPlace) -> None:
-        """The state of a slot goes to host memory, and the slot to others."""
+        """Swap a slot's state to host memory, and free the slot."""
         self.edits.append(SwapOut(running.slot, place))
         self.leave(running, may_keep=False)
 
     def take_back(self, running: RequestState, place: HostPlace) -> None:
-        """One for whom there is room gets a slot and its state again."""
+        """Swap a request in. It must fit."""
         running.slot = self._take_slot()
         self._open(running.slot, running)
         self._deal(running)
@@ -147,13 +152,14 @@ class CacheManager(ABC):
         self._take_in(running)
 
     def _deal(self, running: RequestState) -> None:  # noqa: B027 (slots may stay)
-        """Pages for what a running request holds, where there are pages."""
+        """Add pages for a swapped request, if the cache has pages."""
 
     def waits_for(
         self, request: RequestState, found: PrefixMatch, pending: Iterable[RequestState]
     ) -> bool:
-        """Whether a request should wait for prompts that are being computed, because that saves
-        it a piece of its own; never for those of a worse priority.
+        """Return whether a request should wait for a prompt that is being computed.
+
+        It waits if this saves a chunk. It never waits for a request of lower priority.
         """
         if not self.policy.reuses or request.is_private:
             return False
@@ -173,9 +179,7 @@ class CacheManager(ABC):
     def saves(
         self, running: RequestState, start: int, end: int
     ) -> tuple[tuple[int, Snapshot], ...]:
-        """The snapshots to be taken while the positions from ``start`` to ``end`` of a prompt are
-        computed.
-        """
+        """Return the snapshots to take between ``start`` and ``end`` of a prompt."""
         if not running.saves:
             return ()
         passed = sorted(at for at in running.saves if start < at <= end)
@@ -199,26 +203,26 @@ class CacheManager(ABC):
         return tuple(found)
 
     def _go_on(self, running: RequestState, key: bytes) -> None:
-        """A sequence has a snapshot further on than its latest."""
+        """Replace the latest snapshot of a sequence by a later one."""
         if running.latest is not None and running.latest != key:
             self.snapshots.supersede(running.latest)
         running.latest = key
 
     def take_edits(self) -> tuple[StateUpdate, ...]:
-        """The edits of the step that is planned now, which has all its pieces of prompts."""
+        """Return and clear the state updates of the scheduled step."""
         edits = tuple(self.edits)
         self.edits.clear()
         self.snapshots.end_step()
         return edits
 
     def forget(self) -> None:
-        """The executable holds nothing any more, and nobody has a slot."""
+        """Clear the state after a reset of the executable. No request has a slot."""
         assert not self.running
         self.snapshots.forget()
         self.edits.clear()
 
     def size_of(self, num_positions: int) -> int:
-        """The bytes of state that one sequence takes."""
+        """Return the bytes of state for a sequence with ``num_positions`` positions."""
         return self._state_bytes(num_positions, 1)
 
     def _open(self, slot: Slot, request: RequestState, keeps: int = 0) -> None:
@@ -228,7 +232,7 @@ class CacheManager(ABC):
         self.edits.append(OpenSlot(slot, sampling, prompt, keeps, request.rotary_delta))
 
     def _load(self, running: RequestState, found: PrefixMatch) -> None:
-        """The state of what was found into a slot, where it is a snapshot's."""
+        """Load the matched snapshot into a slot, if there is one."""
         if found.snapshot is not None:
             self.edits.append(LoadState(running.slot, found.snapshot))
             running.latest = running.page_keys[found.length // self.grain - 1]
@@ -247,7 +251,7 @@ class CacheManager(ABC):
         self._take_in(request)
 
     def _begin_copy(self, leader: RequestState, request: RequestState, slot: Slot) -> None:
-        """Another choice: its prompt is the leader's, whose last piece is in the next step."""
+        """Start another choice with the leader's prompt, which ends in the next step."""
         length = len(request.prompt)
         reached = max(leader.max_num_computed, length)
         self._begin(request, slot, PrefixMatch(length, reached=reached))

@@ -1,4 +1,4 @@
-"""Slots whose state lies in one piece: a later prompt continues one that has ended, or a copy."""
+"""Cache of contiguous slots. A later prompt continues a finished slot, or a copy of a slot."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tilewright.runtime.memory.cached_slots import CachedSlots, common_length
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 _WORTH_COPYING = 8
-"""Positions of a slot's state that are copied rather than computed; or half a short prompt's."""
+"""Minimum positions for a copy of a slot's state, or half of a short prompt."""
 
 
 class ContiguousCacheManager(CacheManager):
-    """The slot of a sequence that has ended is kept, least recently used first to go.
+    """Keeps the slots of finished sequences, and evicts the least recently used.
 
-    A prompt that continues all that a kept slot holds takes that slot over; one that shares a part
-    of a kept or running one gets a copy of it, and where no slot is left for it, takes it over and
-    cuts it back. State that cannot be cut back goes on at its end, or from a snapshot.
+    A prompt that continues a whole cached slot takes the slot. A prompt that shares a part of a
+    cached or running slot gets a copy. Without a further slot, it takes the cached slot and
+    truncates it. State that cannot be truncated continues at its end, or from a snapshot.
     """
 
     def __init__(
@@ -50,8 +50,9 @@ class ContiguousCacheManager(CacheManager):
         return best
 
     def _holders(self, salt: str) -> Iterator[tuple[Slot, tuple[int, ...], int, bool]]:
-        """Slots that hold tokens which may be shared, the most recently used first; the most
-        positions that they have had, and whether they are kept.
+        """Yield the slots with shareable tokens, most recently used first.
+
+        Each entry has the slot, its tokens, its largest length, and whether it is cached.
         """
         for slot, kept in reversed(list(self.kept)):
             if kept.salt == salt:
@@ -64,7 +65,7 @@ class ContiguousCacheManager(CacheManager):
     def _use_of(
         self, request: RequestState, slot: Slot, common: int, reached: int, *, is_whole: bool
     ) -> PrefixMatch:
-        """What a prompt has of a slot with which it shares so many positions."""
+        """Return the match of a prompt with a slot that shares ``common`` positions."""
         can_cut = self.capabilities.can_cut
         if is_whole or not self._has_state:
             is_held = is_whole or can_cut(reached, common)
@@ -79,7 +80,7 @@ class ContiguousCacheManager(CacheManager):
 
     @staticmethod
     def _reached(running: RequestState) -> int:
-        """The most positions that the state of a running sequence's slot has had."""
+        """Return the largest length of a running sequence's slot."""
         return max(running.max_num_computed, running.num_computed)
 
     def shared_with(self, request: RequestState, other: RequestState) -> int:
@@ -107,7 +108,7 @@ class ContiguousCacheManager(CacheManager):
         self._load(request, found)
 
     def _choose(self, request: RequestState, found: PrefixMatch) -> tuple[Slot, bool]:
-        """A slot, and whether what was found is copied into it."""
+        """Return a slot, and whether the match is copied into it."""
         source = found.slot
         if source is None:
             return self._fresh_slot(), False
@@ -122,7 +123,7 @@ class ContiguousCacheManager(CacheManager):
         return self._fresh_slot(besides=source), is_worth
 
     def _fresh_slot(self, besides: Slot | None = None) -> Slot:
-        """A slot that holds nothing; the oldest kept one makes room where all are taken."""
+        """Return an empty slot. Evict the oldest cached slot if no slot is free."""
         if self._free:
             return self._take_slot()
         slot = self.kept.take_oldest(besides=besides)
@@ -146,7 +147,7 @@ class ContiguousCacheManager(CacheManager):
         known = (*running.cache_tokens, *running.output)[: running.num_computed]
         may_keep &= self.policy.reuses and not running.is_private and len(known) > 0
         may_keep &= self.capabilities.can_cut(running.num_computed, len(known))
-        # what was computed behind a cancellation is not known, and state cannot be cut back
+        # Positions after a cancellation are unknown, and state cannot be truncated.
         if not may_keep or (self._has_state and running.num_computed > len(known)):
             self._give_slot(slot)
             return
@@ -155,7 +156,7 @@ class ContiguousCacheManager(CacheManager):
             self._give_slot(left)
 
     def note(self, running: RequestState) -> None:
-        """Do nothing: what a slot holds is found through the slot."""
+        """Do nothing: matches are found through the slots."""
 
     def forget(self) -> None:
         super().forget()

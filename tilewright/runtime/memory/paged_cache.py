@@ -1,4 +1,4 @@
-"""Slots over a pool of pages: full pages of prompts are shared, snapshots beside them."""
+"""Cache of pages. Prompts share full pages, and snapshots of per-sequence state."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from tilewright.runtime.scheduling.request_state import RequestState, SchedulerC
 
 
 class PagedCacheManager(CacheManager):
-    """A page enters the prefix cache when a step was planned that fills it, and is not written
-    from then on; steps are in order, so who finds it computes behind that step. Pages of answers
-    enter it, where they do, when these have ended and all their tokens are known.
+    """Shares full pages by key.
+
+    A prompt page enters the prefix cache when a step that fills it is scheduled. It is not written
+    after that step. Steps run in order, so a request that finds the page runs after it. Output
+    pages enter when the request has finished and all tokens are known.
     """
 
     def __init__(
@@ -30,7 +32,7 @@ class PagedCacheManager(CacheManager):
 
     @property
     def _wants_keys(self) -> bool:
-        # state that cannot be cut back is not where a shared page ends, unless it was kept there
+        # Without snapshots, shared pages are useless for per-sequence state.
         return not (self._has_state and self.snapshots.is_empty)
 
     def find(self, request: RequestState) -> PrefixMatch:
@@ -106,9 +108,7 @@ class PagedCacheManager(CacheManager):
         self._num_growing += _grows(running)
 
     def _keep_state(self, running: RequestState) -> None:
-        """Keep the state behind an answer that fills whole pages now, in place of what was kept
-        of it before.
-        """
+        """Save the state at the end of full output pages, in place of the earlier snapshot."""
         place = running.reply[1] if running.reply else self.snapshots.borrow()
         if place is not None:
             self.edits.append(SaveState(running.slot, place))
@@ -138,7 +138,7 @@ class PagedCacheManager(CacheManager):
 
     def _deal(self, running: RequestState) -> None:
         self._give_pages(running, self.pool.take(self._num_again(running)))
-        running.num_named = 0  # these are copies of those it had, which may be cached no more
+        running.num_named = 0  # new pages, which are not cached
 
     def forget(self) -> None:
         super().forget()
@@ -150,11 +150,11 @@ class PagedCacheManager(CacheManager):
         self.edits.append(AssignPages(running.slot, 0, tuple(pages)))
 
     def _num_first(self, request: RequestState) -> int:
-        """Pages for a prompt and the first position behind it, if that is ever read."""
+        """Return the pages for a prompt and the first position after it, if needed."""
         return pages_of(min(request.max_positions, len(request.prompt) + 1), self.grain)
 
     def _num_again(self, running: RequestState) -> int:
-        """Pages for one that was preempted, perhaps before its prompt was computed."""
+        """Return the pages for a preempted request. Its prompt may be incomplete."""
         num_now = pages_of(min(running.max_positions, running.num_computed + 1), self.grain)
         return max(num_now, self._num_first(running))
 
@@ -162,17 +162,17 @@ class PagedCacheManager(CacheManager):
         return self._num_first(request) - len(found.pages)
 
     def _has_room(self, shared: tuple[int, ...], num_fresh: int) -> bool:
-        """Whether there are so many pages, and one more for each that runs and may need one."""
+        """Return whether the pages are available, with a reserve for every growing request."""
         revived = sum(not self.pool.count(page) for page in shared)
         return num_fresh + revived + self._num_growing <= self.pool.num_available
 
     def _names_reply(self, running: RequestState) -> bool:
-        """Whether the full pages of an answer enter the prefix cache."""
+        """Return whether the full pages of an output enter the prefix cache."""
         policy, is_private = self.policy, running.is_private
         return policy.cache_replies and policy.reuses and self._wants_keys and not is_private
 
     def _name_reply(self, running: RequestState) -> list[bytes]:
-        """The full pages of an answer enter the prefix cache: the keys of all of the sequence."""
+        """Add the full output pages to the prefix cache. Return all keys of the sequence."""
         known = (*running.cache_tokens, *running.output)[: running.num_computed]
         keys = chain_keys(known, self.grain, running.cache_salt, running.page_keys)
         is_invariant = not self.capabilities.invariant_rows  # decode kernels wrote these pages
@@ -185,8 +185,9 @@ class PagedCacheManager(CacheManager):
         return bool(limits.invariant_rows) and limits.shares_passes(num_sequences)
 
     def _name_state(self, running: RequestState, keys: list[bytes]) -> None:
-        """The state of an answer has the name of what it is behind, if all of that is known: what
-        was computed behind an end token or a cancellation is not.
+        """Give the output's snapshot its key, if the position is known.
+
+        Positions after an end token or a cancellation are unknown.
         """
         assert running.reply is not None
         (position, place), running.reply = running.reply, None
@@ -198,5 +199,5 @@ class PagedCacheManager(CacheManager):
 
 
 def _grows(running: RequestState) -> bool:
-    """Whether a request may come to need more pages than it has."""
+    """Return whether a request may need more pages."""
     return running.page_capacity < running.max_positions

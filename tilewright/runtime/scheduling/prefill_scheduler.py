@@ -1,4 +1,4 @@
-"""How many tokens of whose prompt the next step takes."""
+"""Prefill scheduling: selects prompts and chunk sizes for the next step."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from tilewright.runtime.scheduling.request_state import RequestState, SchedulerC
 from tilewright.runtime.scheduling.step_cost_model import StepCost
 
 _MAX_ECHOED = 512
-"""Tokens of a piece whose rows of logits are all wanted: they go to the host, 64 MB of 32k each."""
+"""Maximum tokens of a chunk with logits for all rows: 64 MB for a vocabulary of 32k."""
 
 _UNMEASURED = 4
-"""Cells of a prompt in one step, while it is not known how long they take."""
+"""Cells of a prompt in a step, before step times are known."""
 
 _ENDLESS = 1 << 62
 
 _TURNS = 2
-"""Passes that prompts are dealt over beside streams, where these have the time: eight were no
-faster in all, and a first token later.
+"""Number of mixed batches for the waiting prompts, if the time allows it.
+
+Eight batches had the same throughput and a later first token.
 """
 _WHOLE = 1.2
-"""How many times as long as pieces beside rows a pass of both may take."""
+"""Maximum time of a mixed batch, relative to separate chunks."""
 _SLACK = 1.25
-"""How many times as much as the first piece's context another's may cost."""
+"""Maximum cost of a chunk's context, relative to the first chunk."""
 
 
 class PromptDealer:
-    """Deals the prompt tokens of a step to the oldest prompt and to the one with least left, in
-    turn: short ones pass long ones, and long ones get every second piece all the same.
+    """Distributes a step's prompt tokens to the oldest and to the shortest prompt, in turn.
+
+    Short prompts overtake long prompts, and long prompts still get every second chunk.
     """
 
     def __init__(self, capabilities: Capabilities, policy: SchedulerConfig, cost: StepCost) -> None:
@@ -49,8 +51,9 @@ class PromptDealer:
     def deal(
         self, pending: list[RequestState], num_decoding: int
     ) -> list[tuple[RequestState, int]]:
-        """Prompts and how many tokens of each are next; there is at least one, and all of them
-        have tokens left.
+        """Return the next prompts with a number of tokens for each.
+
+        ``pending`` has at least one request, and all of them have tokens left.
         """
         pending.sort(key=lambda each: (each.priority, each.order))
         order: Sequence[RequestState] = pending
@@ -74,18 +77,20 @@ class PromptDealer:
         return dealt
 
     def weigh(self, chunks: Sequence[PrefillChunk]) -> float:
-        """Tokens at the beginning of a sequence that would take as long as these pieces."""
+        """Return the number of tokens at position 0 with the same cost as these chunks."""
         far = self._limits.far
         return sum(weight_of(chunk.start, len(chunk.tokens), far) for chunk in chunks)
 
     def _piece(self, running: RequestState, room: int, weight: float, *, is_first: bool) -> int:
-        """Tokens of the next piece: all that is left, or whole pages of it, and where there are no
-        pages whole cells: a part of one takes as long. Where steps are smaller, whole steps.
+        """Return the size of the next chunk.
+
+        It is the rest of the prompt, or whole pages of it. Without pages it is whole cells, because
+        a partial cell takes as long. Smaller steps take a whole step.
         """
         limits, most = self._limits, self._most
         if running.sampling.prompt_logprobs is not None:
             most = min(most, _MAX_ECHOED)
-        within = min(room, most)  # the first piece's context is known to the room already
+        within = min(room, most)  # the budget includes the context of the first chunk
         if not is_first:
             within = max(0, min(within, _count_within(running.num_computed, weight, limits.far)))
         if running.prompt_left <= within:
@@ -95,20 +100,22 @@ class PromptDealer:
         return count or (min(grain, running.prompt_left) if is_first else 0)
 
     def _until_saved(self, running: RequestState, count: int) -> int:
-        """No more tokens than up to the first snapshot that the piece would be cut for: then it
-        would share no pass, and the rest costs little in the next.
+        """Return ``count``, cut at the first snapshot that would split the chunk.
+
+        A split chunk could not join a mixed batch, and the rest costs little in the next batch.
         """
         start, marks = running.num_computed, self._limits.marks
         places = sorted(at - start for at in running.saves if at > start)
         return min((count, *places[marks:]))
 
     def _is_timed(self, num_decoding: int) -> bool:
-        """Whether streams wait for the step's prompts, and shall not for long."""
+        """Return whether decode rows limit the time of the step's prompts."""
         return bool(num_decoding and self._policy.step_ms)
 
     def _num_pieces(self, num_decoding: int, num_pending: int) -> int:
-        """Prompts that the next step takes a piece of: beside rows that may share a pass, as many
-        as may end in the widest there is.
+        """Return the maximum number of chunks in the next step.
+
+        With decode rows in a mixed batch, all chunks must fit into the widest batch.
         """
         limits = self._limits
         is_small = limits.passes and not self._passes
@@ -119,7 +126,7 @@ class PromptDealer:
     def _room(
         self, order: Sequence[RequestState], num_decoding: int, num_pieces: int
     ) -> tuple[int, float]:
-        """Tokens of prompts that the next step takes, and what they may weigh."""
+        """Return the budget of the next step in tokens and in weighted tokens."""
         start, num_rows = order[0].num_computed, num_decoding + num_pieces
         if not self._is_timed(num_decoding):
             room, shared = self.budget(num_decoding, start), self._limits.most_shared
@@ -137,13 +144,14 @@ class PromptDealer:
         return room, _SLACK * weight_of(start, room, self._limits.far)
 
     def _rows_of(self, count: int) -> int:
-        """What a piece takes of a step's room: where it shares a pass, whole pages."""
+        """Return a chunk's share of the budget: whole pages in a mixed batch."""
         page = self._limits.page_size if self._passes else 0
         return -(-count // page) * page if page else count
 
     def _sizes(self, num_rows: int) -> tuple[int, ...]:
-        """The passes that there are for so many rows and prompts that may end, and those beside
-        more rows that are larger.
+        """Return the batch sizes for ``num_rows`` decode rows and ends of prompts.
+
+        Includes the larger sizes of batches for more rows.
         """
         found: tuple[int, ...] = ()
         for rows, sizes in self._passes:
@@ -152,10 +160,11 @@ class PromptDealer:
         return found
 
     def _pass_of(self, sizes: Sequence[int], num_waiting: int, *, is_alone: bool) -> int:
-        """Which of some passes takes what waits where time is no matter: the least that has room
-        for it, else the largest. But the one before, if it is worth reading the weights for, where
-        it and that of the rest are less together: rows would read the weights for that anyway, and
-        where there are none (``is_alone``) this counts as a cell.
+        """Select a batch size for ``num_waiting`` tokens without a time limit.
+
+        Return the smallest size that fits all tokens, else the largest. Two smaller batches are
+        preferred if their total size is less. Without decode rows (``is_alone``), the second batch
+        costs another cell, because the weights are read twice.
         """
         at = min(bisect_left(sizes, num_waiting), len(sizes) - 1)
         found, before = sizes[at], sizes[at - 1] if at else 0
@@ -168,8 +177,10 @@ class PromptDealer:
     def shared(
         self, num_decoding: int, sizes: Sequence[int], num_waiting: int, start: int = 0
     ) -> int:
-        """Which of some passes rows and prompts share, the first of those at ``start``: the least
-        that lets ``num_waiting`` tokens through in some passes, if it has the time.
+        """Select a batch size for decode rows and prompts with a time limit.
+
+        Return the smallest size that takes ``num_waiting`` tokens in some batches, if the time
+        allows it. ``start`` is the position of the first prompt.
         """
         policy = self._policy
         allowed = _WHOLE * max(policy.step_ms, self._cost.decode(num_decoding))
@@ -184,10 +195,11 @@ class PromptDealer:
         return min(self._most, found)
 
     def budget(self, num_decoding: int, start: int = 0) -> int:
-        """Tokens of prompts, the first of them at ``start``, that the next step takes: beside
-        streams, and where the loop must be heard of between steps, as many whole cells as are
-        expected to take no longer than they may. Behind a long context it is a cell: of fewer
-        tokens attention leaves the device idle, and takes as long.
+        """Return the number of prompt tokens in the next step. The first is at ``start``.
+
+        With decode rows, or if the loop must answer between steps, the number is the whole cells
+        within the expected time. After a long context it is a cell, because attention over fewer
+        tokens leaves the device idle and takes as long.
         """
         limits, cell = self._limits, self._limits.cell
         if self._is_timed(num_decoding):
@@ -200,22 +212,24 @@ class PromptDealer:
         return self._most
 
     def _weight_beside(self, num_decoding: int) -> int:
-        """Tokens at the beginning of a sequence that are expected to take no longer than prompts
-        may behind so many rows, but at least as long as these, and a cell.
+        """Return the weighted tokens that fit the time with ``num_decoding`` decode rows.
+
+        The allowed time is at least the time of these rows. The result is at least a cell.
         """
         allowed = max(self._policy.step_ms, self._cost.decode(num_decoding))
         return max(self._cost.tokens_within(allowed) or 0, self._limits.cell)
 
 
 def weight_of(start: int, count: int, far: int) -> float:
-    """Tokens that take as long as ``count`` of them from position ``start`` on if no context is
-    before them: each counts once more for every ``far`` positions (0: never).
+    """Return the number of tokens at position 0 with the same cost as ``count`` from ``start``.
+
+    Each token counts once more for every ``far`` positions of its context. 0: never.
     """
     return count * (1.0 + (start + count / 2) / far) if far else float(count)
 
 
 def _count_within(start: int, weight: float, far: int) -> int:
-    """The most tokens from ``start`` on whose :func:`weight_of` is no more than ``weight``."""
+    """Return the maximum number of tokens from ``start`` with a `weight_of` within ``weight``."""
     if weight <= 0:
         return 0
     if weight == math.inf:

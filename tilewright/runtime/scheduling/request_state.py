@@ -1,4 +1,4 @@
-"""Request states, scheduling options, and the output of the scheduler. Imports no torch."""
+"""Request states, scheduling options, and the scheduler's output. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,31 +22,27 @@ if TYPE_CHECKING:
     from tilewright.runtime.grammar.matchers import Matcher
 
 STEP_MS = 20.0
-"""Milliseconds that a piece of a prompt may take beside running streams."""
+"""Default milliseconds for a prefill chunk in a step with decode rows."""
 HOST_CACHE_BYTES = 4 << 30
-"""Host memory for the state of requests that do not run: preempted ones, and kept slots."""
+"""Default host memory in bytes for swapped requests and cached slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What a user may choose of a scheduler.
+    """Scheduler options.
 
     Attributes:
-        step_ms: milliseconds for pieces of prompts while others decode; 0: no limit.
-        beat_ms: milliseconds that prompts may take in a step while nobody decodes, or where
-            ``step_ms`` is no limit, on executables that do not run ahead: the loop is deaf and
-            silent for so long. 0: no limit.
-        step_tokens: tokens of prompts in one step; None: as many as the executable takes.
-        reuses: whether prompts share what was computed for others with the same beginning: pages,
-            or, on executables without them, the slots of sequences that have ended. Whoever
-            measures has it off, so that no figure comes from a cache.
-        prompts_first: whether streams wait while prompts are computed: right where all requests
-            are there from the beginning and nobody listens.
-        cache_replies: whether full pages of an answer are shared too, and the state behind the
-            last of them. What finds them reads what the kernels of decode have written, which is
-            equal to a prompt's up to rounding.
-        host_bytes: host memory for the state of preempted requests, and as much for that of kept
-            slots; what does not fit is computed again.
+        step_ms: maximum milliseconds for prefill in a step with decode rows. 0: no limit.
+        beat_ms: maximum milliseconds for prefill in other steps, on executables without
+            asynchronous scheduling. The loop handles no messages during a step. 0: no limit.
+        step_tokens: maximum prompt tokens in a step. None: the executable's limit.
+        reuses: whether prompts share computed prefixes: pages, or finished slots on executables
+            without pages. Measurements disable it.
+        prompts_first: whether decode rows wait for prefill. Useful for offline batches.
+        cache_replies: whether full output pages and their state are shared. Decode kernels write
+            them, so they equal prompt pages up to rounding.
+        host_bytes: host memory for preempted requests, and the same amount again for cached slots.
+            Other state is computed again.
         speculative: Speculative decoding. None: no drafts.
     """
 
@@ -66,7 +62,7 @@ _NO_ANSWER = SamplingParams(max_tokens=1)
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request in an engine: what it asks, its output, and the state of its slot.
+    """A request in an engine: its input, its output, and the state of its slot.
 
     Times are ``time.perf_counter()`` seconds. Fields with the names of `EngineRequest` have its
     meaning.
@@ -242,10 +238,13 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """A step and what becomes of its tokens: ``rows`` names who gets the token of a slot; rows
-    that only replay known tokens are not there. ``prompt_weight``: tokens at the beginning of a
-    sequence that would take as long as the step's pieces of prompts. ``echoes``: whose chunks echo
-    or pool, in their order, and where each begins.
+    """A scheduled step and the requests of its tokens.
+
+    Attributes:
+        rows: request of each slot with a new token. Slots that replay known tokens are absent.
+        num_prompt_tokens: prompt tokens in the step.
+        prompt_weight: tokens at position 0 with the cost of the step's chunks.
+        echoes: request and start for each chunk that echoes or pools, in order.
     """
 
     step: Step

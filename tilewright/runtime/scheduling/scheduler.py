@@ -1,7 +1,7 @@
-"""What the next step works on: slots, pages, pieces of prompts. No tensors, no device.
+"""Scheduler: assigns slots, pages and prefill chunks to the next step. No tensors, no device.
 
-Lengths and positions advance by known counts, so a step is planned before the last one's tokens
-have been read; only ends by an end token are learnt late, and their rows in flight are dropped.
+Lengths and positions advance by known counts, so a step is planned before the previous tokens are
+read. Only end tokens are known late. Their rows in flight are dropped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tilewright.runtime.scheduling.waiting_queue import WaitingLine
 from tilewright.runtime.speculative.speculator import Speculator
 
 HOLD_SECONDS = 5.0
-"""How long a request that does not fit holds back those behind it, before one of them passes."""
+"""Seconds in which a blocked request stops later requests. Then one of them may pass."""
 
 
 Rows: TypeAlias = dict[Slot, RequestState]
@@ -46,16 +46,18 @@ Drafts: TypeAlias = dict[RequestState, tuple[int, ...]]
 """Draft tokens by request."""
 
 _ChunkOutput: TypeAlias = tuple[RequestState, Rows, PrefillChunk]
-"""A chunk with its request, and the further choices that it begins."""
+"""A chunk with its request, and the further choices that start with it."""
 
 
 class Scheduler:
-    """Admits, deals pages and pieces of prompts, preempts. One scheduler owns an executable.
+    """Admits, schedules and preempts requests. A scheduler owns its executable.
 
     Args:
-        cost: what steps take, as it is known by and by.
-        state_bytes: bytes of so many positions of so many sequences.
-        now: seconds of a clock.
+        capabilities: limits of the executable.
+        policy: options. None: the defaults.
+        cost: measured step times.
+        state_bytes: returns the bytes for positions and sequences.
+        now: clock in seconds.
     """
 
     def __init__(
@@ -92,18 +94,18 @@ class Scheduler:
 
     @property
     def running(self) -> list[RequestState]:
-        """The requests that have a slot, in the order in which they got it."""
+        """The requests with a slot, in the order of admission."""
         return list(self.cache_manager.running)
 
     @property
     def num_held_pages(self) -> int:
-        """Pages that somebody holds; 0 where there are no pages."""
+        """The number of used pages. 0 without pages."""
         cache_manager = self.cache_manager
         return cache_manager.pool.num_held if isinstance(cache_manager, PagedCacheManager) else 0
 
     @property
     def num_kept(self) -> int:
-        """Slots that nobody has, and that are kept for what they hold."""
+        """The number of cached slots without a request."""
         return (
             len(self.cache_manager.kept)
             if isinstance(self.cache_manager, ContiguousCacheManager)
@@ -112,19 +114,19 @@ class Scheduler:
 
     @property
     def num_snapshots_used(self) -> int:
-        """Snapshots of per-sequence state that hold one."""
+        """The number of stored snapshots."""
         return len(self.cache_manager.snapshots)
 
     @property
     def num_swapped(self) -> int:
-        """Requests whose state is in host memory."""
+        """The number of requests with state in host memory."""
         return len(self._swapped)
 
     def check(self, request: RequestState) -> None:
-        """Refuse a request that can never be served.
+        """Check that a request can be served.
 
         Raises:
-            RequestError: for an empty prompt, or one that could never fit with its answer.
+            RequestError: for an empty prompt, or a prompt that does not fit with its output.
         """
         limits = self.capabilities
         if request.pooling is not None and not limits.hidden_size:
@@ -141,10 +143,10 @@ class Scheduler:
             )
 
     def add(self, request: RequestState) -> None:
-        """Queue a request that :meth:`check` accepts.
+        """Check and queue a request.
 
         Raises:
-            RequestError: for one that it refuses.
+            RequestError: see `check`.
         """
         self.check(request)
         self.cache_manager.name(request)
@@ -157,14 +159,14 @@ class Scheduler:
         self.line.add(request)
 
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
+        """Return whether a request waits or runs."""
         return bool(self.line or self.cache_manager.running)
 
     def schedule(self) -> SchedulerOutput | None:
-        """Plan the next step; None where nothing can be computed before a step is read.
+        """Schedule the next step. Return None if a step must be read first.
 
-        Of the steps before, one at most has not been read; and between two calls one is read, if
-        any was under way: who loses a slot comes back knowing all that was chosen for it.
+        At most one earlier step may be in flight. Read it before the next call: a preempted request
+        must know all its output tokens.
         """
         if self.line:
             self._admit()
@@ -214,7 +216,7 @@ class Scheduler:
     def _advance(
         self, decoding: list[RequestState], drafts: Drafts
     ) -> tuple[dict[Slot, int], Rows]:
-        """Let those who decode read a token state: what is forced on whom, and who gets one."""
+        """Advance the decoding requests by a token. Return forced tokens and sampled rows."""
         forced: dict[Slot, int] = {}
         is_same = decoding == self._decoding
         if not is_same:
@@ -236,13 +238,13 @@ class Scheduler:
         return forced, self._rows
 
     def closing(self) -> Step | None:
-        """What frees the slots of those who ended, where nothing else is to be computed."""
+        """Return a step that frees the slots of finished requests, if no request runs."""
         if not self.cache_manager.edits or self.cache_manager.running:
             return None
         return Step(edits=self.cache_manager.take_edits())
 
     def finish(self, request: RequestState, reason: str) -> None:
-        """End a request for ``reason``; its slot and pages go to others from the next step on."""
+        """Finish a request. Its slot and pages are free in the next step."""
         if request.finish_reason is not None:
             return
         request.finish_reason = reason
@@ -261,7 +263,7 @@ class Scheduler:
         request.settle(num_emitted)
 
     def take(self, request: RequestState, token: int, *, is_end: bool) -> bool:
-        """Take a token of a step that was read; returns whether its request wanted it."""
+        """Take a sampled token. Return whether its request was unfinished."""
         if request.finish_reason is not None:
             return False
         request.output.append(token)
@@ -270,11 +272,11 @@ class Scheduler:
         return True
 
     def cancel(self, request: RequestState) -> None:
-        """End a request before it is complete."""
+        """Cancel a request."""
         self.finish(request, CANCELLED)
 
     def evacuate(self) -> None:
-        """Take everything off the executable: all that ran waits again, and is replayed."""
+        """Remove all requests from the executable. They wait, and are computed again."""
         for running in self.running:
             self.cache_manager.leave(running, may_keep=False)
             self.line.put_back(running)
@@ -287,11 +289,11 @@ class Scheduler:
         self._forget_rows()
 
     def _forget_rows(self) -> None:
-        """The next step's rows are not those of the last, whoever they are of."""
+        """Forget the rows of the last step, because slots have changed."""
         self._decoding, self._decode, self._rows = [], (), {}
 
     def _admit(self) -> None:
-        """Slots for those who wait, in their order, as far as there is room."""
+        """Admit waiting requests in order, as slots and pages allow."""
         cache_manager = self.cache_manager
         if not cache_manager.has_slot:
             return
@@ -317,15 +319,16 @@ class Scheduler:
             self.line.leave(request)
 
     def _slot(self, request: RequestState) -> bool | None:
-        """Whether there was room for a request, which has a slot then; None for one that waits for
-        what others compute, and keeps nobody waiting.
+        """Give a slot to a request. Return False without capacity.
+
+        Return None if the request waits for another prompt. Then it does not block the queue.
         """
         cache_manager = self.cache_manager
         if request in self._swapped:
             if not cache_manager.can_return(request):
                 return False
             cache_manager.take_back(request, self._give_place_back(request))
-            self._forget_rows()  # the same may decode as in the last step, this one on another slot
+            self._forget_rows()  # the same request may decode on another slot
             return True
         if self._is_copied_later(request):
             return None
@@ -337,20 +340,21 @@ class Scheduler:
             return False
         cache_manager.admit(request, found)
         if request.num_preemptions:
-            self._forget_rows()  # as above
+            self._forget_rows()  # see above
         return True
 
     def _is_copied_later(self, request: RequestState) -> bool:
-        """Whether the first choice for the same prompt has still to compute it."""
+        """Return whether the first choice still has to compute the common prompt."""
         first = request.like
         if first is None or request.output or first.output or first.finish_reason is not None:
             return False
         return first not in self.cache_manager.running or first.prompt_left > 0
 
     def _holds_back(self, request: RequestState) -> bool:
-        """Whether a request that does not fit keeps those behind it waiting: for some seconds; then
-        one of them passes, and it does so again. So large ones come to their turn, and one that
-        waits for much stops nobody for long.
+        """Return whether a blocked request stops later requests.
+
+        It stops them for `HOLD_SECONDS`. Then one later request may pass, and the time restarts.
+        Large requests get their turn, and do not block the queue for long.
         """
         now = self._now()
         if self._held is not request:
@@ -358,7 +362,7 @@ class Scheduler:
         return now - self._held_since < HOLD_SECONDS
 
     def _decode_rows(self) -> list[RequestState]:
-        """Every slot that decodes, by slot; each has the page that its token is written to."""
+        """Return the decoding requests by slot, each with a page for its token."""
         if self.policy.prompts_first and any(
             each.prompt_left for each in self.cache_manager.by_slot
         ):
@@ -373,7 +377,7 @@ class Scheduler:
         return [state for state in decoding if state in self.cache_manager.running]
 
     def _wanting(self) -> list[RequestState]:
-        """Who has all of its prompt computed, and wants a token that it is not getting yet."""
+        """Return the requests with a computed prompt that need another token."""
         waits = self.speculator.must_wait
         return [
             each
@@ -384,8 +388,9 @@ class Scheduler:
         ]
 
     def _preempt(self, request: RequestState) -> None:
-        """Back to the queue, before all new ones of its priority: with its state in host memory, or
-        else what it has said is replayed later.
+        """Preempt a request. It waits before all new requests of its priority.
+
+        Its state is swapped to host memory, or its tokens are replayed later.
         """
         self.num_preemptions += 1
         self.num_preempted += not request.num_preemptions
@@ -413,14 +418,14 @@ class Scheduler:
         return [self._chunk(running, count) for running, count in dealt]
 
     def _chunk(self, request: RequestState, count: int) -> _ChunkOutput:
-        """The next piece of a prompt, and the states that get a copy of what it ends in."""
+        """Return the next chunk of a prompt, and the requests that copy its end state."""
         start = request.num_computed
         request.num_computed += count
         request.prompt_left -= count
         end, pooling, is_last = request.num_computed, request.pooling, not request.prompt_left
         chooses = is_last and not request.output and pooling is None
         copies = self._copies(request) if chooses and request.choices else {}
-        self.cache_manager.note(request)  # after the copies: it counts open sequences
+        self.cache_manager.note(request)  # after the copies, because it counts open sequences
         echoes = request.sampling.prompt_logprobs is not None and not request.output
         chunk = PrefillChunk(
             request.slot,
@@ -438,7 +443,7 @@ class Scheduler:
         return request, copies, chunk
 
     def _copies(self, leader: RequestState) -> Rows:
-        """The other choices for a prompt whose end is planned, as many as there is room for."""
+        """Admit the other choices of a prompt that ends in this step, as capacity allows."""
         copies: Rows = {}
         for request in leader.choices:
             if request.finish_reason is None and request not in self.cache_manager.running:
@@ -450,19 +455,19 @@ class Scheduler:
 
 
 def _rank(running: RequestState) -> tuple[int, int]:
-    """Larger for those who are preempted sooner: of the lowest priority the newest."""
+    """Return a sort key for preemption: lowest priority and newest request last."""
     return running.priority, running.order
 
 
 def _any_masked(rows: Mapping[Slot, RequestState]) -> bool:
-    """Whether the answer of any of those who get a token has a grammar."""
+    """Return whether a row with a new token has a grammar."""
     return any(each.matcher is not None for each in rows.values())
 
 
 def _most_logprobs(
     rows: Mapping[Slot, RequestState], echoes: Sequence[RequestState] = ()
 ) -> int | None:
-    """The most that any of those who get a token asks for, or whose prompts echo."""
+    """Return the maximum number of log probabilities for the rows and echoes."""
     asks = [each.sampling.logprobs for each in rows.values()]
     asks += [each.sampling.prompt_logprobs for each in echoes]
     return max((count for count in asks if count is not None), default=None)

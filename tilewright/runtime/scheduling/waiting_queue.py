@@ -1,4 +1,4 @@
-"""Who waits for a slot, and in which order they are asked."""
+"""The queue of requests without a slot."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tilewright.runtime.scheduling.request_state import RequestState
 
 @dataclass(slots=True)
 class _PriorityQueue:
-    """One priority: those who ran before, by arrival, and the queue of each client, in turn."""
+    """Requests of a priority: preempted ones by arrival, and a queue per client."""
 
     resumed: list[RequestState] = field(default_factory=list)
     clients: OrderedDict[str, deque[RequestState]] = field(default_factory=OrderedDict)
 
 
 class WaitingLine:
-    """The line of requests without a slot, in the order in which they are served.
+    """Requests without a slot, iterated in the order of admission.
 
-    Iterating gives them in the order in which they are asked: lower priorities first; of one
-    priority those who were preempted, by arrival; then the clients in turn, each one's requests by
-    arrival. Nobody may come or leave while it is iterated.
+    Lower priority numbers are first. Within a priority, preempted requests are first, by arrival.
+    Then the clients take turns, with their requests by arrival. The queue must not change during
+    an iteration.
     """
 
     def __init__(self) -> None:
@@ -47,22 +47,22 @@ class WaitingLine:
                 yield from (request for request in turn if request is not None)
 
     def add(self, request: RequestState) -> None:
-        """A request that has never run, behind all others of its client and priority."""
+        """Add a new request after the requests of its client and priority."""
         level = self._levels.setdefault(request.priority, _PriorityQueue())
         level.clients.setdefault(request.client, deque()).append(request)
         self._num_waiting += 1
 
     def put_back(self, request: RequestState) -> None:
-        """Put a request that lost its slot back into the line, before later ones."""
+        """Add a preempted request before new requests."""
         level = self._levels.setdefault(request.priority, _PriorityQueue())
         insort(level.resumed, request, key=lambda each: each.order)
         self._resumed.add(request)
         self._num_waiting += 1
 
     def leave(self, request: RequestState) -> bool:
-        """A request waits no more; the other clients of its priority are asked before its own.
+        """Remove a request. Its client goes to the end of the turn.
 
-        Whether it was there.
+        Return whether the request was in the queue.
         """
         level = self._levels.get(request.priority)
         if level is None:

@@ -1,6 +1,7 @@
-"""The front's side of its engines: asks them, hears them, and goes on where one of them dies.
+"""The API server's client of its engine processes.
 
-Knows token ids and messages; texts and HTTP are for who asks, processes for `EngineProcess`.
+Sends requests, receives messages, and continues after the end of an engine. Knows token ids and
+messages. Callers know texts and HTTP, `EngineProcess` knows processes.
 """
 
 from __future__ import annotations
@@ -31,27 +32,28 @@ from tilewright.serve.web.server_log import say
 from tilewright.serve.web.settings import Replica
 
 TOKENIZER = "tokenizer"
-"""The folder in which the engine leaves its model's tokenizer for the front."""
+"""Name of the directory in which the engine saves its tokenizer for the API server."""
 
 _PAGE = 64
-"""Tokens of a page by which requests are told apart, where an engine has no pages."""
+"""Tokens of a page for prefix keys, if an engine has no pages."""
 
 
 class EngineClient:
-    """The front's end of its engine processes: starts them, asks them, and starts them again.
+    """Starts the engine processes, sends requests to them, and restarts them.
 
-    Requests are taken from when all have been up until the last one is gone for good. What runs on
-    one that dies fails; what had not begun there goes to another.
+    Requests are accepted after all engines have started, until the last engine is gone. If an
+    engine dies, its running requests fail and its waiting requests go to another engine.
 
     Args:
-        command: what follows ``python`` and the folder's place in it, ``{}``.
-        on_ready: told the number of an engine, its folder and what it says, each time one is up.
-            What it raises ends that engine.
-        replicas: one for each engine.
+        command: arguments after ``python``. ``{}`` is the directory of the engine.
+        on_ready: receives the number of an engine, its directory and its properties after each
+            start. An exception ends that engine.
+        replicas: resources of each engine.
 
     Attributes:
-        ready: what all engines together have: slots, pages and bytes are sums, lengths the least.
-        ended: told why, behind an exit code, once there will be no engine any more.
+        ready: properties of all engines together. Slots, pages and bytes are sums, lengths are
+            minima.
+        ended: completes with an exit code and a reason after the last engine is gone.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class EngineClient:
 
     @property
     def state(self) -> str:
-        """``loading`` until all engines have been up, and while none is but one will be;
-        ``ready`` while one is; ``down`` where there will be none.
+        """Return ``loading``, ``ready`` or ``down``.
+
+        ``loading`` lasts until all engines have started, or while a restart is the only chance.
+        ``ready`` needs a running engine. ``down`` is final.
         """
         states = [each.state for each in self.engines]
         if self.ended.done() or not {LOADING, READY}.intersection(states):
@@ -96,44 +100,44 @@ class EngineClient:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether requests are taken, and an engine has been heard of lately."""
+        """Return whether requests are accepted and an engine has sent a recent heartbeat."""
         return self.state == READY and any(each.is_healthy for each in self.engines)
 
     @property
     def missing(self) -> list[int]:
-        """The engines that are not up, or have not been heard of lately, by their numbers."""
+        """Return the numbers of engines that are not ready or have no recent heartbeat."""
         return [each.number for each in self.engines if not each.is_healthy]
 
     @property
     def num_live(self) -> int:
-        """The number of requests that wait or run in the engines."""
+        """Return the number of waiting and running requests."""
         return len(self._tracker)
 
     @property
     def num_waiting(self) -> int:
-        """The number of requests that no engine has begun."""
+        """Return the number of requests that no engine has started."""
         return self._tracker.num_waiting
 
     @property
     def num_restarts(self) -> int:
-        """How often an engine was started again, all together."""
+        """Return the number of restarts of all engines."""
         return sum(each.num_restarts for each in self.engines)
 
     def start(self) -> None:
-        """Start the engines; requests are taken once all are ready."""
+        """Start the engines. Requests are accepted after all are ready."""
         for engine in self.engines:
             engine.start()
 
     async def close(self) -> None:
-        """End the engines' processes, kindly first, and remove their folder."""
+        """End the engine processes, first by message, and remove their directory."""
         await asyncio.gather(*(each.close() for each in self.engines))
         self._folder.remove()
 
     def submit(self, requests: Sequence[EngineRequest], *, client: str = "") -> RequestHandle:
-        """Submit requests that fit; see :class:`RequestHandle`. ``client``: name of the sender.
+        """Submit requests that fit the context. ``client`` names the sender.
 
         Raises:
-            ApiError: 503 while there is no engine, 429 where too much waits already.
+            ApiError: 503 without an engine, 429 with a full queue.
         """
         if (state := self.state) != READY or self.ready is None:
             code = "loading" if state == LOADING else "engine_down"
@@ -141,25 +145,25 @@ class EngineClient:
         return self._tracker.submit(requests, client=client, max_context=self.ready.max_context)
 
     def under_way(self) -> list[dict[str, object]]:
-        """List what an operator may know of each request: nothing of its text."""
+        """Return the facts about each request for an operator, without texts."""
         return self._tracker.under_way()
 
     def forget_prefixes(self) -> None:
-        """Let no later prompt share what was computed until now."""
+        """Empty the prefix cache of all engines."""
         self._tracker.router.forget()
         for engine in self.engines:
             engine.give(ResetPrefixCache())
 
     def fail_all(self, code: str, message: str) -> None:
-        """Tell all who wait for answers that none will come, with a code and a message."""
+        """Fail all pending requests with a code and a message."""
         self._tracker.fail_all(code, message)
 
     async def begin(self, engine: int, folder: Path, ready: EngineReady) -> None:
-        """See `Listener`; one at a time, for the first of them brings the tokenizer.
+        """See `EngineEvents`. One engine at a time, because the first brings the tokenizer.
 
         Raises:
-            ConfigError: where it serves another thing than the others, which no fingerprint could
-                tell its clients.
+            ConfigError: if the engine serves another model or other settings than the running
+                engines. Clients could not see the difference in a fingerprint.
         """
         async with self._beginning:
             others = [each for each in self.engines if each.number != engine]
@@ -168,27 +172,27 @@ class EngineClient:
             await self._on_ready(engine, folder, ready)
 
     def began(self, engine: int) -> None:
-        """See `Listener`."""
+        """See `EngineEvents`."""
         known = [each.ready for each in self.engines if each.ready is not None]
         self.ready = _together(known)
         self._has_begun |= all(each.state == READY for each in self.engines)
         self._start_waiting()
 
     def hear(self, engine: int, message: Answer) -> None:
-        """See `Listener`."""
-        if isinstance(message, NewTokens):  # most are
+        """See `EngineEvents`."""
+        if isinstance(message, NewTokens):  # the most frequent message
             self._tracker.on_message(message)
             return
         num_running = sum(each.beat.num_running for each in self.engines)
         self._tracker.on_message(message, num_running, engine=engine)
 
     def lost(self, engine: int, said: str) -> None:
-        """See `Listener`."""
+        """See `EngineEvents`."""
         self._tracker.fail_started(engine, said)
         self._start_waiting()
 
     def gone(self, engine: int, said: str) -> None:
-        """See `Listener`."""
+        """See `EngineEvents`."""
         reason = said.partition(" ")[2]
         if self._has_begun and any(each.state != DOWN for each in self.engines):
             self.lost(engine, reason)
@@ -229,7 +233,7 @@ class EngineClient:
 
 
 def _together(engines: Sequence[EngineReady]) -> EngineReady:
-    """What engines that serve the same have together; a request has one of them alone."""
+    """Return the sums of the properties of equal engines. A request has a single engine."""
     first = engines[0]
     return msgspec.structs.replace(
         first,
@@ -243,7 +247,7 @@ def _together(engines: Sequence[EngineReady]) -> EngineReady:
 
 
 def _check_alike(name: str, ready: EngineReady, known: EngineReady) -> None:
-    """Refuse an engine that serves another thing than one that is up. Raises ConfigError."""
+    """Raise ConfigError if an engine differs from a running engine."""
     facts = {**ready.facts, "vocabulary": str(ready.vocab_size), "pages": str(ready.page_size)}
     others = {**known.facts, "vocabulary": str(known.vocab_size), "pages": str(known.page_size)}
     for key in sorted(facts.keys() | others.keys()):

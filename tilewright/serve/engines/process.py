@@ -1,6 +1,6 @@
-"""One engine in a process of its own: started, heard, watched, and started anew when it dies.
+"""A single engine process: start, messages, heartbeat and restart.
 
-Knows messages and processes; which request goes to which engine is for who listens to it.
+Knows messages and processes. The listener assigns requests to engines.
 """
 
 from __future__ import annotations
@@ -34,44 +34,46 @@ from tilewright.utils.child_process import PYTHON, Child, ChildExit
 
 LOADING, READY, DOWN = "loading", "ready", "down"
 HEALTHY_SECONDS, HUNG_SECONDS = 10.0, 60.0
-_LOOK_SECONDS, _MOST_OF_A_LOOK = 0.1, 0.5  # what a look takes while nobody stops this process
+_LOOK_SECONDS, _MOST_OF_A_LOOK = 0.1, 0.5  # the second bounds a look while this process runs
 _ENDING_SECONDS = 3.0
 _MAX_RESTARTS, _RESTART_WINDOW = 3, 600.0
 
 
 class EngineEvents(Protocol):
-    """Who hears engines, each by its number."""
+    """Receives the events of engines. ``engine`` is the number of an engine."""
 
     async def begin(self, engine: int, folder: Path, ready: EngineReady) -> None:
-        """It is up, and has left in ``folder`` what its front needs; what this raises ends it."""
+        """Prepare for a started engine with its files in ``folder``. An exception ends it."""
 
     def began(self, engine: int) -> None:
-        """Hear that the engine takes requests from now on."""
+        """Handle that the engine accepts requests."""
 
     def hear(self, engine: int, message: Answer) -> None:
-        """Hear what the engine says of a request."""
+        """Handle a message about a request."""
 
     def lost(self, engine: int, said: str) -> None:
-        """Hear that the engine's process has ended, with all it held; another may follow."""
+        """Handle the end of the engine process, which may restart."""
 
     def gone(self, engine: int, said: str) -> None:
-        """Hear that no other engine follows; ``said`` begins with the exit code for that."""
+        """Handle the final end of the engine. ``said`` begins with the exit code."""
 
 
 class EngineProcess:
-    """The front's end of one engine process.
+    """The API server's end of a single engine process.
 
     Args:
-        number: of this engine, from 0.
-        name: what it is called where its end is told.
-        command: what follows ``python`` and the folder's place in it, ``{}``.
-        replica: what it has of its own.
-        folder: its own, to meet in.
+        number: engine number, from 0.
+        name: name in messages.
+        command: arguments after ``python``. ``{}`` is the engine's directory.
+        replica: the engine's resources.
+        folder: directory for the engine's sockets.
+        listener: receives the events.
+        hung_seconds: silence after which the engine is killed.
 
     Attributes:
         state: ``loading``, ``ready`` or ``down``.
-        ready: what it said of itself when it came up last; None before that.
-        beat: what it said last of what it holds.
+        ready: properties from the latest start. None before the first start.
+        beat: latest heartbeat.
     """
 
     def __init__(
@@ -104,16 +106,16 @@ class EngineProcess:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it is up and has been heard of lately."""
+        """Return whether the engine is ready and has sent a recent heartbeat."""
         return self.state == READY and time.monotonic() - self._last_beat < HEALTHY_SECONDS
 
     @property
     def pid(self) -> int:
-        """The id of its process; 0 where there is none."""
+        """Return the id of the process, or 0 without a process."""
         return self._child.pid if self._child is not None else 0
 
     def start(self) -> None:
-        """Start the process; it takes requests once it is ready."""
+        """Start the process. It accepts requests after it is ready."""
         folder = self._folder / str(self.num_restarts)
         folder.mkdir(mode=0o700, parents=True)
         self.state = LOADING
@@ -128,7 +130,7 @@ class EngineProcess:
         self._tasks = [asyncio.ensure_future(self._watch(self._child))]
 
     async def close(self) -> None:
-        """End the process, kindly first."""
+        """End the process, first by message."""
         self._is_closing = True
         if self._socket is not None:
             self._socket.send([Shutdown()])
@@ -140,8 +142,9 @@ class EngineProcess:
         self._leave()
 
     def give(self, message: ToEngine) -> None:
-        """Tell it something; what is told in one turn of the event loop travels as one frame, and
-        nowhere while it is not ready.
+        """Send a message, if the engine is ready.
+
+        Messages of the same turn of the event loop are sent as a single frame.
         """
         self._outbox.append(message)
         if not self._is_flushing:
@@ -149,7 +152,7 @@ class EngineProcess:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def give_up(self, said: str) -> None:
-        """End it for good; ``said`` begins with the exit code that this is worth."""
+        """End the engine finally. ``said`` begins with the exit code of the server."""
         if self._is_gone:
             return
         self._is_gone, self.state = True, DOWN
@@ -172,7 +175,7 @@ class EngineProcess:
             self._give_up_for(error)
 
     def _hear(self, message: FromEngine, folder: Path) -> None:
-        if isinstance(message, NewTokens):  # most are
+        if isinstance(message, NewTokens):  # the most frequent message
             self._listener.hear(self.number, message)
         elif isinstance(message, Heartbeat):
             self.beat, self._last_beat = message, time.monotonic()
@@ -186,7 +189,7 @@ class EngineProcess:
     async def _begin(self, ready: EngineReady, folder: Path) -> None:
         try:
             await self._listener.begin(self.number, folder, ready)
-        except Exception as error:  # nobody awaits this task: what ends it is told here
+        except Exception as error:  # no caller awaits this task, so it reports its own errors
             self._give_up_for(error)
             return
         self.ready, self.state, self._last_beat = ready, READY, time.monotonic()
@@ -200,8 +203,10 @@ class EngineProcess:
         self.give_up(f"1 {type(error).__name__}: {one_line(error)}")
 
     async def _watch(self, child: Child) -> None:
-        """Wait for the process's end; kill it where it hangs. Time in which this process does not
-        run is not counted: in a container that is frozen the engine is as well.
+        """Wait for the end of the process, and kill it if it hangs.
+
+        Time in which this process is stopped does not count, because a frozen container stops the
+        engine too.
         """
         heard, silent, looked = self._last_beat, 0.0, time.monotonic()
         while (ended := child.poll()) is None:
@@ -213,7 +218,7 @@ class EngineProcess:
             elif silent > self._hung_seconds:
                 self._kill()
         if not self._is_closing and not self._is_gone:
-            await asyncio.sleep(_LOOK_SECONDS)  # what it said last is still heard
+            await asyncio.sleep(_LOOK_SECONDS)  # time for the last messages
             self._take_end(ended)
 
     def _take_end(self, ended: ChildExit) -> None:

@@ -1,4 +1,4 @@
-"""What each replica of ``tilewright serve`` has of this machine: GPUs, or cores and threads."""
+"""Assigns GPUs, or cores and threads, to the replicas of ``tilewright serve``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilewright.serve.web.settings import Replica
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ALONE = ("--replicas", "1")
-"""For the engine, who reads the user's own options first: it is one."""
+"""Follows the user's options, so that each engine is a single replica."""
 _T = TypeVar("_T")
 
 
@@ -27,11 +27,18 @@ def replicas_of(
     devices: tuple[int, ...] = (),
     threads: int | None = None,
 ) -> tuple[Replica, ...]:
-    """Deal what this machine has, as far as it is named; ``grouping``: the ranks of each replica.
+    """Distribute the GPUs or cores of this machine over replicas.
+
+    Args:
+        count: replicas to start.
+        target: target name.
+        grouping: each replica's ranks.
+        devices: GPUs for all replicas. Empty: from 0.
+        threads: CPU threads of all replicas. None: all cores.
 
     Raises:
-        ConfigError: where there are fewer GPUs or threads than replicas, or each were to be on
-            several machines.
+        ConfigError: if there are fewer GPUs or threads than replicas, or if a replica needs several
+            machines.
     """
     if count == 1:
         return (Replica(),)
@@ -51,7 +58,7 @@ def replicas_of(
 
 
 def _with_gpus(count: int, ranks: int, devices: tuple[int, ...]) -> tuple[Replica, ...]:
-    """A replica sees its own GPUs alone, numbered from 0, one for each of its ranks."""
+    """Return replicas that see their own GPUs only, numbered from 0, with a GPU per rank."""
     there, needed = num_gpus(), count * ranks
     devices = devices or tuple(range(needed))
     if len(set(devices)) != needed or len(devices) != needed:
@@ -76,8 +83,9 @@ def _with_gpus(count: int, ranks: int, devices: tuple[int, ...]) -> tuple[Replic
 
 
 def _with_cores(count: int, ranks: int, threads: int | None) -> tuple[Replica, ...]:
-    """A replica has cores of its own, and as many threads, which its ranks share; where there are
-    fewer cores than replicas, all share them, which is said.
+    """Return replicas with their own cores and a thread per core, shared by the ranks.
+
+    With fewer cores than replicas, all replicas share the cores, and a note is printed.
     """
     cores = usable_cpus()
     threads = threads or len(cores)
@@ -98,7 +106,7 @@ def _with_cores(count: int, ranks: int, threads: int | None) -> tuple[Replica, .
 
 
 def _dealt(things: Sequence[_T], count: int) -> list[tuple[_T, ...]]:
-    """``count`` shares of neighbours, as even as they can be, larger ones first."""
+    """Return ``count`` consecutive slices of almost equal size, larger slices first."""
     sizes = [len(things) // count + (at < len(things) % count) for at in range(count)]
     ends = accumulate(sizes, initial=0)
     return [tuple(things[first:last]) for first, last in pairwise(ends)]

@@ -27,13 +27,13 @@ from tilewright.serve.web.errors import ApiError
 
 Answer: TypeAlias = RequestStarted | NewTokens | RequestFinished | RequestFailed
 _MAX_RETRY_SECONDS = 600
-_LOOK_SECONDS, _LOOK_SHARE = 1.0, 0.1  # between looks at who has waited too long
-_OLD, _NEW = 0.9, 0.1  # shares of what is known and of what is measured, in the rate
+_LOOK_SECONDS, _LOOK_SHARE = 1.0, 0.1  # between searches for requests above the queue timeout
+_OLD, _NEW = 0.9, 0.1  # weights of the known rate and of a new measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much may wait: requests, full contexts of prompt tokens, seconds."""
+    """Limits of the queue: requests, prompt tokens in full contexts, and seconds."""
 
     max_queue: int = 1024
     max_queued_contexts: int = 64
@@ -56,7 +56,7 @@ class RequestTimes:
     last_at: float = 0.0
 
     def on_tokens(self) -> None:
-        """Note the time of new tokens."""
+        """Note the arrival of new tokens."""
         self.last_at = time.perf_counter()
         if self.first_at is None:
             self.first_at = self.last_at
@@ -67,7 +67,7 @@ class RequestTimes:
             self.started_at = min(time.perf_counter(), self.sent_at + message.queue_s)
 
     def finished(self, request_id: int) -> RequestFinished | None:
-        """Return the message of a request that ends now. None: it has no token."""
+        """Return the final message for a request. None: it has no token."""
         if self.started_at is None or self.first_at is None:
             return None
         first, last = max(0.0, self.first_at - self.started_at), self.last_at - self.first_at
@@ -91,9 +91,11 @@ class PendingRequest:
 
 @dataclass(slots=True, eq=False)
 class RequestHandle:
-    """One or several requests that are waited for together; their answers come with an index.
+    """Requests with a common waiter. Messages have their request's index.
 
-    ``engines``: the number of the engine that has begun each, by that index.
+    Attributes:
+        ids: request numbers.
+        engines: engine number per started request, by index.
     """
 
     ids: list[int]
@@ -106,20 +108,23 @@ class RequestHandle:
     _heard_at: float = 0.0
 
     def put(self, index: int, message: Answer) -> None:
-        """Take a message; the tracker calls this for each."""
+        """Receive a message from the tracker."""
         if isinstance(message, RequestFinished):
             self._finished += ((index, message),)
         self._found.append((index, message))
         self._wake()
 
     async def take(self, patience: float | None = None) -> list[tuple[int, Answer]]:
-        """All that has come since the last call, in order; waits until there is something, and with
-        ``patience`` about so many seconds: then there is nothing.
+        """Return all messages since the last call, in order. Wait for the first message.
+
+        Args:
+            patience: maximum wait in seconds, approximately. Then the list is empty. None: no
+                limit.
         """
         loop = asyncio.get_running_loop()
         if patience is not None:
             self._heard_at = loop.time()
-            if self._look_timer is None:  # one for many calls: tokens come often, pings seldom
+            if self._look_timer is None:  # shared by many calls: tokens arrive often
                 self._look_timer = loop.call_later(patience, self._look, patience)
         if not self._found:
             self._waiter = loop.create_future()
@@ -139,14 +144,14 @@ class RequestHandle:
         self._look_timer = loop.call_later(left if left > 0 else patience, self._look, patience)
 
     def cancel(self, index: int) -> RequestFinished | None:
-        """Cancel the request at ``index``, which is not wanted any more. Returns what it took: as
-        the engine has said if it had ended by itself, else as measured here, or None before its
-        first token.
+        """Cancel the request at ``index``. Return its times, or None before its first token.
+
+        The times are the engine's if it has finished the request, else those of this process.
         """
         return dict(self._finished).get(index) or self._tracker.cancel(self.ids[index])
 
     def close(self) -> None:
-        """Cancel every request of this handle that has not ended."""
+        """Cancel all unfinished requests of this handle."""
         if self._look_timer is not None:
             self._look_timer.cancel()
         for request_id in self.ids:
@@ -184,11 +189,13 @@ class RequestTracker:
     def submit(
         self, messages: Sequence[EngineRequest], *, max_context: int, client: str = ""
     ) -> RequestHandle:
-        """Submit requests together. A request gets a number, its client, and the number of the
-        first request with the same prompt.
+        """Submit requests together.
+
+        Each request gets a number, its client, and the number of the first request with the same
+        prompt.
 
         Raises:
-            ApiError: 429 where too much waits already.
+            ApiError: 429 with a full queue.
         """
         self._check_room(messages, max_context)
         handle = RequestHandle([], self)
@@ -214,8 +221,9 @@ class RequestTracker:
         return handle
 
     def cancel(self, request_id: int) -> RequestFinished | None:
-        """End a request, of which the engine says nothing more; see `RequestHandle.cancel`. One
-        that has ended already is ignored.
+        """Cancel a request, see `RequestHandle.cancel`. A finished request is ignored.
+
+        The engine sends no further message about it.
         """
         asked = self._forget(request_id)
         if asked is None:
@@ -258,7 +266,7 @@ class RequestTracker:
             self._fail(request_id, code, message)
 
     def fail_started(self, engine: int, message: str) -> None:
-        """Fail the started requests of a lost engine. Its waiting requests have no engine now."""
+        """Fail a lost engine's started requests. Its waiting requests have no engine now."""
         for request_id in self.router.lose(engine):
             pending = self._asked.get(request_id)
             if pending is not None and pending.has_started:
@@ -316,12 +324,12 @@ class RequestTracker:
         return asked
 
     def _look_later(self) -> None:
-        """One timer for all: a thousand may wait."""
+        """Start a single timer for all requests, because a thousand may wait."""
         seconds = min(_LOOK_SECONDS, self._limits.queue_timeout * _LOOK_SHARE)
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
     def _expire(self) -> None:
-        """End what has waited too long."""
+        """Fail the requests above the queue timeout."""
         latest = time.perf_counter() - self._limits.queue_timeout
         for request_id, asked in list(self._asked.items()):
             if not asked.has_started and asked.since <= latest:
@@ -332,7 +340,7 @@ class RequestTracker:
             self._look_later()
 
     def _measure(self, asked: EngineRequest, done: RequestFinished) -> None:
-        """Tokens of prompts a second, all that run together."""
+        """Update the rate of prompt tokens per second over all running requests."""
         spent = done.prefill_s + done.decode_s
         if spent > 0:
             rate = len(asked.prompt) / spent * self._num_running

@@ -1,6 +1,6 @@
-"""Which of several engines a request goes to: the one that has its beginning, or the least busy.
+"""Selects an engine for a request, by cached prefix or by load.
 
-Knows keys of pages, numbers of tokens and slots; nothing of processes, texts or clocks.
+Knows page keys, token counts and slots. Knows no processes, texts or clocks.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _TOO_BUSY = 2
-"""How many times the least load an engine may have and still get what begins as it knows."""
+"""Maximum ratio to the least load for an engine with the cached prefix."""
 
 
 @dataclass(slots=True)
 class _RoutedRequest:
-    """A request, and how many tokens of it its engine still has to read and to write."""
+    """A request with its prompt and output tokens left on the engine."""
 
     engine: int
     prompt_left: int
@@ -28,10 +28,13 @@ class _RoutedRequest:
 
 @dataclass(slots=True)
 class _Known:
-    """An engine as its front sees it.
+    """The router's record for an engine.
 
-    ``keys``: of the pages it has computed, the least recently used first. ``count``: of its
-    requests. ``load``: tokens that they still take. ``turn``: when it was chosen last.
+    Attributes:
+        keys: its computed pages, least recently used first.
+        count: its requests.
+        load: tokens left in its requests.
+        turn: its latest selection.
     """
 
     keys: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
@@ -40,15 +43,16 @@ class _Known:
     turn: int = 0
 
     def depth(self, keys: Sequence[bytes]) -> int:
-        """How many of a prompt's first pages are here."""
+        """Return how many of a prompt's first pages this engine has."""
         for count, key in enumerate(keys):
             if key not in self.keys:
                 return count
         return len(keys)
 
     def note(self, keys: Sequence[bytes], most: int) -> None:
-        """Note that these pages are here from now on; beyond ``most`` the oldest are forgotten, and
-        of a prompt the last page first: without it the others are still of use.
+        """Add computed pages and drop the oldest above ``most``.
+
+        A prompt's last page is dropped first, because its other pages remain useful.
         """
         for key in reversed(keys):
             self.keys[key] = None
@@ -58,13 +62,12 @@ class _Known:
 
 
 class ReplicaRouter:
-    """Places requests on engines, which are numbered from 0, and knows what each has to do.
+    """Places requests on engines, numbered from 0, and counts their load.
 
-    A request goes where a slot is free: one that waits behind requests that have nearly ended
-    would leave another engine's slot empty for as long as its own answer takes. Of those engines,
-    or of all where none has a slot free, it goes where most of its first pages are, unless with it
-    that engine would have more than twice as much to do as the least busy one: then, or where
-    nobody knows its beginning, to that one; of equals to the one that was chosen least recently.
+    The candidates are the engines with a free slot, or all engines if none has one. A request that
+    waits for a slot would leave another engine's slot empty. The candidate with the longest
+    cached prefix is selected, unless its load would be over twice the least load. Else the least
+    loaded candidate is selected. Ties go to the least recently selected engine.
     """
 
     def __init__(self, num_engines: int) -> None:
@@ -73,16 +76,16 @@ class ReplicaRouter:
         self._turn = 0
 
     def __contains__(self, request_id: object) -> bool:
-        """Whether a request is on an engine now."""
+        """Return whether a request is on an engine."""
         return request_id in self._placed
 
     @property
     def loads(self) -> list[int]:
-        """The tokens that each engine's requests still take."""
+        """Return the tokens left in each engine's requests."""
         return [known.load for known in self._known]
 
     def engine_of(self, request_id: int) -> int | None:
-        """The number of the engine that has a request; None where none has it."""
+        """Return the number of a request's engine, or None."""
         placed = self._placed.get(request_id)
         return placed.engine if placed is not None else None
 
@@ -98,15 +101,18 @@ class ReplicaRouter:
         most_keys: int,
         like: int | None = None,
     ) -> int | None:
-        """Choose an engine for a request that is nowhere yet; None where none is usable.
+        """Select an engine for a new request. Return None if no engine is usable.
 
         Args:
-            keys: of the full pages of its prompt; see :func:`chain_keys`.
-            num_answer: the most tokens of its answer.
-            num_seats: how many requests run on an engine at a time.
-            most_keys: how many pages an engine holds.
-            like: an earlier request for the same prompt: they stay together, and the prompt is
-                computed once.
+            request_id: request number.
+            keys: keys for its prompt's full pages, see :func:`chain_keys`.
+            num_prompt: number of prompt tokens.
+            num_answer: maximum number of output tokens.
+            usable: the ready engines.
+            num_slots: maximum running requests per engine.
+            most_keys: pages per engine.
+            like: earlier request with the same prompt. Both use the same engine, which computes
+                the prompt once.
         """
         assert request_id not in self._placed, f"request {request_id} is placed already"
         if not usable:
@@ -141,7 +147,7 @@ class ReplicaRouter:
         return least if is_busy else holder
 
     def advance(self, request_id: int, count: int) -> None:
-        """Note that so many tokens of an answer have come: its prompt has been read."""
+        """Count new output tokens of a request. Its prompt is computed."""
         placed = self._placed.get(request_id)
         if placed is not None:
             count = min(count, placed.answer_left)
@@ -150,7 +156,7 @@ class ReplicaRouter:
             placed.answer_left -= count
 
     def leave(self, request_id: int) -> int | None:
-        """A request has ended. Returns where it was; None where it was nowhere."""
+        """Remove a finished request. Return its engine, or None."""
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return None
@@ -160,7 +166,7 @@ class ReplicaRouter:
         return placed.engine
 
     def lose(self, engine: int) -> list[int]:
-        """An engine is gone with all it held. Returns its requests, which are nowhere now."""
+        """Remove a lost engine with its pages. Return its requests, which have no engine."""
         lost = [each for each, placed in self._placed.items() if placed.engine == engine]
         for request_id in lost:
             del self._placed[request_id]
@@ -168,8 +174,6 @@ class ReplicaRouter:
         return lost
 
     def forget(self) -> None:
-        """Forget what every engine has computed: none shares it with requests that come from now
-        on.
-        """
+        """Drop the cached prefixes of every engine."""
         for known in self._known:
             known.keys.clear()

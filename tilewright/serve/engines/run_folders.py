@@ -1,4 +1,4 @@
-"""Folders where a front and its engine meet: one for each front, none left by those that died."""
+"""Directories for the sockets of API server and engines, removed after a server's death."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tilewright.errors import ConfigError
 
 PREFIX = "tilewright-serve-"
 _LOCK = "lock"
-_MAX_PATH = 100  # of a socket
+_MAX_PATH = 100  # limit for the path of a socket
 _YOUNG_SECONDS = 60.0
 
 
 class MeetingFolder:
-    """A folder of mode 0700 in the temporary one, locked for as long as this process lives.
+    """A temporary directory of mode 0700, locked until this process ends.
 
-    Making one removes those of this user whose process is gone.
+    The constructor removes this user's directories of dead processes.
 
     Raises:
-        ConfigError: where its name is too long for a socket in it, or it cannot be made.
+        ConfigError: if the path is too long for a socket, or cannot be created.
     """
 
     def __init__(self) -> None:
@@ -42,14 +42,14 @@ class MeetingFolder:
             raise ConfigError(said)
 
     def remove(self) -> None:
-        """Remove the folder and all that is in it."""
+        """Remove the directory and its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
 
 
 def remove_stale() -> None:
-    """Remove the folders of this user's fronts that are gone; their locks are free."""
+    """Remove this user's directories with free locks: their servers are gone."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             found = path.lstat()
@@ -57,14 +57,14 @@ def remove_stale() -> None:
                 continue
             is_young = time.time() - found.st_mtime < _YOUNG_SECONDS
             if is_young and not (path / _LOCK).exists():
-                continue  # it is being made
+                continue  # another process creates it
             if (lock := _lock(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 lock.close()
 
 
 def _lock(path: Path) -> IO[bytes] | None:
-    """The folder's lock, held until it is closed; None where another process has it."""
+    """Return the lock of the directory, or None if another process has it."""
     file = (path / _LOCK).open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

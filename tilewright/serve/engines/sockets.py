@@ -1,4 +1,4 @@
-"""Messages over a local ZeroMQ socket: one frame is a list of them in msgpack."""
+"""Messages over a local ZeroMQ socket. A frame is a list of messages in msgpack."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from_engine = msgspec.msgpack.Decoder(list[FromEngine])
 
 
 _LINGER_MS = 1000
-_FRAMES = 64  # heard in a row; then those whose answers they brought are served
+_FRAMES = 64  # frames in a row, before the event loop serves their receivers
 
 
 def address(folder: Path) -> str:
-    """The address where server and engine meet; the folder's mode keeps others out."""
+    """Return the address of the socket. The mode of the directory excludes other users."""
     return f"ipc://{folder}/engine"
 
 
 class SocketTransport:
-    """The engine's end of the sockets between it and the server."""
+    """The engine's end of the socket to the API server."""
 
     def __init__(self, folder: Path) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         for limit in (zmq.SNDHWM, zmq.RCVHWM):
-            self._socket.setsockopt(limit, 0)  # the front bounds what is under way
+            self._socket.setsockopt(limit, 0)  # the API server limits its pending requests
         self._socket.connect(address(folder))
 
     def receive(self, seconds: float) -> list[ToEngine]:
-        """Return what has come, in order; waits up to ``seconds`` where there is nothing."""
+        """Return the received messages in order. Wait up to ``seconds`` for the first message."""
         found: list[ToEngine] = []
         if seconds > 0:
             self._socket.poll(int(seconds * 1000) + 1)
@@ -49,20 +49,21 @@ class SocketTransport:
             found += to_engine.decode(frame)
 
     def send(self, messages: list[FromEngine]) -> None:
-        """Send messages to the server."""
+        """Send messages to the API server."""
         self._socket.send(encoder.encode(messages))
 
     def close(self) -> None:
-        """Send what is left, and leave."""
+        """Send the remaining messages, then close."""
         self._socket.close(linger=_LINGER_MS)
         self._context.term()
 
 
 class FrontSocket:
-    """The server's end, on its event loop: no task waits, the loop calls when a frame has come.
+    """The API server's end. The event loop calls ``hear`` for each frame, without a task.
 
     Args:
-        hear: takes what one frame held.
+        folder: the socket's directory.
+        hear: receives a frame.
     """
 
     def __init__(self, folder: Path, hear: Callable[[bytes], None]) -> None:
@@ -78,13 +79,13 @@ class FrontSocket:
         self._look_soon()
 
     def send(self, messages: list[ToEngine]) -> None:
-        """Send messages to the engine; nowhere, while there is none."""
+        """Send messages to the engine. Messages without an engine are dropped."""
         with contextlib.suppress(zmq.Again):
             self._socket.send(encoder.encode(messages), zmq.NOBLOCK)
-        self._look_soon()  # sending may have taken the one sign that a frame has come
+        self._look_soon()  # sending may have consumed the only event of a received frame
 
     def close(self) -> None:
-        """Leave; what has not been sent is lost."""
+        """Close. Unsent messages are lost."""
         if not self._socket.closed:
             self._loop.remove_reader(self._file)
             self._context.destroy(linger=0)

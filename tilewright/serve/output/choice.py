@@ -1,4 +1,4 @@
-"""One choice of an answer: tokens in, pieces of text and their log probabilities out."""
+"""A single choice of a response: tokens in, text deltas and log probabilities out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token and what it scored, None for the first of a prompt; ``offset``: characters of the
-    answer before it, negative in the prompt.
+    """A token with its log probabilities.
+
+    Attributes:
+        token: token id.
+        scores: log probabilities. None for the first token of a prompt.
+        offset: characters of the answer before the token, negative in the prompt.
     """
 
     token: int
@@ -29,17 +33,17 @@ class Scored:
 
 @dataclass(slots=True)
 class ChoiceStream:
-    """Follows one answer from its first token to its end.
+    """Follows a single answer from its first token to its end.
 
     Attributes:
-        tokens: those that count: all up to the one that completed a stop string.
-        finish_reason: ``stop``, ``length`` or ``tool_calls`` once it has ended.
-        stop_reason: the stop string or the stop id that ended it.
-        finished: how long it took; of one that a stop string ended, as measured in the front.
-        num_draft_tokens, num_accepted_tokens: Verified draft tokens, and the accepted ones.
         request: Engine request of the answer. The tracker gives it a number.
+        reader: finds tool calls in the content. None without tools.
         echo: Text of the prompt if the answer repeats it.
-        reader: finds calls in what is said; None where there are no tools.
+        tokens: token ids up to the token that completed a stop string.
+        finish_reason: ``stop``, ``length`` or ``tool_calls`` at the end, else None.
+        stop_reason: the stop string or the stop id that ended the answer.
+        finished: times of the engine, or of this process after a stop string.
+        num_draft_tokens, num_accepted_tokens: Verified draft tokens, and the accepted ones.
     """
 
     coder: TextCoder
@@ -67,18 +71,18 @@ class ChoiceStream:
         self._decoder = self.coder.stream(after=self.request.prompt)
 
     def show(self, tokens: Sequence[str]) -> None:
-        """Let special tokens be text, before the first token has come."""
+        """Decode special tokens as text. Call before the first token."""
         assert not self.tokens
         self._decoder = self.coder.stream(shown=tokens, after=self.request.prompt)
 
     @property
     def calls(self) -> list[ToolCall]:
-        """The calls of functions that the answer makes."""
+        """The tool calls of the answer."""
         return self.reader.calls if self.reader is not None else []
 
     @property
     def awaits_echo(self) -> bool:
-        """Whether `score_prompt` is to be called before the next tokens are pushed."""
+        """Return whether `score_prompt` must precede the next `push`."""
         return self._scores_prompt and not self.tokens
 
     @property
@@ -87,12 +91,12 @@ class ChoiceStream:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether all that comes is content, and nothing is looked for in it."""
+        """Return whether all text is content, without stop strings, tools and think blocks."""
         is_watched = self.reader is not None or self.matcher.has_stops
         return not is_watched and self.splitter.is_done
 
     def push(self, message: NewTokens) -> AnswerDelta:
-        """What is certain now; sets ``finish_reason`` where a stop string or a call ends it."""
+        """Return the text that is certain. Set ``finish_reason`` at a stop string or a call."""
         self.num_draft_tokens = message.num_draft_tokens
         self.num_accepted_tokens = message.num_accepted_tokens
         if self._is_plain and not message.logprobs:
@@ -118,7 +122,7 @@ class ChoiceStream:
         return self._kept(found)
 
     def _push_plain(self, tokens: Sequence[int]) -> AnswerDelta:
-        """Do what `push` does, for most tokens of most answers."""
+        """Push tokens of a plain answer, the most frequent case."""
         self.tokens += tokens
         said: Sequence[int] = tokens
         ends = self.request.sampling.stop_token_ids
@@ -133,7 +137,7 @@ class ChoiceStream:
         return AnswerDelta(content=text)
 
     def end(self, reason: str) -> AnswerDelta:
-        """What was held back, once the engine has said that the answer ended."""
+        """Return the delayed text after the engine has finished the answer."""
         if self.finish_reason is not None:
             return AnswerDelta()
         last = self.matcher.push(self._decoder.flush())
@@ -142,7 +146,7 @@ class ChoiceStream:
         return self._kept([piece, self._finish(STOP if self.matcher.found is not None else reason)])
 
     def score_prompt(self, echo: Sequence[LogProbs]) -> None:
-        """Put what the prompt's tokens scored before the answer's; long prompts take long."""
+        """Put the scores of the prompt before the answer's. Slow for long prompts."""
         decoder = self.coder.stream(skip_special=False)
         lengths = [len(decoder.push(token)) for token in self.request.prompt]
         offset = -sum(lengths) - len(decoder.flush())
@@ -156,13 +160,13 @@ class ChoiceStream:
         return self._read(piece)
 
     def _read(self, piece: AnswerDelta) -> AnswerDelta:
-        """The piece with its calls told from its content."""
+        """Return the delta with its tool calls separated from its content."""
         if self.reader is None or not piece.content:
             return piece
         return joined([AnswerDelta(piece.reasoning), self.reader.push(piece.content)])
 
     def _finish(self, reason: str) -> AnswerDelta:
-        """What was held back; calls that are whole are why the model stopped."""
+        """Return the delayed text. Complete calls set the reason ``tool_calls``."""
         rest = [self._read(self.splitter.flush())]
         if self.reader is not None:
             rest.append(self.reader.flush())
@@ -179,12 +183,12 @@ class ChoiceStream:
 
 
 def token_text(coder: TextCoder, token: int) -> str:
-    """A token alone as text; bytes that are no character on their own become U+FFFD."""
+    """Return a single token as text. Incomplete characters become U+FFFD."""
     return coder.token_bytes(token).decode("utf-8", errors="replace")
 
 
 def _named(coder: TextCoder, token: int) -> str:
-    """A token as the key of a table: bytes that are no text are spelled, so that no two meet."""
+    """Return a token as a unique key of a table. Incomplete characters become hex bytes."""
     raw = coder.token_bytes(token)
     try:
         return raw.decode("utf-8")
@@ -197,7 +201,7 @@ def _floored(value: float) -> float:
 
 
 def chat_logprobs(coder: TextCoder, scored: Sequence[Scored], num_top: int) -> dict[str, object]:
-    """The form of chats: ``content[{token, logprob, bytes, top_logprobs}]``."""
+    """Return log probabilities for chats: ``content[{token, logprob, bytes, top_logprobs}]``."""
 
     def entry(token: int, value: float) -> dict[str, object]:
         raw = coder.token_bytes(token)
@@ -215,9 +219,9 @@ def chat_logprobs(coder: TextCoder, scored: Sequence[Scored], num_top: int) -> d
 def legacy_logprobs(
     coder: TextCoder, scored: Sequence[Scored], num_top: int, *, offset: int
 ) -> dict[str, object]:
-    """The form of completions: lists beside each other, null for the first token of a prompt.
+    """Return log probabilities for completions: parallel lists, null for a first prompt token.
 
-    ``offset``: characters of an echo.
+    ``offset`` is the number of characters of an echo.
     """
 
     def best(scores: LogProbs) -> dict[str, float]:

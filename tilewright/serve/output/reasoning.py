@@ -1,4 +1,4 @@
-"""Tells what a model thinks from what it answers, in text that comes in pieces."""
+"""Separates reasoning from content in streamed text."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def begins_in_reasoning(prompt: str) -> bool:
-    """Whether a rendered prompt ends inside an open think block."""
+    """Return whether a rendered prompt ends inside an open think block."""
     return prompt.rfind(OPEN) > prompt.rfind(CLOSE)
 
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """The next arguments of the call number ``index``; with its ``id`` and ``name`` it begins."""
+    """The next arguments of call ``index``. The first delta has ``id`` and ``name``."""
 
     index: int
     arguments: str = ""
@@ -27,7 +27,7 @@ class CallPiece:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """A part of an answer: what is thought, what is said, and what is called."""
+    """A part of an answer: reasoning, content and tool calls."""
 
     reasoning: str = ""
     content: str = ""
@@ -38,12 +38,12 @@ class AnswerDelta:
 
     @property
     def is_content(self) -> bool:
-        """Whether something is said, and nothing else."""
+        """Return whether the delta has content only."""
         return bool(self.content) and not self.reasoning and not self.calls
 
 
 def joined(pieces: Sequence[AnswerDelta]) -> AnswerDelta:
-    """Several pieces in a row as one."""
+    """Join consecutive deltas."""
     return AnswerDelta(
         "".join(piece.reasoning for piece in pieces),
         "".join(piece.content for piece in pieces),
@@ -52,10 +52,10 @@ def joined(pieces: Sequence[AnswerDelta]) -> AnswerDelta:
 
 
 class ReasoningSplitter:
-    """Splits an answer at its think block; the parts are the same however the text is cut.
+    """Splits an answer at its think block. The result does not depend on the stream's chunks.
 
-    A block is read where the prompt has opened one (``is_open``), or where ``may_open`` and the
-    answer begins with its marker. White space around the block belongs to neither part.
+    A block exists if the prompt has opened it (``is_open``), or if ``may_open`` and the answer
+    begins with the marker. White space around the block is dropped.
     """
 
     __slots__ = ("_at_start", "_close", "_space", "_undecided")
@@ -63,21 +63,21 @@ class ReasoningSplitter:
     def __init__(self, *, is_open: bool, may_open: bool = False) -> None:
         self._close = StopMatcher((CLOSE,)) if is_open else None
         self._undecided: str | None = "" if may_open and not is_open else None
-        self._at_start = is_open  # of a part that loses the white space at its start
+        self._at_start = is_open  # of a part without its leading white space
         self._space = ""
 
     @property
     def is_inside(self) -> bool:
-        """Whether the text that comes next is part of the model's thoughts."""
+        """Return whether the next text is reasoning."""
         return self._close is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether all that comes next is said, as it is."""
+        """Return whether all further text is unchanged content."""
         return self._close is None and self._undecided is None and not self._at_start
 
     def push(self, text: str) -> AnswerDelta:
-        """Take the next ``text``; returns what is certain now to be thought, said or called."""
+        """Take the next ``text`` and return the part that is certain."""
         if self._undecided is not None:
             begun = (self._undecided + text).lstrip()
             if len(begun) < len(OPEN) and OPEN.startswith(begun):
@@ -96,7 +96,7 @@ class ReasoningSplitter:
         return AnswerDelta(thought, self._said(rest))
 
     def flush(self) -> AnswerDelta:
-        """What was held back, at the end of the answer."""
+        """Return the delayed text at the end of the answer."""
         if self._undecided is not None:
             text, self._undecided = self._undecided, None
             return AnswerDelta(content=text)
@@ -107,7 +107,7 @@ class ReasoningSplitter:
         )
 
     def _thought(self, text: str) -> str:
-        """Strip white space at both ends of a thought: what may be the last of it is held back."""
+        """Strip white space at both ends of the reasoning. Trailing space is delayed."""
         whole = self._space + text
         if self._at_start:
             whole = whole.lstrip()

@@ -1,4 +1,4 @@
-"""Finds stop strings in text that comes in pieces; knows no tokens."""
+"""Finds stop strings in streamed text. Knows no tokens."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Lets text through up to the first stop string that is complete.
+    """Passes text up to the first complete stop string.
 
-    Where two are complete at the same character, the longer one counts. What may be the beginning
-    of a stop string is held back until that is known, so the text let through is the same however
-    it is cut into pieces.
+    If two strings end at the same character, the longer string is found. A possible beginning of a
+    stop string is delayed, so the result does not depend on the stream's chunks.
 
     Attributes:
-        found: the stop string that was found, or None.
-        rest: what stood behind it in the piece that completed it.
+        found: the found stop string, or None.
+        rest: text after the stop string in the chunk that completed it.
     """
 
     __slots__ = ("_firsts", "_held", "_includes", "_stops", "found", "rest")
@@ -30,11 +29,11 @@ class StopMatcher:
 
     @property
     def has_stops(self) -> bool:
-        """Whether there is anything to be found."""
+        """Return whether there are stop strings."""
         return bool(self._stops)
 
     def push(self, text: str) -> str:
-        """What is certain to be no stop string, now that ``text`` has come; nothing after one."""
+        """Return the text before any possible stop string, and nothing after a found string."""
         if self.found is not None or not text:
             return ""
         if not self._stops:
@@ -54,12 +53,12 @@ class StopMatcher:
         return whole[: len(whole) - keep]
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Return the delayed text at the end of the text."""
         text, self._held = self._held, ""
         return text if self.found is None else ""
 
     def _beginning(self, text: str) -> int:
-        """How many last characters may be the beginning of a stop string."""
+        """Return the number of last characters that may begin a stop string."""
         longest = len(self._stops[0]) - 1
         for start in range(max(0, len(text) - longest), len(text)):
             if text[start] in self._firsts:

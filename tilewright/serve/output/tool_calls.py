@@ -1,4 +1,4 @@
-"""Calls in one answer as it comes: told from its content, numbered, named and counted."""
+"""Tool calls in a streamed answer: separated from its content, numbered and named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilewright.serve.tools.events import (
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call of a function; ``arguments``: JSON, as far as it has come."""
+    """A call of a function. ``arguments`` is the JSON received so far."""
 
     id: str
     name: str
@@ -28,13 +28,15 @@ class ToolCall:
 
 @dataclass(slots=True)
 class CallReader:
-    """A reader that takes the calls of functions out of one answer as it streams.
+    """Separates tool calls from the content of a streamed answer.
 
     Attributes:
-        is_parallel: whether there may be several; else the answer is over behind the first.
-        must_call: whether the answer is held to calls: its cut end is no content, and it is over
-            where other text follows a call.
-        calls: those found so far.
+        parser: parser of the model's format.
+        new_id: returns a new id for a call.
+        is_parallel: whether several calls are allowed. Else the answer ends after the first call.
+        must_call: whether the answer must be calls. A cut beginning is then no content, and text
+            after a call ends the answer.
+        calls: the calls found so far.
     """
 
     parser: ToolParser
@@ -46,20 +48,20 @@ class CallReader:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing more is wanted of the answer."""
+        """Return whether the answer needs no further text."""
         return self._is_over or (not self.is_parallel and self.is_whole)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer has called something, and nothing by halves."""
+        """Return whether the answer has calls and all of them are complete."""
         return bool(self.calls) and self.calls[-1].is_whole
 
     def push(self, text: str) -> AnswerDelta:
-        """What is certain now that ``text`` has come."""
+        """Take the next ``text`` and return the part that is certain."""
         return self._piece(self.parser.push(text))
 
     def flush(self) -> AnswerDelta:
-        """What was held back, at the end of the answer."""
+        """Return the delayed part at the end of the answer."""
         return self._piece(self.parser.flush(must_call=self.must_call))
 
     def _piece(self, events: Sequence[Event]) -> AnswerDelta:

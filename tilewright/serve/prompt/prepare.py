@@ -1,4 +1,4 @@
-"""From a checked request to what the engine is asked: token ids, and how tokens are chosen."""
+"""Token ids and sampling parameters from a checked request."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tilewright.serve.web.errors import invalid, refuse
 from tilewright.serve.web.requests import ChatMessage, Common, sampling_values
 
 _CHARACTERS_A_TOKEN = 256
-"""The longest token of any vocabulary: a text longer than this for each position cannot fit."""
+"""Maximum length of a token. A text above this length per position cannot fit."""
 
 _SEED_BITS = 63
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt as text, where it came as text, and as ids. ``images``: the images in it."""
+    """A prompt as token ids, with its text (if given as text) and its images."""
 
     text: str
     tokens: tuple[int, ...]
@@ -44,13 +44,19 @@ def render_chat(
     continues: bool = False,
     opens: bool = True,
 ) -> str:
-    """A chat as the checkpoint's template writes it, of which ``facts`` are known.
+    """Render a chat with the chat template of the checkpoint.
 
-    ``continues``: the last message is not ended, and the answer goes on with it. ``opens``: the
-    answer's turn is begun.
+    Args:
+        coder: the tokenizer.
+        messages: messages of the request.
+        facts: known properties of the template.
+        tools: tools of the request.
+        variables: variables for the template.
+        continues: whether the answer continues the last message.
+        opens: whether the text ends with the beginning of the assistant's turn.
 
     Raises:
-        ApiError: 400 where there is no template, or it refuses these messages.
+        ApiError: 400 without a template, or if it refuses the messages.
     """
     given = [_plain_message(message, at) for at, message in enumerate(messages)]
     told = tools.given if tools is not None and facts.tells_tools else None
@@ -71,7 +77,7 @@ def render_chat(
 
 
 def _plain_message(message: ChatMessage, at: int) -> dict[str, Any]:
-    """A message as templates know them: the developer is the system, content is one text."""
+    """Return a message for templates: developer becomes system, content becomes a text."""
     found: dict[str, Any] = msgspec.to_builtins(message)
     refusal = found.pop("refusal", "")
     if message.role != "assistant":
@@ -117,7 +123,7 @@ def encode(
     """Encode a text as token ids.
 
     Raises:
-        ApiError: 400 for text that is not valid Unicode, or that cannot fit by its length alone.
+        ApiError: 400 for invalid Unicode, or for a text that cannot fit.
     """
     if len(text) > _CHARACTERS_A_TOKEN * ready.max_positions:
         raise _too_long(f"{len(text)} characters", ready)
@@ -128,7 +134,7 @@ def encode(
 
 
 def check_prompt(prompt: TokenizedPrompt, ready: EngineReady, param: str) -> None:
-    """Refuse a prompt that is empty, does not fit, or has ids outside the vocabulary.
+    """Check that a prompt is not empty, fits, and has ids of the vocabulary.
 
     Raises:
         ApiError: 400.
@@ -159,12 +165,12 @@ def sampling_for(
     defaults: Mapping[str, float],
     has_grammar: bool,
 ) -> SamplingParams:
-    """How an answer to ``prompt`` is chosen; a limit that does not fit is cut to what does.
+    """Return the sampling parameters for an answer. A limit above the free context is reduced.
 
-    ``has_grammar``: the model's end tokens count in any case, for they say that it is met.
+    With ``has_grammar``, end tokens always stop the answer: they show that the grammar is complete.
 
     Raises:
-        ApiError: 400 naming the parameter that is out of range.
+        ApiError: 400 with the name of the invalid parameter.
     """
     left = ready.max_positions + 1 - len(prompt.tokens)
     limit, logprobs = request.output_limit, request.num_top

@@ -1,4 +1,4 @@
-"""What a request wants its answer to be: read, and tried before the engine hears of it."""
+"""Structured output: reads the grammar of a request, and compiles it before the engine does."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tilewright.serve.web.errors import ApiError, invalid
 from tilewright.serve.web.requests import Common, ResponseFormat, StructuredOutputs
 
 SECONDS = 5.0
-"""The seconds that a grammar may take to compile."""
+"""Maximum seconds for the compilation of a grammar."""
 
 _NUM_THREADS = 2
 _ANY_OBJECT = '{"type": "object"}'
 
 
 def read_grammar(request: Common) -> tuple[GrammarSpec, str] | None:
-    """What the answer must be, and the field that says so; None: any text.
+    """Return the grammar of an answer and the name of its field. None: any text.
 
     Raises:
-        ApiError: 400 where two fields say it, or one says it badly.
+        ApiError: 400 for two grammars or an invalid grammar.
     """
     form, outputs = request.response_format, request.structured_outputs
     from_form = None if form is None or form.type == "text" else _of_format(form)
@@ -75,7 +75,7 @@ def _is_null(raw: msgspec.Raw) -> bool:
 
 
 def _schema(raw: msgspec.Raw, param: str) -> str:
-    """The text of a schema: an object, true or false, or a string that is one of these."""
+    """Return the text of a schema: an object, true or false, or a string with this text."""
     text = bytes(raw).decode().strip()
     if text.startswith('"'):
         text = msgspec.json.decode(raw, type=str).strip()
@@ -85,10 +85,10 @@ def _schema(raw: msgspec.Raw, param: str) -> str:
 
 
 def behind_reasoning(spec: GrammarSpec, prompt: str, coder: TextCoder) -> GrammarSpec:
-    """The grammar of an answer to a chat: it begins behind the think block, where there is one.
+    """Return the grammar of a chat answer. The grammar begins after a think block.
 
-    A block is open where the prompt ends in it. Where the template knows blocks and the prompt has
-    not closed one at its end, the answer may begin with one, if its mark is a token.
+    A block is open if the prompt ends within the block. If the template knows blocks and the prompt
+    does not end with a closed block, the answer may begin with a block with a single-token marker.
     """
     if begins_in_reasoning(prompt):
         return replace(spec, behind=CLOSE)
@@ -99,7 +99,7 @@ def behind_reasoning(spec: GrammarSpec, prompt: str, coder: TextCoder) -> Gramma
 
 
 class GrammarValidator:
-    """Compiles grammars in threads of its own, so many at a time, each for so long."""
+    """Compiles grammars in threads, with a limit for threads and seconds."""
 
     def __init__(self, grammars: Grammars, *, seconds: float = SECONDS) -> None:
         self._grammars, self._seconds = grammars, seconds
@@ -108,12 +108,12 @@ class GrammarValidator:
         self._is_loaded = False
 
     async def check(self, spec: GrammarSpec, param: str) -> None:
-        """Refuse what cannot be compiled or run in time.
+        """Compile a grammar within the time limit.
 
-        A thread that takes longer is not waited for, and is lost to others until it ends.
+        A slow thread is not awaited. The thread stays unavailable until its end.
 
         Raises:
-            ApiError: 400, or 429 where all threads are busy for long.
+            ApiError: 400 for an invalid or slow grammar, 429 if all threads stay busy.
         """
         if self._threads is None:
             self._threads = roomy_threads(_NUM_THREADS, "grammars")
@@ -143,10 +143,10 @@ class GrammarValidator:
     def _leave(self, done: asyncio.Future[None]) -> None:
         self._room.release()
         if not done.cancelled():
-            done.exception()  # nobody may be there to hear it
+            done.exception()  # marks it as retrieved
 
     def close(self) -> None:
-        """End the threads that have nothing to do."""
+        """End the idle threads."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's chat template reads, found by rendering probes; messages made to fit it."""
+"""Properties of chat templates, found by rendering probes, and messages adapted to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Message: TypeAlias = dict[str, Any]
 _ASK = {"role": "user", "content": "probe"}
 _SYSTEM = {"role": "system", "content": "commands"}
 _TOOL = "probe_tool"
-_ID = "probe0id1"  # some templates want nine letters and digits
+_ID = "probe0id1"  # some templates require nine letters and digits
 _DECLARED = {
     "type": "function",
     "function": {
@@ -42,16 +42,16 @@ _VARIABLES: dict[str, tuple[object, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """How to speak to a chat template.
+    """Properties of a chat template.
 
     Attributes:
-        reads_tools: whether it tells the model of tools.
-        tools_in_system: whether it does so as part of the system message.
-        writes_calls: whether it writes calls of earlier turns.
-        wants_objects: whether it takes their arguments as objects, not as JSON text.
-        loses_system: whether it refuses or leaves out a system message, but no user's.
-        variables: which of those known here change what it writes.
-        format: how the model calls functions; None where that is not known.
+        reads_tools: whether the template renders tools.
+        tools_in_system: whether tools are a field of the system message.
+        writes_calls: whether the template renders calls of earlier turns.
+        wants_objects: whether it takes arguments as objects, not as JSON text.
+        loses_system: whether it refuses or drops a system message, but no user message.
+        variables: known variables with an effect.
+        format: format of tool calls. None: unknown.
     """
 
     reads_tools: bool = False
@@ -64,18 +64,19 @@ class TemplateFacts:
 
     @property
     def calls(self) -> ToolFormat:
-        """The format in which this model writes calls: the known one, or the generic one."""
+        """The format of tool calls, or the generic format."""
         return self.format or GENERIC
 
     @property
     def tells_tools(self) -> bool:
-        """Whether the template tells the model of tools. Else an instruction does: also where the
-        template tells of them for a format that is not known.
+        """Return whether the template describes tools to the model.
+
+        Else an instruction describes them. Tools in an unknown format need the instruction too.
         """
         return self.reads_tools and self.format is not None
 
     def messages(self, given: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Message]:
-        """The messages as the template can write them."""
+        """Return the messages in a form that the template can render."""
         names: dict[str, str] = {}
         found = [self._prepared(message, names) for message in given]
         if not self.writes_calls:
@@ -88,9 +89,9 @@ class TemplateFacts:
         return found
 
     def _prepared(self, message: Message, names: dict[str, str]) -> Message:
-        """Calls with ids and arguments as templates take them, results with their function's name.
+        """Adapt a message: calls get known ids and arguments, results get their function's name.
 
-        ``names``: of the calls so far, by their ids.
+        ``names`` maps the ids of earlier calls to their functions.
         """
         known_id = self.calls.known_id
         if message["role"] == "tool":
@@ -108,7 +109,7 @@ class TemplateFacts:
         return {**kept, "tool_calls": calls} if calls else kept
 
     def _spelled(self, messages: Sequence[Message]) -> list[Message]:
-        """Calls as text of the assistant, results as text of the user; neighbours are joined."""
+        """Return calls as assistant text, and results as user text. Adjacent results are joined."""
         found: list[Message] = []
         is_result = False
         for message in messages:
@@ -135,7 +136,7 @@ class TemplateFacts:
 
 
 def read_template(coder: TextCoder, tool_format: str | None) -> TemplateFacts:
-    """Find out what a template reads; ``tool_format`` names a format instead of its marks."""
+    """Probe the template of a tokenizer. ``tool_format`` overrides the detected format."""
     source = coder.chat_template
     forced = FORMATS[tool_format] if tool_format is not None else None
     if source is None:
@@ -173,7 +174,7 @@ def _render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, object] | None = None,
 ) -> str:
-    """A probe's text; empty where the template refuses it."""
+    """Render a probe. Return an empty text if the template refuses it."""
     try:
         return coder.apply_chat_template(
             messages, True, tools=tools, variables=variables, must_read=False
@@ -222,7 +223,7 @@ def _name(call: Mapping[str, Any]) -> str:
 
 
 def _call(call: Mapping[str, Any]) -> Call:
-    """A call of an earlier turn as formats write it; arguments that are no object are left out."""
+    """Return an earlier call for a format. Arguments are empty unless they are an object."""
     function = call.get("function")
     given = function.get("arguments") if isinstance(function, dict) else None
     given = _decoded(given) if isinstance(given, str) else given
@@ -237,7 +238,7 @@ def _declared(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
 
 
 def _in_user(messages: Sequence[Message], text: str) -> list[Message]:
-    """The messages with a text before the first one of the user, which is made if there is none."""
+    """Insert a text before the first user message, or as a new user message."""
     for at, message in enumerate(messages):
         if message["role"] == "user":
             content = message["content"]
@@ -250,7 +251,7 @@ def _in_user(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def _in_system(messages: Sequence[Message], text: str, **keys: str) -> list[Message]:
-    """The messages with more in the system's, which is made where there is none."""
+    """Append a text to the system message, or add a system message."""
     first = messages[0]
     if first["role"] != "system":
         return [{"role": "system", "content": text, **keys}, *messages]

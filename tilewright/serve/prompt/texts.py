@@ -1,4 +1,4 @@
-"""What the server asks of a tokenizer, and how long texts are kept from its event loop."""
+"""Tokenizer protocols for the server."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Protocol
 
 
 class Decoder(Protocol):
-    """Makes text of ids that come one at a time; what it has returned never changes."""
+    """A decoder for token ids. Returned text never changes."""
 
     def push(self, index: int) -> str:
-        """Take more token ids and return the text that they make certain."""
+        """Take a token id and return the text that is certain."""
 
     def push_all(self, ids: Iterable[int]) -> str:
-        """Push each of ``ids`` in turn; returns the joined text."""
+        """Push each id. Return the joined text."""
 
     def flush(self) -> str:
-        """Return the text that was held back, now that no more ids come."""
+        """Return the delayed text after the last id."""
 
 
 class TextCoder(Protocol):
-    """A checkpoint's tokenizer. Its methods raise `RequestError` for what they cannot do."""
+    """A tokenizer. Its methods raise `RequestError` for unsupported input."""
 
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -37,7 +37,7 @@ class TextCoder(Protocol):
         """Decode token ids as text."""
 
     def token_bytes(self, index: int) -> bytes:
-        """The bytes a token adds to a text."""
+        """Return a token's bytes in a text."""
 
     def stream(
         self,
@@ -46,9 +46,9 @@ class TextCoder(Protocol):
         shown: Collection[str] = (),
         after: Iterable[int] = (),
     ) -> Decoder:
-        """A decoder for one answer.
+        """Return a decoder for an answer.
 
-        ``shown``: special tokens that it does not leave out. ``after``: token ids of the prompt.
+        ``shown`` special tokens are decoded as text. ``after`` has the token ids of the prompt.
         """
 
     def apply_chat_template(
@@ -60,6 +60,7 @@ class TextCoder(Protocol):
         variables: Mapping[str, object] | None = None,
         must_read: bool = True,
     ) -> str:
-        """Render the messages of a chat as the text of a prompt. ``must_read``: refuse text that
-        the template leaves out.
+        """Render the messages of a chat as the text of a prompt.
+
+        ``must_read`` raises for text that the template drops.
         """

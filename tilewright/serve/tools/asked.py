@@ -1,4 +1,4 @@
-"""The functions that a request declares, and which of them it wants called."""
+"""Tools of a request: the declared functions, and the functions to call."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class _ToolChoice(Struct):
 
 @dataclass(frozen=True, slots=True)
 class ToolsAsked:
-    """What a request says of tools: which there are, and which must be called.
+    """Tools of a request.
 
     Attributes:
-        tools: what may be called.
-        given: the same as templates are told of them: as the client wrote them.
-        must_call: whether the answer has to be a call.
-        only: the one function that it has to call, or None.
-        is_parallel: whether one answer may hold several calls.
+        tools: callable functions.
+        given: the functions as the client wrote them, for templates.
+        must_call: whether the answer must be a call.
+        only: name of the only function to call, or None.
+        is_parallel: whether an answer may contain several calls.
     """
 
     tools: tuple[ToolSpec, ...]
@@ -63,10 +63,10 @@ def read_tools(
     choice: str | Mapping[str, Any] | None = None,
     is_parallel: bool | None = None,
 ) -> ToolsAsked | None:
-    """A request's ``tools``, ``tool_choice`` and ``parallel_tool_calls``; None: nothing is called.
+    """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls``. None: no calls.
 
     Raises:
-        ApiError: 400 naming what is not allowed.
+        ApiError: 400 with the name of the invalid field.
     """
     tools = _tools(given or ())
     only = None
@@ -110,7 +110,7 @@ def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[ToolSpec, ...]:
 
 
 def _is_deep(schema: object) -> bool:
-    """Whether a schema has more levels than what reads it can go down."""
+    """Return whether a schema has more levels than its readers support."""
     level = [schema]
     for _ in range(MAX_DEPTH):
         inner: list[object] = []

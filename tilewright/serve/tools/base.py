@@ -1,4 +1,4 @@
-"""What a format of calls is, and the functions that a request declares."""
+"""Formats for tool calls."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from tilewright.serve.tools.events import ToolParser
 from tilewright.serve.tools.shapes import CallGrammar, Term, ToolSpec
 
 Call: TypeAlias = tuple[str, Mapping[str, Any]]
-"""A call of an earlier turn: a function's name, and its arguments."""
+"""A call of an earlier turn: the name of a function, and its arguments."""
 
 
 def call_id() -> str:
-    """Make a new, random id for a call."""
+    """Return a new random id for a call."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def result_message(content: str) -> str:
-    """What a function gave, as a user's turn for models that know no role of tools."""
+    """Return a function's result as a user message, for models without a tool role."""
     return f"<tool_response>\n{content}\n</tool_response>"
 
 
 def listed(tools: Sequence[ToolSpec]) -> str:
-    """List functions as JSON, one on each line, as templates without tools want them."""
+    """Return functions as JSON lines, for templates without tools."""
     return "\n".join(
         json.dumps(
             {"name": tool.name, "description": tool.description, "parameters": tool.schema},
@@ -38,7 +38,7 @@ def listed(tools: Sequence[ToolSpec]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToShape:
-    """Calls that are to be put into rules; ``template``: the source of the chat template."""
+    """Input for grammar rules. ``template`` is the source of the chat template."""
 
     tools: Sequence[ToolSpec]
     is_parallel: bool
@@ -48,17 +48,18 @@ class ToShape:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models is told of functions, and how it calls them.
+    """Functions and names for a model family's format of tool calls.
 
     Attributes:
-        marks: texts of chat templates that ask for it; one of them is enough.
-        parser: makes the reader of one answer.
-        instruction: the system message that asks for it, where a template does not.
-        write: calls of an earlier turn, for the same templates.
-        shape: what its calls look like.
-        tokens: special tokens that belong to it, so that decoding must not leave them out.
-        new_id: names a call as this family's templates take it.
-        known_id: makes such a name of one that a client has kept from elsewhere.
+        name: name for ``--tool-format``.
+        marks: texts in chat templates. A single mark selects the format.
+        parser: returns a parser for an answer.
+        instruction: returns a system message about the tools, if the template has none.
+        write: returns an earlier turn's calls as text.
+        shape: returns the grammar for calls.
+        tokens: the format's special tokens. Decoding must show them.
+        new_id: returns a new id that the templates accept.
+        known_id: converts the client's id to an id that the templates accept.
     """
 
     name: str

@@ -1,7 +1,6 @@
-"""What is found in an answer that may call functions, and how a parser finds where calls begin.
+"""Events in an answer with tool calls, and the search for the beginning of calls.
 
-A parser works on text alone. However the text is cut, the events say the same: the same content,
-the same calls with the same arguments.
+Parsers read text only. Content, calls and arguments do not depend on the stream's chunks.
 """
 
 from __future__ import annotations
@@ -17,63 +16,60 @@ SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """A piece of the answer's text that belongs to no call."""
+    """Answer text outside calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call of a function begins; its arguments follow."""
+    """A call's beginning. Its arguments follow."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Argued:
-    """The next piece of the JSON of the last call's arguments."""
+    """The next part of the last call's arguments, as JSON."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """The arguments of the last call are complete."""
+    """The end of the last call's arguments."""
 
 
 Event: TypeAlias = ContentDelta | ToolCallStart | Argued | ToolCallEnd
 
 
 class CallRegion(Protocol):
-    """Reads what stands behind an opening marker.
+    """Reads the text after an opening marker.
 
     Attributes:
-        is_call: whether a `ToolCallStart` was given; before it the text may still be plain.
-        rest: None while it reads; then the text behind its end, or behind what it could not read.
+        is_call: whether a `ToolCallStart` was returned. Before it, the text may be plain.
+        rest: None during reading, then the text after the region.
     """
 
     is_call: bool
     rest: str | None
 
     def push(self, text: str) -> list[Event]:
-        """Take the next text; returns the events that are certain now."""
+        """Take the next text and return the events that are certain."""
 
     def flush(self) -> list[Event]:
-        """Return the arguments that were held back, at the end of the text. Cut markup is dropped:
-        it is no text of the answer.
-        """
+        """Return the delayed arguments at the end of the text. Cut markup is dropped."""
 
 
 class ToolParser:
-    """Finds calls in text that comes in pieces.
+    """Finds calls in streamed text.
 
     Args:
-        markers: what opens a region anywhere.
-        region: makes the reader of one; it is told the marker, empty where there was none.
-        first: a character that opens a region where nothing was said before it, as ``{``.
+        markers: texts that open a region.
+        region: returns a reader for a marker, empty without a marker.
+        first: character that opens a region at the beginning of the answer, as ``{``.
 
-    White space around calls belongs to no content; text that proves to be no call is content, its
-    marker and all.
+    White space around calls is dropped. Text that is no call becomes content with its marker.
     """
 
     def __init__(
@@ -82,24 +78,24 @@ class ToolParser:
         self._markers, self._first, self._make = tuple(markers), first, region
         self._matcher = StopMatcher(self._markers)
         self._region: CallRegion | None = None
-        self._raw: list[str] = []  # of a region that may yet be plain text
+        self._raw: list[str] = []  # of a region without a call so far
         self._space = ""
         self._is_at_start = True
         self._has_called = False
         self._follows_call = False
 
     def push(self, text: str) -> list[Event]:
-        """Take the next text; returns the events that are certain now."""
+        """Take the next text and return the events that are certain."""
         found: list[Event] = []
         while text:
             text = self._scan(text, found) if self._region is None else self._read(text, found)
         return found
 
     def flush(self, *, must_call: bool = False) -> list[Event]:
-        """Return what was held back, at the end of the text.
+        """Return the delayed events at the end of the text.
 
-        The beginning of a call is dropped if it follows a call, or if ``must_call``: nothing but a
-        call may be there. Else it is content.
+        The beginning of a call is dropped after a call, or if ``must_call`` allows no other text.
+        Else it is content.
         """
         found: list[Event] = []
         is_cut = self._follows_call or must_call
@@ -118,7 +114,7 @@ class ToolParser:
         return found
 
     def _scan(self, text: str, found: list[Event]) -> str:
-        """Look for where a call may begin; returns what stands from there on."""
+        """Search the beginning of a call. Return the text from there."""
         if self._first and self._is_at_start:
             begun = text.lstrip(SPACE)
             if begun.startswith(self._first):

@@ -1,4 +1,4 @@
-"""The grammar of an answer that calls functions: from its first token, or from a marker on."""
+"""Grammars of answers with tool calls, from the first token or from a marker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TEXT = r"TEXT: /(.|\n)*/"
 
 
 def term_of(coder: TextCoder) -> Term:
-    """How a tokenizer's texts are written in Lark: special tokens by their ids."""
+    """Return a function that writes text in Lark. Special tokens are written as ids."""
 
     def term(text: str) -> str:
         ids = coder.encode(text)
@@ -38,17 +38,17 @@ def call_grammar(
     prompt: str,
     otherwise: GrammarSpec | None = None,
 ) -> GrammarSpec | None:
-    """What an answer must be so that its calls are those that were asked for.
+    """Return the grammar that enforces the schemas of tool calls, or None.
 
-    An answer that must call, in a format whose calls repeat, is free behind its first call: a blank
-    there must not force another one. `CallReader` ends it at the first other text.
-    An answer that need not call anything is free up to the marker of a call, or obeys
-    ``otherwise``, a JSON schema. Where the format has no marker it is free altogether, which is
-    None, or with a strict function if it does not begin as calls do. All of it comes behind the
-    think block where there is one: see `behind_reasoning`.
+    After the first call, an answer that must call is free if the format repeats calls: white space
+    must not force another call. `CallReader` ends the answer at other text.
+    Other answers are free up to the marker of a call, or obey the JSON schema ``otherwise``. In a
+    format without a marker, they are free: the result is None, or for strict functions a grammar
+    of texts with another beginning. The grammar begins after the think block, see
+    `behind_reasoning`.
 
     Raises:
-        ApiError: 400 where an answer cannot be held to both.
+        ApiError: 400 if calls and ``otherwise`` cannot both be enforced.
     """
     tools = [tool for tool in asked.tools if asked.only in (None, tool.name)]
     is_parallel = asked.is_parallel and asked.only is None
@@ -80,7 +80,7 @@ def call_grammar(
 
 
 def _free(marker: str, *, has_begun: bool, repeats: bool) -> list[str]:
-    """Text with calls in it; ``has_begun``: the first marker has been read already."""
+    """Return rules for text with calls. ``has_begun``: the first marker is already read."""
     count = "*" if repeats else "" if has_begun else "?"
     calls = [f"called{count}"] if count else []
     lines = [f"start: {' '.join([*(['region'] if has_begun else []), *calls])} TEXT", _TEXT]
@@ -96,15 +96,15 @@ def _spec(lines: Sequence[str], shape: CallGrammar) -> GrammarSpec:
 
 
 def _json(spec: GrammarSpec) -> str:
-    """A JSON schema as a term.
+    """Return a JSON schema as a term.
 
     Raises:
-        ApiError: 400 for another kind of grammar.
+        ApiError: 400 for another type of grammar.
     """
     if spec.kind != JSON_SCHEMA:
         raise unsupported("structured_outputs", "beside tools; allowed: a JSON schema")
     try:
         schema = json.loads(spec.text)
-    except (ValueError, RecursionError):  # it has been compiled before
+    except (ValueError, RecursionError):  # unlikely, as the grammar has been compiled
         schema = {}
     return json_term(schema if isinstance(schema, dict) else {})

@@ -1,7 +1,7 @@
-"""Reads calls written as JSON: ``{"name": ..., "arguments": {...}}``, alone, in a row or a list.
+"""Parser for JSON calls: ``{"name": ..., "arguments": {...}}``, single, consecutive or in a list.
 
-Arguments are passed on as the model writes them, piece by piece; a call is told from other JSON by
-its name, so nothing is passed on before that is known.
+Arguments are streamed as the model writes them. The name distinguishes a call from other JSON, so
+events begin after the name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _OPEN_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(u[0-9a-fA-F]{0,3})?$")
 
 
 def is_name(text: str) -> bool:
-    """Whether a model's text can be the name of a function."""
+    """Return whether a text can be a function's name."""
     return 0 < len(text) <= 256 and text.isprintable()
 
 
 def merged(events: list[Event]) -> list[Event]:
-    """Join neighbouring pieces of arguments in a list of events."""
+    """Join adjacent parts of arguments in a list of events."""
     found: list[Event] = []
     pieces: list[str] = []
     for event in events:
@@ -46,44 +46,44 @@ def _joined(pieces: list[str]) -> list[Event]:
 
 
 def _string(raw: str) -> str:
-    """The text of a JSON string; halves of characters become U+FFFD, as JSON cannot carry them."""
+    """Return the text of a JSON string. Unpaired surrogates become U+FFFD."""
     text: str = json.loads(raw, strict=False)
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class _ObjectField(Enum):
-    """What is being read of an object: a key, or a value by its key."""
+    """The current part of an object: a key, or the value of a key."""
 
     NONE = auto()
     KEY = auto()
     NAME = auto()
     OBJECT = auto()
-    TEXT = auto()  # arguments as a string that holds JSON, or null
+    TEXT = auto()  # arguments as a JSON string, or null
     OTHER = auto()
 
 
 class _JsonCallParser:
-    """One object, from its brace on; ``known``: what may be called, None where anything may."""
+    """Parser of an object from its brace. ``known`` has the function names. None: any name."""
 
     def __init__(self, known: Collection[str] | None) -> None:
         self.is_call = False
         self.has_arguments = False
-        self.raw: list[str] = []  # until it is known to be a call
+        self.raw: list[str] = []  # the text before it is known to be a call
         self._known = known
         self._scanner = JsonScanner()
         self._part = _ObjectField.NONE
         self._key = ""
         self._name: str | None = None
-        self._text: list[str] = []  # of the part at hand
+        self._text: list[str] = []  # of the current part
         self._early: list[str] = []  # arguments before the name
 
     @property
     def is_whole(self) -> bool:
-        """Whether its last brace has come."""
+        """Return whether the last brace is read."""
         return self._scanner.is_done
 
     def step(self, character: str, found: list[Event]) -> bool:
-        """Take a character; False, and it is not taken, where it is no call or no longer one."""
+        """Take a character. Return False without taking it if the object is no call."""
         if self.is_call:
             return self._take(character, found)
         self.raw.append(character)
@@ -114,7 +114,7 @@ class _JsonCallParser:
         return not self.is_whole or self._end(found)
 
     def flush(self) -> list[Event]:
-        """What can be said of arguments that are cut short."""
+        """Return the events for cut arguments."""
         if self._part is not _ObjectField.TEXT or self._name is None or self._text[0] != '"':
             return []
         found: list[Event] = []
@@ -122,7 +122,7 @@ class _JsonCallParser:
         return found
 
     def _value_part(self, first: str) -> _ObjectField:
-        """What a value is, by its key and first character; NONE: no call has that."""
+        """Return the field of a value from its key and first character. NONE: no call."""
         if self._key in _ARGUMENTS and not self.has_arguments:
             return {"{": _ObjectField.OBJECT, '"': _ObjectField.TEXT, "n": _ObjectField.TEXT}.get(
                 first, _ObjectField.NONE
@@ -137,7 +137,7 @@ class _JsonCallParser:
         raw = "".join(self._text)
         if part is _ObjectField.KEY:
             self._key = _string(raw)
-            # JSON that has no marker of calls is an answer as soon as it says something else
+            # JSON without a marker is an answer at the first unknown key.
             return self._known is None or self._key in _KEYS
         elif part is _ObjectField.NAME:
             self._name = _string(raw)
@@ -180,12 +180,12 @@ class _State(Enum):
 
 
 class JsonRegion:
-    """A region of calls as JSON; see `Region`.
+    """A region of JSON calls, see `CallRegion`.
 
     Args:
-        close: what ends it, empty where nothing does.
-        known: the functions that may be called; None: whatever stands there is a call.
-        separator: what may stand between calls beside white space.
+        close: closing marker, empty without a marker.
+        known: names of functions. None: any JSON is a call.
+        separator: characters between calls, in addition to white space.
     """
 
     def __init__(
@@ -197,11 +197,11 @@ class JsonRegion:
         self._state = _State.OPENED
         self._is_list = False
         self._call = _JsonCallParser(known)
-        self._back = ""  # read, and plain text if the region ends here
+        self._back = ""  # consumed text that is plain if the region ends here
         self._matcher = StopMatcher((close,) if close else ())
 
     def push(self, text: str) -> list[Event]:
-        """Take the next text; returns the events that are certain now."""
+        """Take the next text and return the events that are certain."""
         found: list[Event] = []
         for at, character in enumerate(text):
             if not self._step(character, found):
@@ -212,7 +212,7 @@ class JsonRegion:
         return merged(found)
 
     def flush(self) -> list[Event]:
-        """See `Region`."""
+        """See `CallRegion`."""
         found: list[Event] = []
         if self._state is _State.RAW:
             found = [Argued(self._matcher.flush())]
@@ -222,7 +222,7 @@ class JsonRegion:
         return merged(found)
 
     def _step(self, character: str, found: list[Event]) -> bool:
-        """Take a character; False where the region has ended before it."""
+        """Take a character. Return False if the region ended before it."""
         if self._state is _State.OBJECT:
             return self._object(character, found)
         if self._state is _State.RAW:
@@ -282,7 +282,7 @@ class JsonRegion:
         return character == "{" and self._begin(character)
 
     def _broken(self, character: str, found: list[Event]) -> bool:
-        """Arguments that are no JSON: they are passed on as they are, up to the closing marker."""
+        """Pass invalid JSON arguments unchanged up to the closing marker."""
         found.append(Argued(self._matcher.push(character)))
         if self._matcher.found is not None:
             found.append(ToolCallEnd())

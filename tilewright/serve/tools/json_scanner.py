@@ -1,4 +1,4 @@
-"""Follows one JSON value a character at a time; knows where it stands, keeps nothing of it."""
+"""Scanner of a JSON value by character. Stores the position only, not the value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WORDS = {"t": "rue", "f": "alse", "n": "ull"}
 
 
 class At(Enum):
-    """The scanner's place in a JSON value, which says what may come next."""
+    """Position in a JSON value, which determines the next characters."""
 
     VALUE = auto()
     FIRST_ITEM = auto()
@@ -29,12 +29,11 @@ class At(Enum):
 
 
 class JsonScanner:
-    """A checker of JSON, but that strings may hold control characters, as models write them.
+    """A JSON checker. Strings may contain control characters, which models write.
 
     Attributes:
-        at: what may come next.
-        depth: objects and lists that are open.
-        in_key: whether the string at hand, or the last one, is a key.
+        at: the position.
+        in_key: whether the current or the last string is a key.
     """
 
     def __init__(self) -> None:
@@ -47,16 +46,16 @@ class JsonScanner:
 
     @property
     def is_done(self) -> bool:
-        """Whether the JSON value has ended, so that what follows is not part of it."""
+        """Return whether the JSON value is complete."""
         return self.at is At.DONE
 
     @property
     def depth(self) -> int:
-        """The number of objects and lists that are open."""
+        """The number of open objects and lists."""
         return len(self._ends)
 
     def step(self, character: str) -> bool:
-        """Take the next character; False where JSON cannot go on with it."""
+        """Take the next character. Return False for invalid JSON."""
         if self.at is At.STRING:
             if character == '"':
                 self._close(At.COLON if self.in_key else None)
@@ -125,12 +124,12 @@ class JsonScanner:
         return character in '"\\/bfnrtu'
 
     def _close(self, at: At | None = None) -> None:
-        """A value has ended, or with ``at`` a key."""
+        """End a value, or with ``at`` a key."""
         self.at = at or (At.BEHIND if self._ends else At.DONE)
 
 
 def escaped(character: str, at: At) -> str:
-    """A character as JSON allows it: control characters within strings become escapes."""
+    """Return a character as valid JSON. Control characters in strings become escapes."""
     if at is At.STRING and character < " ":
         return f"\\u{ord(character):04x}"
     return character

@@ -1,4 +1,4 @@
-"""Calls as rules of llguidance's Lark, so that answers can be held to them."""
+"""Grammar rules of tool calls in llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 from tilewright.runtime.grammar.annotations import without_annotations
 
 Term: TypeAlias = Callable[[str], str]
-"""Writes a text of a tokenizer as a term of Lark: special tokens have one of their own."""
+"""A function that writes a text as a Lark term. Special tokens have their own terms."""
 
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A function that may be called; ``schema`` is the JSON schema of its arguments."""
+    """A callable function. ``schema`` is the JSON schema of its arguments."""
 
     name: str
     description: str = ""
@@ -27,13 +27,13 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """How one model family writes calls, as grammar rules.
+    """Grammar rules for the tool calls of a model family.
 
     Attributes:
-        opening: the marker before them; empty where there is none.
-        rules: of Lark; one of them is ``region``, what stands behind the marker.
-        first: what a call begins with where there is no marker.
-        repeats: whether a region is one call, and further ones follow with markers of their own.
+        opening: marker before the calls, empty without a marker.
+        rules: Lark rules. The rule ``region`` follows the marker.
+        first: first character of a call, for formats without a marker.
+        repeats: whether a region is a single call, and further calls have their own markers.
     """
 
     opening: str
@@ -43,42 +43,42 @@ class CallGrammar:
 
 
 def quoted(text: str) -> str:
-    """A text as a term of Lark."""
+    """Return a text as a Lark term."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def json_term(schema: Mapping[str, Any], *, is_strict: bool = True) -> str:
-    """JSON that obeys a schema; keywords that are not known are an error where it is strict."""
+    """Return a term for JSON that obeys a schema. Strict schemas raise for unknown keywords."""
     style = {**_STYLE, "lenient": not is_strict}
     text = json.dumps({**schema, "x-guidance": style}, ensure_ascii=False)
     return f"%json {without_annotations(text)}"
 
 
 def arguments_term(tool: ToolSpec) -> str:
-    """The arguments of a function as a JSON object."""
+    """Return a term for the arguments of a function as a JSON object."""
     return json_term({"type": "object", **tool.schema}, is_strict=tool.is_strict)
 
 
 def property_term(tool: ToolSpec, schema: object) -> str:
-    """One argument as JSON; its schema may refer to what the function's one defines."""
+    """Return a term for an argument as JSON. Its schema may use the function's definitions."""
     named = schema if isinstance(schema, Mapping) else {}
     shared = {key: tool.schema[key] for key in ("$defs", "definitions") if key in tool.schema}
     return json_term({**shared, **named}, is_strict=tool.is_strict)
 
 
 def is_needed(tool: ToolSpec, key: str) -> bool:
-    """Whether a call must have the argument."""
+    """Return whether the argument is required."""
     needed = tool.schema.get("required")
     return isinstance(needed, list) and key in needed
 
 
 def any_call(tools: Sequence[ToolSpec]) -> str:
-    """The rule that one of ``call_0``, ``call_1`` and so on is there."""
+    """Return the rule ``call`` with the alternatives ``call_0``, ``call_1`` and so on."""
     return f"call: {' | '.join(f'call_{at}' for at in range(len(tools)))}"
 
 
 def object_rules(tools: Sequence[ToolSpec], key: str) -> list[str]:
-    """Make the rule ``call``: an object of a function's name, and its arguments under ``key``."""
+    """Return rules for ``call``: an object with a name, and its arguments under ``key``."""
     rules = [any_call(tools)]
     for at, tool in enumerate(tools):
         head = f'{{"name": {json.dumps(tool.name)}, "{key}": '
@@ -87,6 +87,6 @@ def object_rules(tools: Sequence[ToolSpec], key: str) -> list[str]:
 
 
 def list_of_calls(is_parallel: bool) -> str:
-    """Terms for a list of ``call``."""
+    """Return terms for a list of ``call``."""
     more = '(", " call)* ' if is_parallel else ""
     return f'"[" call {more}"]"'

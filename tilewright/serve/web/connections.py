@@ -1,4 +1,4 @@
-"""What one connection may do: how long a head may take, how slowly a client may read."""
+"""Connections with time limits for request heads and slow readers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LINE_BYTES = 8190
 _HEADERS = 64
 _KEEPALIVE_SECONDS = 75
 _LINGER_SECONDS = 2
-_SPARE_FILES = 256  # descriptors that are no connections
+_SPARE_FILES = 256  # descriptors besides connections
 _LOG_CHARACTERS = 200
-_LOOKS = 12  # in the time that a client may take nothing
+_LOOKS = 12  # checks within the write timeout
 
 
 def limits() -> dict[str, Any]:
-    """The library's own limits, for its runner and for each connection."""
+    """Return aiohttp's limits for its runner and its connections."""
     return {
         "access_log": None,
         "logger": _quiet_log(),
@@ -38,7 +38,7 @@ def limits() -> dict[str, Any]:
 
 
 def connections_for(wanted: int) -> int:
-    """How many of ``wanted`` connections there are descriptors for, once more are asked for."""
+    """Raise the limit of descriptors, and return the possible number of connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -50,11 +50,12 @@ def connections_for(wanted: int) -> int:
 
 
 class Connection(web.RequestHandler):
-    """One client's connection, with deadlines that the library has not.
+    """A client's connection with deadlines that aiohttp lacks.
 
-    A request's line and headers must be whole ``header_timeout`` after they begin (for the first
-    one: after the connection does), or it is closed. What is written must become less, by a byte at
-    least, within ``write_timeout``, or the connection is reset and its handler cancelled.
+    The request line and the headers must be complete ``header_timeout`` seconds after they begin,
+    or after the connection for the first request. Else the connection is closed. The unsent bytes
+    must shrink within ``write_timeout`` seconds. Else the connection is reset, and its handler is
+    cancelled.
     """
 
     __slots__ = (
@@ -76,14 +77,14 @@ class Connection(web.RequestHandler):
         self._num_unsent = self._num_stalled = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to time the first request's head (called by asyncio)."""
+        """Start the timer of the first head (called by asyncio)."""
         super().connection_made(transport)
         self._writes_to = cast(asyncio.Transport, transport)
         self._await_head()
         self._look_at_writes()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Stop this connection's timers (called by asyncio)."""
+        """Stop the timers of this connection (called by asyncio)."""
         for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
@@ -91,7 +92,7 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes in; a whole head ends the time that it had (called by asyncio)."""
+        """Receive bytes. A complete head stops its timer (called by asyncio)."""
         known = self._request_count
         super().data_received(data)
         if self._request_count > known:
@@ -108,11 +109,12 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What is no HTTP, in the form of all other errors; the connection is closed behind it.
-        Nothing is logged of a client that has gone.
+        """Return an error response for invalid HTTP, and close the connection.
+
+        The form is the form of all errors. Lost clients are not logged.
         """
         if not isinstance(exc, ConnectionError):
-            super().handle_error(request, status, exc, message)  # logs; raises where it is too late
+            super().handle_error(request, status, exc, message)  # logs, and raises if too late
         is_ours = status >= 500
         said = "the server has a fault" if is_ours else "what was sent is no HTTP request"
         error = ApiError(status, "internal_error" if is_ours else "invalid_request", said)
@@ -124,8 +126,9 @@ class Connection(web.RequestHandler):
         self._head_timer = self._later(self._settings.header_timeout, self._give_up_head)
 
     def _is_busy(self) -> bool:
-        """Whether a request is under way, or waits for its handler. The library's waiter tells it
-        too late: a client may write again before its handler has come to wait.
+        """Return whether a request runs or waits for its handler.
+
+        aiohttp's waiter reports it too late: a client may write before its handler waits.
         """
         return self._request_in_progress or bool(self._messages)
 
@@ -135,7 +138,7 @@ class Connection(web.RequestHandler):
             self.force_close()
 
     def _look_at_writes(self) -> None:
-        """Reset the connection where what is to be sent has not become less for too long."""
+        """Reset the connection if the unsent bytes have not shrunk for too long."""
         if self._writes_to is None:
             return
         unsent = self._writes_to.get_write_buffer_size()
@@ -153,14 +156,14 @@ class Connection(web.RequestHandler):
 
 
 class _Short(logging.Formatter):
-    """Log lines of the library hold what clients send: they are cut, and have no traceback."""
+    """Shortens log lines of aiohttp, which contain the client's text, and drops tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return " ".join(record.getMessage().split())[:_LOG_CHARACTERS]
 
 
 class _Handler(logging.StreamHandler[Any]):
-    """One that does not mind where nothing can be written."""
+    """A log handler that ignores write errors."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """See `logging.Handler`."""

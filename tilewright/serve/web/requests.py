@@ -1,6 +1,6 @@
-"""What clients may ask, as types: bodies are decoded and checked here, and nowhere else.
+"""Request bodies as types, with decoding and checks.
 
-Knows neither tokens nor the engine's limits; what it lets through is well formed and in range.
+Knows neither tokens nor engine limits. Decoded bodies are well formed and in range.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Bias: TypeAlias = Annotated[float, Meta(ge=BIAS.low, le=BIAS.high)]
 
 
 def no_json() -> msgspec.Raw:
-    """A default that the schema of the API need not tell."""
+    """Return a default for fields that the API schema omits."""
     return msgspec.Raw(b"null")
 
 
@@ -39,14 +39,14 @@ TokenIds: TypeAlias = Annotated[list[Token], Meta(min_length=1)]
 
 
 class StreamOptions(Struct, frozen=True):
-    """What a client asks of a stream: whether and how often its usage is sent."""
+    """Options of a stream: whether and how often usage is sent."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class NamedSchema(Struct, frozen=True):
-    """A JSON schema as OpenAI's API wraps it; it is enforced whatever ``strict`` says."""
+    """A JSON schema in OpenAI's wrapper. It is enforced with and without ``strict``."""
 
     schema: msgspec.Raw = msgspec.field(default_factory=no_json)
     name: str | None = None
@@ -55,7 +55,7 @@ class NamedSchema(Struct, frozen=True):
 
 
 class ResponseFormat(Struct, frozen=True):
-    """What the answer is; ``schema`` is llama.cpp's, of ``json_object``."""
+    """Answer format. ``schema`` is llama.cpp's, for ``json_object``."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -63,7 +63,7 @@ class ResponseFormat(Struct, frozen=True):
 
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's way to say what the answer is: one of these."""
+    """Structured output in vLLM's form. A single field is allowed."""
 
     json: msgspec.Raw = msgspec.field(default_factory=no_json)
     json_object: bool | None = None
@@ -73,7 +73,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(Struct, frozen=True, omit_defaults=True):
-    """One turn of a chat; keys that are not named here are allowed and not read."""
+    """A chat message. Unknown keys are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
@@ -86,7 +86,7 @@ class ChatMessage(Struct, frozen=True, omit_defaults=True):
 
 
 def _ranged(name: str) -> tuple[str, Any, None]:
-    """Return the field of a sampling parameter. None: the client gives no value."""
+    """Return a sampling parameter's field. None: the client gives no value."""
     span = range_of(name)
     low = {"gt": span.low} if span.is_above else {"ge": min(span.low, span.off or span.low)}
     return name, Annotated[type(span.low), Meta(**low, le=span.high)] | None, None
@@ -95,7 +95,7 @@ def _ranged(name: str) -> tuple[str, Any, None]:
 if TYPE_CHECKING:
 
     class SamplingFields(Struct, kw_only=True, frozen=True):
-        """Sampling parameters of a body."""
+        """Sampling parameters in a body."""
 else:
     SamplingFields = msgspec.defstruct(
         "SamplingFields", map(_ranged, plain_names()), kw_only=True, frozen=True
@@ -103,7 +103,7 @@ else:
 
 
 def sampling_values(request: SamplingFields) -> dict[str, Any]:
-    """Return the sampling parameters of a body by name, without missing ones."""
+    """Return a body's sampling parameters by name, without missing parameters."""
     values = {}
     for name in plain_names():
         if (value := getattr(request, name)) is not None:
@@ -113,7 +113,7 @@ def sampling_values(request: SamplingFields) -> dict[str, Any]:
 
 
 class Common(SamplingFields, kw_only=True, frozen=True):
-    """What both kinds of request have in common; None where nothing was said."""
+    """Common fields in chat and text completions. None: absent."""
 
     model: str | None = None
     max_tokens: _Count | None = None
@@ -160,14 +160,14 @@ class Common(SamplingFields, kw_only=True, frozen=True):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings, none, one or several, as a tuple."""
+        """The stop strings as a tuple."""
         if not self.stop:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 class ChatRequest(Common, kw_only=True, frozen=True):
-    """The body of ``POST /v1/chat/completions``."""
+    """Body for ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)]
     max_completion_tokens: _Count | None = None
@@ -198,7 +198,7 @@ class ChatRequest(Common, kw_only=True, frozen=True):
 
 
 class CompletionRequest(Common, kw_only=True, frozen=True):
-    """The body of ``POST /v1/completions``."""
+    """Body for ``POST /v1/completions``."""
 
     prompt: (
         str
@@ -220,10 +220,10 @@ class CompletionRequest(Common, kw_only=True, frozen=True):
         return bool(self.echo)
 
     def prompts(self) -> list[str | list[int]]:
-        """One or several prompts, each text or token ids.
+        """Return the prompts as text or token ids.
 
         Raises:
-            ApiError: for a list of mixed kinds, or too many prompts.
+            ApiError: for a list of mixed types, or too many prompts.
         """
         return prompt_list(self.prompt, "prompt", MAX_PROMPTS)
 
@@ -231,10 +231,10 @@ class CompletionRequest(Common, kw_only=True, frozen=True):
 def prompt_list(
     given: str | Sequence[str | list[int] | int], where: str, most: int
 ) -> list[str | list[int]]:
-    """Return the prompts of a field: text, token ids, or up to ``most`` of either.
+    """Return the prompts of a field: text, token ids, or a list with at most ``most`` entries.
 
     Raises:
-        ApiError: for a list of mixed kinds, or too many prompts.
+        ApiError: for a list of mixed types, or too many prompts.
     """
     if isinstance(given, str):
         return [given]
@@ -249,7 +249,7 @@ def prompt_list(
 
 
 class TokenizeRequest(Struct, frozen=True):
-    """The body of ``POST /tokenize``: ``prompt``, ``messages`` or ``content``."""
+    """Body for ``POST /tokenize``: ``prompt``, ``messages`` or ``content``."""
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
@@ -265,14 +265,14 @@ class TokenizeRequest(Struct, frozen=True):
 
 
 class DetokenizeRequest(Struct, frozen=True):
-    """The body of ``POST /detokenize``."""
+    """Body for ``POST /detokenize``."""
 
     tokens: Annotated[list[Token], Meta(max_length=1 << 22)]
     model: str | None = None
 
 
 class TemplateRequest(Struct, frozen=True):
-    """The body of ``POST /apply-template``."""
+    """Body for ``POST /apply-template``."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
@@ -288,10 +288,10 @@ _AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 
 
 def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
-    """A body as ``kind``, and the top-level keys that it does not have.
+    """Decode a body as ``kind``. Return it with its unknown top-level keys.
 
     Raises:
-        ApiError: 400 naming what is wrong, where, and what is allowed.
+        ApiError: 400 with the field, the mistake and the allowed values.
     """
     decoder, known = _reader(kind)
     try:
@@ -311,7 +311,7 @@ def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
 
 
 def _reader(kind: type) -> tuple[msgspec.json.Decoder[Any], frozenset[str]]:
-    """What decodes a type, and its keys: msgspec resolves all annotations anew when asked."""
+    """Return a type's cached decoder and keys. A new decoder resolves all annotations."""
     if kind not in _READERS:
         known = frozenset(field.encode_name for field in msgspec.structs.fields(kind))
         _READERS[kind] = msgspec.json.Decoder(kind), known
@@ -319,10 +319,10 @@ def _reader(kind: type) -> tuple[msgspec.json.Decoder[Any], frozenset[str]]:
 
 
 def check_common(request: Common) -> None:
-    """Refuse what is well formed and cannot be honoured.
+    """Check the values that are well formed but unsupported.
 
     Raises:
-        ApiError: 400 naming the field.
+        ApiError: 400 with the name of the field.
     """
     if isinstance(request.stop, list) and len(request.stop) > MAX_STOPS:
         raise invalid(f"stop: {len(request.stop)} strings; allowed: up to {MAX_STOPS}", "stop")
@@ -335,7 +335,7 @@ def check_common(request: Common) -> None:
 
 
 def check_chat(request: ChatRequest) -> None:
-    """Refuse what a chat cannot be given; raises ApiError 400 naming the field."""
+    """Check the unsupported fields of chats. Raises ApiError 400 with the name of the field."""
     check_common(request)
     for name in ("functions", "function_call", "prediction", "audio"):
         if getattr(request, name) is not None:

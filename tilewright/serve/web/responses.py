@@ -1,4 +1,4 @@
-"""How answers are spelled: as chats and as completions, whole and in chunks."""
+"""Response bodies for chats and completions, complete and in chunks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ _MARK = "\x00the text\x00"
 
 @dataclass(slots=True, kw_only=True)
 class CompletionTask:
-    """One request of a client: what is asked of the engine, and how it is answered.
+    """A client's request with its engine requests and its response form.
 
-    ``choices`` are in order of their index: ``n`` for each prompt. ``client``: which
-    of the server's keys was shown. ``unheld``: why calls of tools are not held to their schemas.
-    ``ignored``: what a batch's row asked for and nobody looks at.
+    Attributes:
+        choices: choices in order, ``n`` for each prompt.
+        client: name of the client's API key.
+        unheld: reason for tool calls without an enforced schema.
+        ignored: unknown fields of a row in a batch.
     """
 
     request_id: str
@@ -46,7 +48,7 @@ class CompletionTask:
     _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
 
     def head(self, *, is_chunk: bool) -> dict[str, Any]:
-        """What every body and chunk begins with."""
+        """Return the first fields of every body and chunk."""
         if self.is_chat:
             kind = "chat.completion.chunk" if is_chunk else "chat.completion"
         else:
@@ -60,7 +62,7 @@ class CompletionTask:
         }
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of prompts and answers so far; a prompt of several choices counts once."""
+        """Return the token counts so far. A prompt with several choices counts once."""
         prompt = sum(len(choice.request.prompt) for choice in self.choices[:: self.n])
         answer = sum(len(choice.tokens) for choice in self.choices)
         first = [choice.started for choice in self.choices[:: self.n]]
@@ -79,7 +81,7 @@ class CompletionTask:
         }
 
     def timing(self, index: int = 0) -> dict[str, Any]:
-        """How long a choice took, in llama.cpp's names and some more."""
+        """Return a choice's times under llama.cpp's names, with additional fields."""
         choice = self.choices[index]
         cached = choice.started.num_cached if choice.started is not None else 0
         done = choice.finished
@@ -104,7 +106,7 @@ class CompletionTask:
         }
 
     def whole(self) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body for a response without streaming."""
         made = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
         body = {**self.head(is_chunk=False), "choices": made, "usage": self.usage()}
         return {**body, "timings": self.timing()} if self.timings else body
@@ -129,7 +131,7 @@ class CompletionTask:
         return found
 
     def chunk(self, index: int, piece: AnswerDelta, scored: Sequence[Scored]) -> dict[str, Any]:
-        """Text of a choice as it comes; the first one says who speaks."""
+        """Return a chunk with new text of a choice. The first chunk has the role."""
         is_first = index not in self.opened
         self.opened.add(index)
         found: dict[str, Any] = {"index": index}
@@ -150,8 +152,9 @@ class CompletionTask:
         return self._chunk([found])
 
     def plain_chunk(self, index: int, text: str) -> bytes | None:
-        """The JSON of `chunk` for more content of a choice, made of what never changes of it; None
-        for one that says more than its text.
+        """Return `chunk` as JSON for further content of a choice, from a cached frame.
+
+        Return None for a chunk with other fields than text.
         """
         if index not in self.opened or self.num_top is not None or self.continuous_usage:
             return None
@@ -163,7 +166,7 @@ class CompletionTask:
         return frame[0] + msgspec.json.encode(text) + frame[1]
 
     def last_chunk(self, index: int) -> dict[str, Any]:
-        """The end of a choice: no text, and why it ended."""
+        """Return the last chunk of a choice: no text, and the finish reason."""
         choice = self.choices[index]
         text: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
         found: dict[str, Any] = {"index": index, **text}
@@ -175,7 +178,7 @@ class CompletionTask:
         return {**chunk, "timings": self.timing(index)} if self.timings else chunk
 
     def usage_chunk(self) -> dict[str, Any]:
-        """What follows the last choice where usage was asked for."""
+        """Return the chunk with usage after the last choice."""
         body = {**self.head(is_chunk=True), "choices": [], "usage": self.usage()}
         return {**body, "timings": self.timing()} if self.timings else body
 
@@ -202,7 +205,7 @@ def _called(call: ToolCall) -> dict[str, Any]:
 
 
 def _call_deltas(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
-    """What is new of each call: clients join what has the same index."""
+    """Return the new part of each call. Clients join parts with the same index."""
     found: dict[int, dict[str, Any]] = {}
     for piece in pieces:
         delta = found.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})

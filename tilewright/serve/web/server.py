@@ -1,4 +1,4 @@
-"""Runs a front: binds the port, starts the engine, ends both as the signals say."""
+"""Runs the API server: binds the port, starts the engines, and stops at signals."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _BUSY_HEAD = (
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The socket that clients connect to; port 0: any that is free.
+    """Return the listening socket. Port 0 selects a free port.
 
     Raises:
-        ConfigError: where it cannot be had.
+        ConfigError: if the address is not available.
     """
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
@@ -54,12 +54,12 @@ def serve(
     *,
     on_listening: Callable[[int], None],
 ) -> int:
-    """Serve until a signal or the engine's end; returns the exit code.
+    """Serve until a signal or the end of the engine. Return the exit code.
 
-    ``on_listening`` is told the port; requests are answered with 503 until the engine is ready.
+    ``on_listening`` receives the port. Requests get status 503 until the engine is ready.
 
     Raises:
-        TilewrightError: where the port is taken, or the engine cannot start.
+        TilewrightError: if the port is taken, or the engine cannot start.
     """
     import uvloop
 
@@ -72,7 +72,7 @@ def serve(
 async def serving(
     settings: ServerConfig, command: Sequence[str], load_coder: LoadCoder, bound: socket.socket
 ) -> AsyncIterator[Front]:
-    """A front that answers on ``bound``, and its engine, for as long as the block lasts."""
+    """Run an API server on ``bound`` with its engines during the block."""
     front = Front(settings, command, load_coder)
     runner = web.AppRunner(
         make_app(front), handler_cancellation=True, shutdown_timeout=1.0, **limits()
@@ -116,7 +116,7 @@ async def _run(
 
 
 async def _first(signals: asyncio.Queue[int], ended: asyncio.Future[str]) -> str | None:
-    """What the engine's end is called; None where a signal came before it."""
+    """Return the reason of the engine's end, or None for a signal before it."""
     heard = asyncio.ensure_future(signals.get())
     waited: set[asyncio.Future[Any]] = {heard, ended}
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -125,8 +125,9 @@ async def _first(signals: asyncio.Queue[int], ended: asyncio.Future[str]) -> str
 
 
 async def _drain(front: Front, signals: asyncio.Queue[int]) -> None:
-    """Take no new requests, and let those there are finish, for the time given or to a second
-    signal.
+    """Refuse new requests, and wait for running requests.
+
+    The wait ends after ``drain_timeout`` or at a second signal.
     """
     front.is_draining = True
     loop = asyncio.get_running_loop()
@@ -134,11 +135,11 @@ async def _drain(front: Front, signals: asyncio.Queue[int]) -> None:
     while front.client.num_live and loop.time() < deadline and signals.empty():
         await asyncio.sleep(_LOOK_SECONDS)
     front.client.fail_all("draining", "the server is ending")
-    await asyncio.sleep(_LOOK_SECONDS)  # the last events leave
+    await asyncio.sleep(_LOOK_SECONDS)  # time to send the last events
 
 
 def _accepting(server: web.Server, settings: ServerConfig) -> Callable[[], asyncio.Protocol]:
-    """Makes the protocol of each connection; of one too many, a refusal."""
+    """Return a protocol factory. Connections above the limit get a refusal."""
     most = connections_for(settings.max_connections)
     if most < settings.max_connections:
         say(f"{most} connections at a time, not {settings.max_connections}: the system's limit")
@@ -151,9 +152,9 @@ def _accepting(server: web.Server, settings: ServerConfig) -> Callable[[], async
 
 
 class _Busy(asyncio.Protocol):
-    """Says that there are too many connections, and closes."""
+    """Sends status 503 for too many connections, and closes."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        writes = cast(asyncio.WriteTransport, transport)  # uvloop's are none by their bases
+        writes = cast(asyncio.WriteTransport, transport)  # uvloop's class lacks this base
         writes.write(_BUSY_HEAD.encode() + _BUSY)
         writes.close()

@@ -1,4 +1,4 @@
-"""What an operator chooses of the front."""
+"""API server configuration."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MAX_IMAGE_BODY = 32 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """What one of several engines has of its own; they share nothing.
+    """An engine's resources. Engines share nothing.
 
     Attributes:
-        arguments: what follows the command of all.
-        environment: variables besides the front's own.
-        cores: CPUs that it may run on; empty: those that the front may.
+        arguments: additional arguments for the engine's command.
+        environment: additional environment variables.
+        cores: the engine's CPUs. Empty: the API server's CPUs.
     """
 
     arguments: tuple[str, ...] = ()
@@ -31,20 +31,20 @@ class Replica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The front's part of ``tilewright serve``'s options.
+    """The API server's options in ``tilewright serve``.
 
     Attributes:
-        names: what the model is called; the first is reported. Empty: its own name.
-        template_variables: what chat templates may read, where a request says nothing else.
-        tool_format: how calls of functions come; None: as the chat template's marks tell.
-        defaults: sampling parameters of requests that do not say them.
-        pooling: Pooling of embeddings that name none: ``mean`` or ``last``.
+        names: model names. Responses contain the first. Empty: the checkpoint's name.
+        template_variables: default variables for chat templates.
+        tool_format: tool call format. None: detected from the chat template.
+        defaults: sampling parameters for requests without them.
+        pooling: Default pooling for embeddings: ``mean`` or ``last``.
         image_limits: Limits for the images of a request.
         metrics_prefix: ``tilewright`` or ``vllm``.
-        replicas: the engines, one for each.
-        hung_seconds: how long no step may end before the engine is started again.
-        write_timeout: how long a client may accept nothing of what it is sent.
-        has_admin: whether it is told who has a slot, and caches are forgotten, when asked.
+        replicas: resources per engine.
+        hung_seconds: time without a finished step after which an engine restarts.
+        write_timeout: maximum seconds without accepted bytes.
+        has_admin: whether ``/slots`` and ``/reset_prefix_cache`` are served.
     """
 
     host: str = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Follows a job from the engine's messages to the client: whole, or as server-sent events."""
+"""Sends a job's output to its client, complete or as server-sent events."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _DONE = b"data: [DONE]\n\n"
 _UNAVAILABLE = ("queue_timeout", "engine_down", "draining")
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 _HEADERS["x-accel-buffering"] = "no"
-_LONG = 64  # scored tokens that are spelled at once, without a thread
-_CHARACTERS_A_SCORE = 64  # that it takes as long to spell as so many to tokenise
+_LONG = 64  # scored tokens above which encoding runs in a thread
+_CHARACTERS_A_SCORE = 64  # text that takes as long to tokenize as a score takes to encode
 Updates: TypeAlias = dict[int, tuple[AnswerDelta, list[Scored]]]
 """New text and log probabilities by choice."""
 
 
 class AnswerStreamer:
-    """Follows a job on its way: its answers, as they come.
+    """Follows a job's output.
 
     Raises:
-        ApiError: out of `updates`, where the engine gives up one of its choices.
+        ApiError: from `updates`, if the engine fails a choice.
     """
 
     __slots__ = (
@@ -46,7 +46,7 @@ class AnswerStreamer:
 
     def __init__(self, job: CompletionTask, front: Front, request_id: str) -> None:
         self._job, self._client, self._metrics = job, front.client, front.metrics
-        self._of = [front.metrics.of(0)] * len(job.choices)  # until an engine has begun them
+        self._of = [front.metrics.of(0)] * len(job.choices)  # until an engine starts them
         self._aside, self._request_id = front.aside, request_id
         self._num_shown = [0] * len(job.choices)
         self._began = time.perf_counter()
@@ -56,8 +56,9 @@ class AnswerStreamer:
     async def updates(
         self, ping_seconds: float | None = None
     ) -> AsyncGenerator[Updates | None, None]:
-        """What is new of each choice, all that is ready at a time; None where a while has passed
-        with nothing. Whatever ends the iteration, the engine is rid of the job.
+        """Yield the new output of all choices together, or None after ``ping_seconds`` without any.
+
+        The end of the iteration cancels unfinished requests.
         """
         job = self._job
         handle = self._client.submit([choice.request for choice in job.choices], client=job.client)
@@ -88,7 +89,7 @@ class AnswerStreamer:
     ) -> None:
         choice = self._job.choices[index]
         if choice.finish_reason is not None:
-            return  # what was on its way when a stop string ended it
+            return  # output after a stop string
         if isinstance(message, NewTokens):
             self._time(index, len(message.tokens))
             piece = choice.push(message)
@@ -127,14 +128,14 @@ class AnswerStreamer:
         self._num_left -= 1
         seconds = time.perf_counter() - self._began
         self._of[index].take(choice, seconds=seconds, request_id=self._request_id)
-        if index % self._job.n == 0:  # the choices of a prompt are one request
+        if index % self._job.n == 0:  # the choices of a prompt count as a single request
             length = len(choice.request.prompt)
             cached = choice.started.num_cached if choice.started is not None else 0
             self._of[index].take_prompt(length, cached, num_choices=self._job.n)
 
 
 def error_of(message: RequestFailed) -> ApiError:
-    """Return the error of a request that the engine gave up."""
+    """Return the error for a failed request."""
     status = 503 if message.code in _UNAVAILABLE else 500
     after = {"retry-after": "5"} if status == 503 else None
     return ApiError(status, message.code, message.message, headers=after)
@@ -143,7 +144,7 @@ def error_of(message: RequestFailed) -> ApiError:
 async def answer(
     request: web.Request, job: CompletionTask, spelling: Spelling, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Run a job, and send its output whole or as a stream."""
+    """Run a job, and send its output complete or as a stream."""
     front = request.app[FRONT]
     if job.unheld:
         headers["x-unconstrained-tools"] = job.unheld.encode("ascii", "replace").decode()[:500]
@@ -176,10 +177,10 @@ class Spelling(Protocol):
         """Return the body."""
 
     def chunks(self, found: Updates) -> bytes:
-        """Return the events of new pieces, by choice."""
+        """Return the events of new output."""
 
     def tail(self) -> bytes:
-        """Return the events after the last piece."""
+        """Return the events after the last output."""
 
     def fault(self, error: ApiError) -> bytes:
         """Return the events of an error that ends the stream."""
@@ -216,9 +217,9 @@ async def answer_stream(
     spelling: Spelling,
     headers: dict[str, str],
 ) -> web.StreamResponse:
-    """Send chunks as they come; headers leave with the first of them, or the first ping."""
+    """Send chunks at once. The headers precede the first chunk or ping."""
     front = request.app[FRONT]
-    response: web.StreamResponse | None = None  # one that waits is kept small
+    response: web.StreamResponse | None = None  # saves memory while a request waits
 
     async def write(data: bytes) -> None:
         nonlocal response
@@ -227,7 +228,7 @@ async def answer_stream(
             if request.version >= HttpVersion11:
                 response.enable_chunked_encoding()
             else:
-                response.force_close()  # HTTP/1.0 has no chunks: the body ends with the connection
+                response.force_close()  # HTTP/1.0 has no chunks, the body ends at the close
             await response.prepare(request)
         await response.write(data)
 
@@ -247,7 +248,7 @@ async def answer_stream(
         if response is None:
             raise
         await write(spelling.fault(error))
-    except Exception as error:  # of ours: a second answer must not follow the first one's bytes
+    except Exception as error:  # a second response must not follow the first bytes
         if response is None or not response.prepared or isinstance(error, ConnectionError):
             raise
         say_fault(error, f"a stream {request[ID]}")
@@ -263,7 +264,7 @@ def _num_scored(found: Updates) -> int:
 
 
 def _chunks(job: CompletionTask, found: Updates) -> bytes:
-    """The events of what is new, for one write."""
+    """Return the events of new output for a single write."""
     data = b""
     for index, (piece, scored) in found.items():
         has_ended = job.choices[index].finish_reason is not None

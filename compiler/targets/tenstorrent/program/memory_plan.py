@@ -1,4 +1,4 @@
-"""Memory plan for a program: a chip's DRAM and a core's L1. Loading happens later."""
+"""A program's memory plan: DRAM per chip and L1 per core. Loads nothing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tilewright.errors import CompileError
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Memory usage on one chip in bytes.
+    """Memory usage per chip in bytes.
 
     Attributes:
-        weight_bytes, cache_bytes: Size in DRAM.
-        value_bytes: DRAM size for the largest instruction's values.
-        l1_bytes: Maximum usage on a core's L1.
-        fullest: Instruction with the maximum L1 usage.
+        weight_bytes, cache_bytes: size in DRAM.
+        value_bytes: DRAM for the largest instruction's values.
+        l1_bytes: maximum L1 usage per core.
+        fullest: instruction with maximum L1 usage.
     """
 
     weight_bytes: int
@@ -41,7 +41,7 @@ class MemoryPlan:
 
 
 def plan_memory(program: DeviceProgram) -> MemoryPlan:
-    """Return the memory that one program uses on a chip."""
+    """Return the memory usage per chip."""
     l1_bytes, fullest = 0, ""
     value_bytes = 0
     for instruction in program.instructions:
@@ -69,10 +69,10 @@ def plan_memory(program: DeviceProgram) -> MemoryPlan:
 
 
 def check_memory(program: DeviceProgram) -> MemoryPlan:
-    """Return a program's memory usage after a check against the board's DRAM and L1.
+    """Check a program's memory usage against the board's DRAM and L1, and return it.
 
     Raises:
-        CompileError: Names the required bytes and changes that would fit.
+        CompileError: with the required bytes and fitting changes.
     """
     usage, device = plan_memory(program), get_device(program.device)
     assert device.dram_bytes is not None and device.l1_bytes is not None
@@ -94,7 +94,7 @@ def check_memory(program: DeviceProgram) -> MemoryPlan:
 
 
 def _what_fits(program: DeviceProgram, usage: MemoryPlan, limit: int) -> str:
-    """Return changes that would fit, with sizes."""
+    """Return fitting changes with sizes."""
     changes = []
     of_bf16 = sum(w.num_bytes for w in program.weights if w.format == "bf16" and w.transposed)
     if of_bf16:
@@ -118,10 +118,7 @@ def _what_fits(program: DeviceProgram, usage: MemoryPlan, limit: int) -> str:
 
 
 def bytes_on_a_core(value: TtValue) -> int:
-    """Return a value's bytes on a core.
-
-    Interleaved values distribute their tiles over all cores.
-    """
+    """Return the bytes per core. Interleaved values are distributed over all cores."""
     rows, columns = value.tiles
     cores = value.memory.cores or 64
     return -(-rows * columns // cores) * tile_bytes(value.format)

@@ -1,4 +1,4 @@
-"""Gemma: calls as Python, ``[f(a=1), g(b="x")]`` as the whole answer or in a fence of tool_code."""
+"""Gemma: Python calls, ``[f(a=1), g(b="x")]`` as the whole answer or in a tool_code fence."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _PAIRS = {")": "(", "]": "[", "}": "{"}
 
 
 class _PythonLiteral:
-    """Collects one value up to the comma or parenthesis behind it."""
+    """Collects a value up to its comma or parenthesis."""
 
     def __init__(self) -> None:
         self.text: list[str] = []
         self._open: list[str] = []
-        self._quote = ""  # of the string at hand: one or three
-        self._run = ""  # quotes in a row that may open or close one of three
+        self._quote = ""  # of the current string: a single or a triple quote
+        self._run = ""  # consecutive quotes, which may form a triple quote
         self._is_escaped = False
 
     def ends_at(self, character: str) -> bool:
         """Take a character, unless it ends the value."""
         if self._run and not self._quote and character != self._run[0]:
-            # one quote has opened a string, two were an empty one
+            # A single quote has opened a string, two quotes are an empty string.
             self._quote, self._run = (self._run if len(self._run) == 1 else ""), ""
         if not self._quote and not self._run and not self._open and character in ",)":
             return True
@@ -63,7 +63,7 @@ class _PythonLiteral:
         return False
 
     def cut_short(self) -> str:
-        """The JSON of what has come, where the text ends within the value."""
+        """Return the received part as JSON, if the text ends within the value."""
         text = "".join(self.text).strip(SPACE)
         if self._open:
             return text
@@ -90,13 +90,13 @@ class _GemmaState(Enum):
     NAME = auto()
     KEY = auto()
     VALUE = auto()
-    BEHIND = auto()  # a call
-    CLOSING = auto()  # the list has ended
+    BEHIND = auto()  # after a call
+    CLOSING = auto()  # after the list
     OVER = auto()
 
 
 class _GemmaRegion:
-    """See `Region`; only what is ``known`` is called, for any list or Python may stand there."""
+    """See `CallRegion`. Reads calls of ``known`` functions only: the text may be any Python."""
 
     def __init__(self, known: Collection[str], marker: str) -> None:
         self.is_call = False
@@ -104,14 +104,14 @@ class _GemmaRegion:
         self._known, self._is_fenced = known, bool(marker)
         self._state = _GemmaState.OPENED
         self._in_list = False
-        self._held = ""  # of a name, a key or the closing fence
+        self._held = ""  # a name, a key or the closing fence
         self._raw: list[str] = []  # since the last call
         self._name = ""
-        self._num_given = -1  # arguments of the call at hand; -1: it is not said yet
+        self._num_given = -1  # arguments of the current call; -1: before its start event
         self._value = _PythonLiteral()
 
     def push(self, text: str) -> list[Event]:
-        """See `Region`."""
+        """See `CallRegion`."""
         found: list[Event] = []
         for at, character in enumerate(text):
             self._raw.append(character)
@@ -124,13 +124,13 @@ class _GemmaRegion:
         return merged(found)
 
     def flush(self) -> list[Event]:
-        """See `Region`."""
+        """See `CallRegion`."""
         if self._num_given < 0 or self._state is not _GemmaState.VALUE or not self._value.text:
             return []
         return [Argued(self._value.cut_short())]
 
     def _step(self, character: str, found: list[Event]) -> bool:
-        """Take a character; False where the region has ended before it."""
+        """Take a character. Return False if the region ended before it."""
         if self._state is _GemmaState.VALUE:
             if self._value.ends_at(character):
                 found.append(Argued(json_of("".join(self._value.text))))
@@ -144,8 +144,8 @@ class _GemmaRegion:
         return self._state is not _GemmaState.OVER and self._outside(character)
 
     def _outside(self, character: str) -> bool:
-        """Before, between and behind calls."""
-        if self._held:  # a part of the fence
+        """Read text before, between and after calls."""
+        if self._held:  # part of the fence
             self._held += character
             if self._held == _CLOSE:
                 self._state, self._held, self._raw = _GemmaState.OVER, "", []
@@ -192,7 +192,7 @@ class _GemmaRegion:
             self._held += character
         if _is_part(character) or character in SPACE:
             return True
-        if self._num_given >= 0:  # no argument that can be named: the call ends here
+        if self._num_given >= 0:  # an argument without a name ends the call
             held = self._held
             self._end(found)
             self._raw = list(held)
@@ -212,7 +212,7 @@ class _GemmaRegion:
 
 
 def _is_part(character: str) -> bool:
-    """Whether a name may have it."""
+    """Return whether a name may contain the character."""
     return character.isalnum() or character in "_.-"
 
 
@@ -245,7 +245,7 @@ def _shape(given: ToShape) -> CallGrammar:
 
 
 def _argument_rules(tool: ToolSpec, at: int) -> list[str]:
-    """``first_AT_N`` and ``more_AT_N``: arguments from the Nth on, without and with a comma."""
+    """Return rules for arguments from the Nth on, ``first_AT_N`` and with a comma ``more_AT_N``."""
     rules = []
     given = [(key, each) for key, each in properties(tool.schema).items() if key.isidentifier()]
     for place, (key, schema) in enumerate(given):

@@ -1,4 +1,4 @@
-"""Qwen3-Coder and Qwen3.5: calls as XML, values as plain text read by the function's schema.
+"""Qwen3-Coder and Qwen3.5: XML calls with plain values, converted by the function's schema.
 
 ``<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>``
 """
@@ -39,12 +39,12 @@ _Kinds = Mapping[str, frozenset[str]]
 
 
 class _XmlState(Enum):
-    OPENED = auto()  # a function is expected
+    OPENED = auto()  # before a function
     NAME = auto()
-    INSIDE = auto()  # a parameter, or the function's end
+    INSIDE = auto()  # before a parameter, or the end of the function
     KEY = auto()
     VALUE = auto()
-    CLOSED = auto()  # another function, or the region's end
+    CLOSED = auto()  # before another function, or the end of the region
     OVER = auto()
 
 
@@ -56,20 +56,20 @@ _TAGS = {
 
 
 class _XmlRegion:
-    """One ``<tool_call>``; see `Region`. ``known``: the parameters' kinds by function."""
+    """A ``<tool_call>``, see `CallRegion`. ``known`` has the parameter types by function."""
 
     def __init__(self, known: Mapping[str, _Kinds], marker: str) -> None:
         self.is_call = False
         self.rest: str | None = None
         self._known = known
         self._state = _XmlState.NAME if marker == _FUNCTION else _XmlState.OPENED
-        self._held = ""  # a tag's beginning, or a name
+        self._held = ""  # beginning of a tag, or a name
         self._kinds: _Kinds = {}
         self._num_given = 0
         self._value = _XmlValue(frozenset())
 
     def push(self, text: str) -> list[Event]:
-        """See `Region`."""
+        """See `CallRegion`."""
         found: list[Event] = []
         while text and self.rest is None:
             if self._state is _XmlState.VALUE:
@@ -80,7 +80,7 @@ class _XmlRegion:
         return merged(found)
 
     def flush(self) -> list[Event]:
-        """See `Region`."""
+        """See `CallRegion`."""
         return [Argued(self._value.flush())] if self._state is _XmlState.VALUE else []
 
     def _step(self, character: str, behind: str, found: list[Event]) -> None:
@@ -101,7 +101,7 @@ class _XmlRegion:
             self._leave(self._held + behind, found)
 
     def _leave(self, rest: str, found: list[Event]) -> None:
-        """What comes is no part of a call: the one at hand ends here, and the region too."""
+        """End the current call and the region. ``rest`` is no part of a call."""
         if self._state in (_XmlState.INSIDE, _XmlState.KEY):
             found += [Argued("}" if self._num_given else "{}"), ToolCallEnd()]
         self.rest = rest
@@ -129,8 +129,8 @@ class _XmlRegion:
             found.append(ToolCallStart(name))
 
     def _leave_name(self, there: str, found: list[Event]) -> None:
-        """Leave the region within a name; ``there`` begins with a character that no name has."""
-        if self.is_call:  # the tag goes back: of a region without calls it was never taken
+        """Leave the region within a name. ``there`` begins with an invalid character."""
+        if self.is_call:  # restore the tag, which a region without calls has not consumed
             tag = _FUNCTION if self._state is _XmlState.NAME else _PARAMETER
             there = tag + self._held[:-1] + there
         self._leave(there, found)
@@ -144,9 +144,9 @@ class _XmlRegion:
 
 
 class _XmlValue:
-    """The text of one parameter as JSON: strings as they come, other values at their end.
+    """A parameter's text as JSON. Strings are streamed, other values are complete at their end.
 
-    The end of line behind the opening tag and the one before the closing tag are no part of it.
+    The newlines after the opening tag and before the closing tag are dropped.
     """
 
     def __init__(self, allowed: frozenset[str]) -> None:
@@ -158,20 +158,20 @@ class _XmlValue:
         self._text: list[str] = []
 
     def push(self, text: str) -> str:
-        """The JSON that is certain; ``rest`` is set where the value ends."""
+        """Return the JSON that is certain. Set ``rest`` at the end of the value."""
         said = self._take(self._matcher.push(text))
         end = self._matcher.found
         if end is None:
             return said
         self.rest = self._matcher.rest
-        if not end.endswith(_END_PARAMETER):  # the model has left it out
+        if not end.endswith(_END_PARAMETER):  # the model has omitted the tag
             self.rest = end + self.rest
         if self._streams:
             return said + ('"' if self._text else '""')
         return value_of("".join(self._text), self._allowed)
 
     def flush(self) -> str:
-        """The JSON of a value that is cut short."""
+        """Return the JSON of a cut value."""
         said = self._take(self._matcher.flush())
         if self._streams or not self._text:
             return said
@@ -226,7 +226,7 @@ def _shape(given: ToShape) -> CallGrammar:
 
 
 def _value_term(schema: object, tool: ToolSpec) -> str:
-    """A value as it is written: text as it is, the rest as JSON."""
+    """Return a grammar term for a value: plain text for strings, else JSON."""
     allowed = kinds(schema, tool.schema)
     if allowed and "string" not in allowed:
         return f'"\\n" {property_term(tool, schema)} end'
