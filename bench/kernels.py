@@ -229,8 +229,7 @@ def _sampling(rows: int, *, vocabulary: int) -> Iterator[Variant]:
     for name, (params, drawing) in kinds.items():
         table = SlotTable(rows, 16, device)
         table.open(dict.fromkeys(slots, params))
-        tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        choice = make_choice(rows, vocabulary, 16, tokens)
+        choice = make_choice(rows, vocabulary, 16, device)
         choice.gather(table, table.index(slots))
         apply: Launch = lambda _, choice=choice, how=drawing: choice.apply(logits, how)  # type: ignore[misc]  # noqa: E731
         yield Variant(name, apply, 1, logits.nbytes)

@@ -14,7 +14,7 @@ from tests.tiny import compiled, joined, precision_of, tiny_model
 from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import DeviceChoice, choice_of
-from tilewright.compiler.targets.cuda.outputs.pinned_ring import Readings
+from tilewright.compiler.targets.cuda.outputs.pinned_ring import PinnedRing
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import drawing_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.interface.step import (
@@ -64,7 +64,7 @@ def test_masks_on_the_device_choose_as_the_definition_does(choosing: SamplingPar
     masks = {slot: rng.random(45) < 0.2 for slot in (Slot(1), *slots[:2])}
     choice, given = choice_of(table, slots, (9, 10, 11), 43), logits.clone()
     again = partial(choice.apply, given, drawing_of([choosing]))
-    late = DeviceChoice(slots, given, choice, again, Readings(4, torch.device("cpu")), {})
+    late = DeviceChoice(slots, given, choice, again, PinnedRing(4, torch.device("cpu")), {})
     late.choose(allowed_of(masks))
     rows = [SamplingRow(choosing, position) for position in (9, 10, 11)]
     allowed = [masks[slot][:43] if slot in masks else None for slot in slots]

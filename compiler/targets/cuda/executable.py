@@ -159,9 +159,18 @@ class CudaExecutable(Executable):
         if self._group is not None:
             self._group.check()
         self._drafts.settle(step)
-        self._apply(step.edits)
-        parts: list[SamplerOutput] = []
-        self._force(step)
+        if step.edits:
+            self._apply(step.edits)
+        if step.forced:
+            self._force(step)
+        if step.prompts or step.drafts:
+            return self._run_with_prompts(step)
+        decodes = self._buckets.cut(step.decode)
+        self._answers.begin(len(decodes))
+        return StepOutput(tuple([self._decode(slots, step) for slots in decodes]))
+
+    def _run_with_prompts(self, step: Step) -> StepOutput:
+        """Run a step with prefill chunks or drafts."""
         limits = self.capabilities
         shares = limits.shares_passes(len(self._slot_states))
         riding = step.decode if shares and self._rides(step) else ()
@@ -173,7 +182,7 @@ class CudaExecutable(Executable):
             marks=limits.marks, most_rows=limits.most_shared, beside=bool(riding),
         )  # fmt: skip
         self._answers.begin(len(decodes) + len(verified) + len(batches) + len(alone))
-        parts += [self._drafts.run(slots, step) for slots in verified]
+        parts = [self._drafts.run(slots, step) for slots in verified]
         parts += [self._decode(slots, step) for slots in decodes]
         for index, batch in enumerate(batches):
             parts += self._joined.run(batch, step, () if index else riding)
@@ -274,8 +283,6 @@ class CudaExecutable(Executable):
 
     def _force(self, step: Step) -> None:
         """Write forced tokens into the table."""
-        if not step.forced:
-            return
         self._leave()
         self._device_slots.put(list(step.forced), list(step.forced.values()))
         for slot, token in step.forced.items():
@@ -290,15 +297,15 @@ class CudaExecutable(Executable):
         bucket = running.bucket
         is_captured = not running.is_late and self._answers.may_be_captured((), step)
         longest = running.advance(self._state)
-        bucket.run(longest, running.drawing if is_captured and not step.masked else None)
-        logits = bucket.logits[: len(slots)]
-        if step.masked or not is_captured:
-            running.settle(self._slot_states)
+        if is_captured and not step.masked:
+            bucket.run(longest, running.drawing)
+            logits = bucket.logits[: len(slots)] if step.want_logits else bucket.logits
+            return self._answers.chosen(slots, logits, bucket.choice, step)
+        bucket.run(longest)
+        running.settle(self._slot_states)
         if not is_captured:
-            return self._answers.late(slots, logits, step)
-        if step.masked:
-            return self._answers.masked(slots, bucket, step, running.drawing)
-        return self._answers.chosen(slots, logits, bucket.choice, step)
+            return self._answers.late(slots, bucket.logits[: len(slots)], step)
+        return self._answers.masked(slots, bucket, step, running.drawing)
 
     def _fill_slots(self, slots: tuple[Slot, ...]) -> CapturedSlots:
         """Assign slots to the rows of the smallest bucket."""

@@ -22,7 +22,7 @@ def test_fewer_rows_leave_no_parameters_of_the_rows_before() -> None:
         for slot, each in enumerate(ends)
     ]
     table.open({Slot(slot): each for slot, each in enumerate(chosen)})
-    choice = make_choice(4, VOCABULARY, 3, torch.zeros(4, dtype=torch.int64))
+    choice = make_choice(4, VOCABULARY, 3, CPU)
     choice.gather(table, table.index([Slot(0), Slot(1), Slot(2), Slot(3)]))
     choice.gather(table, table.index([Slot(2), Slot(1)], 4))
     by = choice.parameters
@@ -38,8 +38,7 @@ def test_a_choice_without_a_number_says_so(is_greedy: bool, device: torch.device
     """Rows whose logits have one are as ever, sampled or not."""
     logits = torch.full((4, 40), -3.0, device=device)
     logits[0, 5], logits[1], logits[2], logits[3, 11] = float("nan"), -torch.inf, torch.nan, 90.0
-    tokens = torch.zeros(4, dtype=torch.int64, device=device)
-    choice = make_choice(4, 40, 2, tokens)
+    choice = make_choice(4, 40, 2, device)
     choice.parameters.end_tokens[3, 1] = 11
     if not is_greedy:
         choice.parameters.temperature.fill_(0.7)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
     Drawing,
     SamplingBatch,
     make_choice,
+    num_why_words,
 )
 from tilewright.compiler.targets.cuda.plan import has_mixers, num_multiplied
 from tilewright.compiler.targets.cuda.state.pages import PAGE
@@ -207,13 +209,19 @@ class DecodeBucket(Bucket):
     """
 
     def __init__(self, steps: Steps, num_rows: int, width: int, num_ends: int, pool: Any) -> None:
-        self.num_rows = num_rows
-        self.rows = TokenBatch.padding(num_rows, steps.device)
-        tokens, positions = self.rows.tokens, self.rows.positions
+        self.num_rows, device, first = num_rows, steps.device, num_why_words(num_rows)
+        words = torch.zeros(first + 4 * num_rows, dtype=torch.int64, device=device)
+        self.rows = TokenBatch.over(words[first:].view(4, num_rows))
         choice = make_choice(
-            num_rows, width, num_ends, tokens, positions=positions, group=steps.group
+            num_rows,
+            width,
+            num_ends,
+            device,
+            results=words[: first + num_rows],
+            positions=self.rows.positions,
+            group=steps.group,
         )
-        super().__init__(choice, steps.device, pool)
+        super().__init__(choice, device, pool)
         self._steps = steps
         self._passes: dict[int, CapturedGraph] = {}  # by context length in pages
 
@@ -246,9 +254,8 @@ class DecodeBucket(Bucket):
         Args:
             longest: Positions of the longest row after this step.
         """
-        num_pages = -(-longest // PAGE)
-        reach = next(each for each in self._steps.attention.reaches if each >= num_pages)
-        self._capture(reach)()
+        reaches = self._steps.attention.reaches
+        self._capture(reaches[bisect_left(reaches, -(-longest // PAGE))])()
         if drawing is not None:
             self.draw(drawing)
 
@@ -333,8 +340,7 @@ class PromptBucket(Bucket):
         self._words = torch.zeros(4 * num_tokens + 3, dtype=torch.int64, device=device)
         words, self._at, self.last, ends = self._words.split((4 * num_tokens, 1, 1, 1))
         self.rows = TokenBatch.over(words.view(4, num_tokens))
-        tokens = torch.zeros(1, dtype=torch.int64, device=device)
-        choice = make_choice(1, width, table.num_ends, tokens, positions=ends, group=steps.group)
+        choice = make_choice(1, width, table.num_ends, device, positions=ends, group=steps.group)
         super().__init__(choice, device, pool)
         self._steps = steps
         self._passes: dict[bool, CapturedGraph] = {}

@@ -143,8 +143,7 @@ class BatchBucket(Bucket):
         pool: Any,
     ) -> None:
         device = steps.device
-        tokens = torch.zeros(width, dtype=torch.int64, device=device)
-        choice = make_choice(width, num_choosable, table.num_ends, tokens, group=steps.group)
+        choice = make_choice(width, num_choosable, table.num_ends, device, group=steps.group)
         super().__init__(choice, device, pool)
         self.width, self._sizes, self._most = width, tuple(sizes), most
         self._steps, self._table = steps, table

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
-from tilewright.compiler.targets.cuda.outputs.pinned_ring import Ends, Readings
+from tilewright.compiler.targets.cuda.outputs.pinned_ring import Ends, PinnedRing
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
     SamplingBatch,
     drawing_of,
@@ -37,8 +37,7 @@ def choice_of(
 ) -> SamplingBatch:
     """Return a sampling batch for tokens at ``positions``, outside of CUDA graphs."""
     device = table.device
-    tokens = torch.zeros(len(slots), dtype=torch.int64, device=device)
-    choice = make_choice(len(slots), width, table.num_ends, tokens, group=group)
+    choice = make_choice(len(slots), width, table.num_ends, device, group=group)
     choice.gather(table, table.index(slots))
     choice.positions.copy_(send(torch.tensor(positions), device))
     return choice
@@ -78,7 +77,7 @@ class DeviceChoice:
     logits: Tensor
     choice: SamplingBatch
     again: Callable[[], None]
-    readings: Readings
+    ring: PinnedRing
     ends: Ends
     reader: Callable[[], Chosen] | None = None
 
@@ -86,9 +85,7 @@ class DeviceChoice:
         """Apply the masks and queue the selection."""
         self._forbid(allowed)
         self.again()
-        count = len(self.slots)
-        tokens, why = self.choice.tokens[:count], self.choice.why[:count]
-        self.reader = self.readings.of(tokens, why, self.ends)
+        self.reader = self.ring.send(self.choice, len(self.slots), self.ends)
 
     def _forbid(self, allowed: Allowed) -> None:
         """Send the masks of these slots. Other rows remain unchanged."""

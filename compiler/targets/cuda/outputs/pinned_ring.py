@@ -1,61 +1,92 @@
-"""The tokens of steps on their way to the host, each behind the step that makes them."""
+"""Pinned memory for sampled tokens that the device sends. Excludes sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingBatch, num_why_words
 from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, Chosen
 
 Ends = Mapping[int, Collection[int]]
-"""End tokens of rows that have more than the device has room for."""
+"""End tokens by index, if the device has no capacity for them."""
 
-_NUM_PLACES = 16
-"""Parts that may be under way: two steps, of decode rows and of several prompts each."""
+_NUM_BUFFERS = 16
+"""Transfers in flight: two steps, with decode rows and several prompts each."""
 
 
-class Readings:
-    """Pinned places that are used in turn; a part is read before its place comes round again."""
+@dataclass(slots=True)
+class _PinnedBuffer:
+    """Pinned memory for the results of a forward.
+
+    Attributes:
+        words: The memory, int64.
+        array: The same memory for the host.
+        event: Follows the last copy.
+        views: Beginnings of ``words``, by length.
+        read: Returns the last results. None: unused.
+    """
+
+    words: Tensor
+    array: np.ndarray
+    event: torch.cuda.Event
+    views: dict[int, Tensor] = field(default_factory=dict)
+    read: Callable[[], Chosen] | None = None
+
+    @classmethod
+    def empty(cls, num_words: int) -> _PinnedBuffer:
+        """Allocate the memory."""
+        words = torch.empty(num_words, dtype=torch.int64, pin_memory=True)
+        return cls(words, words.numpy(), torch.cuda.Event())
+
+    def copy(self, results: Tensor) -> None:
+        """Copy results from the device, without a wait."""
+        size = results.shape[0]
+        view = self.views.get(size)
+        if view is None:
+            view = self.views[size] = self.words[:size]
+        view.copy_(results, non_blocking=True)
+        self.event.record()
+
+
+class PinnedRing:
+    """Pinned buffers in turn. A buffer is read before its next use."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._device, self._max_rows = device, max_rows
-        self._places: list[tuple[Tensor, Tensor]] = []
-        self._readers: list[Callable[[], Chosen] | None] = [None] * _NUM_PLACES
+        self._buffers: list[_PinnedBuffer] = []
         self._next = 0
 
-    def of(self, tokens: Tensor, why: Tensor, ends: Ends) -> Callable[[], Chosen]:
-        """What gives ``tokens [R]`` and ``why [R]`` (uint8) once they have arrived."""
+    def send(self, choice: SamplingBatch, count: int, ends: Ends) -> Callable[[], Chosen]:
+        """Start the transfer of the first ``count`` tokens. Return their reader."""
         if self._device.type != "cuda":
-            found = _chosen(tokens.tolist(), why.tolist(), ends)
+            tokens, why = choice.tokens[:count].tolist(), choice.why[:count].tolist()
+            found = _chosen(tokens, why, ends)
             return lambda: found
-        if not self._places:
-            self._places = [
-                (
-                    torch.empty(self._max_rows, dtype=torch.int64, pin_memory=True),
-                    torch.empty(self._max_rows, dtype=torch.uint8, pin_memory=True),
-                )
-                for _ in range(_NUM_PLACES)
-            ]
-        index = self._next % _NUM_PLACES
-        self._next += 1
-        if (earlier := self._readers[index]) is not None:
-            earlier()  # whoever has not read it yet reads it from what this keeps
-        places = tuple(place[: len(tokens)] for place in self._places[index])
-        places[0].copy_(tokens, non_blocking=True)
-        places[1].copy_(why, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        if not self._buffers:
+            size = num_why_words(self._max_rows) + self._max_rows
+            self._buffers = [_PinnedBuffer.empty(size) for _ in range(_NUM_BUFFERS)]
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % _NUM_BUFFERS
+        if buffer.read is not None:
+            buffer.read()  # a late reader returns what this call keeps
+        buffer.copy(choice.results)
+        first = num_why_words(choice.num_rows)
         kept: list[Chosen] = []
 
         def read() -> Chosen:
             if not kept:
-                event.synchronize()
-                kept.append(_chosen(places[0].tolist(), places[1].tolist(), ends))
+                buffer.event.synchronize()
+                tokens = buffer.array[first : first + count].tolist()
+                why = buffer.array.view(np.uint8)[:count].tolist()
+                kept.append(_chosen(tokens, why, ends))
             return kept[0]
 
-        self._readers[index] = read
+        buffer.read = read
         return read
 
 

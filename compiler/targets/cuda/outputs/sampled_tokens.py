@@ -23,7 +23,7 @@ from tilewright.compiler.targets.cuda.outputs.deferred_sampling import (
     choice_of,
     needs_host,
 )
-from tilewright.compiler.targets.cuda.outputs.pinned_ring import Ends, Readings
+from tilewright.compiler.targets.cuda.outputs.pinned_ring import Ends, PinnedRing
 from tilewright.compiler.targets.cuda.outputs.pooled_states import read_pooled
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
     Drawing,
@@ -68,7 +68,7 @@ class Answers:
     ) -> None:
         self._table, self._slot_states = table, slot_states
         self._leave, self._width = leave, width
-        self._readings = Readings(max_rows, table.device)
+        self._ring = PinnedRing(max_rows, table.device)
         self._ends: dict[Slot, frozenset[int]] = {}
         self._waiting: list[HostChoice | DeviceChoice | _Told] = []
         self._is_one_pass = True
@@ -134,8 +134,7 @@ class Answers:
             kept = None if self.follows else whole.to("cpu", copy=True)
         if self.follows:
             return _nothing(slots)
-        count = len(slots)
-        read = self._readings.of(choice.tokens[:count], choice.why[:count], self._ends_of(slots))
+        read = self._ring.send(choice, len(slots), self._ends_of(slots))
         return SamplerOutput(slots, self._checked(read), None if kept is None else lambda: kept)
 
     def verified(
@@ -150,9 +149,7 @@ class Answers:
             whole = self._whole(bucket.logits[:count])
             kept = None if self.follows else whole.to("cpu", copy=True)
         choice, num_top = bucket.choice, None if self.follows else step.logprobs
-        sampled = self._readings.of(
-            choice.tokens[:count], choice.why[:count], self._ends_of(token_slots)
-        )
+        sampled = self._ring.send(choice, count, self._ends_of(token_slots))
 
         @cache
         def read() -> Chosen:
@@ -282,7 +279,7 @@ class Answers:
         kept: Tensor | None,
     ) -> SamplerOutput:
         ends = self._ends_of(slots)
-        late = DeviceChoice(slots, logits, choice, again, self._readings, ends)
+        late = DeviceChoice(slots, logits, choice, again, self._ring, ends)
         self._waiting.append(late)
         return SamplerOutput(slots, late.read, None if kept is None else lambda: kept.to("cpu"))
 
@@ -308,6 +305,8 @@ class Answers:
 
     def _ends_of(self, slots: tuple[Slot, ...]) -> Ends:
         """The end tokens, by index, of slots that have more of them than the device looks for."""
+        if not self._ends:
+            return {}
         return {at: self._ends[slot] for at, slot in enumerate(slots) if slot in self._ends}
 
     def _checked(self, read: Callable[[], Chosen]) -> Callable[[], Chosen]:

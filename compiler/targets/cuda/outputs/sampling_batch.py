@@ -24,6 +24,9 @@ class Drawing(NamedTuple):
     has_top_p: bool
 
 
+_WHY_ROWS = 128
+"""Finish states are padded to a multiple of these rows, so that tokens are aligned."""
+
 EVERY_DRAWING = tuple(Drawing(k, p) for k in (False, True) for p in (False, True))
 
 
@@ -40,6 +43,7 @@ class SamplingBatch:
     """Token selection for B rows: tensors that a CUDA graph reads and writes.
 
     Attributes:
+        results: ``why`` and ``tokens`` in a shared buffer, which a single copy sends, int64.
         tokens, why: Results ``[B]``; see :class:`Chosen`.
         parameters: Sampling parameters for B rows.
         positions: Positions ``[B]`` of the selected tokens.
@@ -47,6 +51,7 @@ class SamplingBatch:
         group: With a group, the logits are this rank's columns.
     """
 
+    results: Tensor
     tokens: Tensor
     why: Tensor
     parameters: Parameters
@@ -55,6 +60,11 @@ class SamplingBatch:
     scratch: search.SearchScratch
     width: int
     group: RankGroup | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.tokens.shape[0]
 
     def gather(self, table: SlotTable, at: Tensor) -> None:
         """Copy the sampling parameters from the table entries ``at [B]``."""
@@ -113,26 +123,37 @@ class SamplingBatch:
             self.draw(logits, drawing)
 
 
+def num_why_words(num_rows: int) -> int:
+    """Return the int64 words before the tokens in `SamplingBatch.results`."""
+    return -(-num_rows // _WHY_ROWS) * _WHY_ROWS // 8
+
+
 def make_choice(
     num_rows: int,
     width: int,
     num_ends: int,
-    tokens: Tensor,
+    device: torch.device,
     *,
+    results: Tensor | None = None,
     positions: Tensor | None = None,
     group: RankGroup | None = None,
 ) -> SamplingBatch:
-    """Return a greedy selection for ``num_rows`` rows, with results in ``tokens``.
+    """Return a greedy selection for ``num_rows`` rows.
 
     Args:
         width: Number of selectable logits.
         num_ends: Maximum number of end tokens.
+        results: Zeros ``[num_why_words(num_rows) + num_rows]``. None: a new tensor.
         positions: Tensor for the positions. None: a new tensor.
     """
-    device = tokens.device
+    first = num_why_words(num_rows)
+    if results is None:
+        results = torch.zeros(first + num_rows, dtype=torch.int64, device=device)
+    tokens = results[first:]
     return SamplingBatch(
+        results=results,
         tokens=tokens,
-        why=torch.zeros(num_rows, dtype=torch.uint8, device=device),
+        why=results[:first].view(torch.uint8)[:num_rows],
         parameters=Parameters(num_rows, num_ends, device),
         positions=torch.zeros_like(tokens) if positions is None else positions,
         keys=torch.empty(num_rows, num_keys(width), dtype=torch.int64, device=device),

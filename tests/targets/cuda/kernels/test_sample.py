@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,16 +43,14 @@ def choice_of(
     table = SlotTable(len(rows), 3, device)
     slots = [Slot(row) for row in range(len(rows))]
     table.open(dict(zip(slots, rows, strict=True)))
-    tokens = torch.full((len(rows),), -7, device=device)
-    made = make_choice(len(rows), vocabulary, 3, tokens)
+    made = make_choice(len(rows), vocabulary, 3, device)
+    made.tokens.fill_(-7)
     scratch = search.SearchScratch.empty(len(rows), vocabulary, device, chunk=chunk)
     for poisoned in (scratch.numbers, scratch.sums, scratch.weights):
         poisoned.fill_(NAN)
     for poisoned in (scratch.keys, scratch.counts, scratch.ties):
         poisoned.fill_(-1234567)
-    choice = SamplingBatch(
-        made.tokens, made.why, made.parameters, made.positions, made.keys, scratch, vocabulary
-    )
+    choice = replace(made, scratch=scratch)
     choice.gather(table, table.index(slots))
     choice.positions.copy_(torch.tensor(positions))
     return choice
