@@ -88,6 +88,7 @@ def unpack(held: HeldWeight) -> Tensor:
 
     Experts are concatenated along the rows.
     """
+    assert held.kind in KINDS, "see unpack_coded"
     if held.kind == "bf16":
         values = held.data.float()
     else:
@@ -113,9 +114,15 @@ def _check_kind(kind: str) -> None:
 def _check(dense: Tensor, kind: str, paired: bool) -> None:
     _check_kind(kind)
     assert dense.ndim == 2 and dense.is_floating_point()
-    if paired and dense.shape[0] % (2 * GROUP):
+    if paired:
+        check_pairs(dense.shape[0])
+
+
+def check_pairs(num_rows: int) -> None:
+    """Raise an error if rows of gate and up cannot be in turns of `GROUP`."""
+    if num_rows % (2 * GROUP):
         raise CompileError(
-            f"{dense.shape[0]} rows of gate and up cannot be paired; allowed: multiples of 16"
+            f"{num_rows} rows of gate and up cannot be paired; allowed: multiples of 16"
         )
 
 

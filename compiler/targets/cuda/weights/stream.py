@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tilewright.compiler.ir.recipe import WeightRecipe, load_dense
 from tilewright.compiler.targets.cuda.numerics import TABLES, format_values, held_kind
+from tilewright.compiler.targets.cuda.weights.coded import place_coded
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.experts import held_sizes, on_device, place_experts
 from tilewright.compiler.targets.cuda.weights.packed_weight import EXPONENTS, HeldWeight
 from tilewright.compiler.targets.cuda.weights.packing import GROUP, fits, hold
@@ -184,6 +186,8 @@ def _place(
     if kind != "fp32" and len(recipe.shape) == 3:
         check, paired = partial(_check_fits, wanted), wanted.is_paired
         return place_experts(recipe, kind, get_weight, device, paired=paired, check=check)
+    if kind in CODED_TILES:
+        return place_coded(recipe, get_weight, device, paired=wanted.is_paired)
     with torch.device(device):  # generated weights are created on this device
         dense = load_dense(wanted.recipe, on_device(get_weight, device))
     if wanted.kind == "fp32":

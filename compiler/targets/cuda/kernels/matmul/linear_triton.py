@@ -115,6 +115,26 @@ def _store(
 
 
 @triton.jit
+def store_rows(
+    out_ptr, bias_ptr, sums, row, token, num_rows, num_tokens, out_stride,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Write ``sums [rows, tokens]`` with all that is fused with a matmul."""
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + row, mask=row < num_rows, other=0.0)[:, None]
+    if SWIGLU:
+        # Row 16 p + 8 s + g to [p, g, token, s]: gate and up of a place side by side.
+        sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, TOKENS), (0, 2, 3, 1))
+        gate, up = tl.split(sides)
+        sums = (gate * tl.sigmoid(gate) * up).reshape(ROWS // 2, TOKENS)
+        row = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        _store(out_ptr, sums, row, token, num_rows // 2, num_tokens, out_stride, False, CHAINED)
+    else:
+        _store(out_ptr, sums, row, token, num_rows, num_tokens, out_stride, RESIDUAL, CHAINED)
+
+
+@triton.jit
 def _linear_kernel(
     out_ptr, x_ptr, data_ptr, words_ptr, bias_ptr, norm_ptr,
     num_tokens, num_rows, num_columns, num_row_tiles, out_stride, x_stride, eps, scale,
@@ -140,17 +160,10 @@ def _linear_kernel(
         weights = tile_weights(data_ptr, words_ptr, row, step, num_row_tiles, STEPS, KIND)
         sums = product(weights, x, sums, CHAINED)
     sums *= scale
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + row, mask=row < num_rows, other=0.0)[:, None]
-    if SWIGLU:
-        # Row 16 p + 8 s + g to [p, g, token, s]: gate and up of a place side by side.
-        sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, TOKENS), (0, 2, 3, 1))
-        gate, up = tl.split(sides)
-        sums = (gate * tl.sigmoid(gate) * up).reshape(ROWS // 2, TOKENS)
-        row = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
-        _store(out_ptr, sums, row, token, num_rows // 2, num_tokens, out_stride, False, CHAINED)
-    else:
-        _store(out_ptr, sums, row, token, num_rows, num_tokens, out_stride, RESIDUAL, CHAINED)
+    store_rows(
+        out_ptr, bias_ptr, sums, row, token, num_rows, num_tokens, out_stride,
+        ROWS, TOKENS, RESIDUAL, SWIGLU, CHAINED,
+    )  # fmt: skip
 
 
 def linear(

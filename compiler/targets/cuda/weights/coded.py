@@ -1,0 +1,186 @@
+"""Weights in code tiles: from a recipe to a device, and back to numbers.
+
+A stored weight keeps its file's codes and scales. Other weights are quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.formats import GgmlFileFormat, GgmlFormat, ScaledEncoded, get_format
+from tilewright.compiler.ir.recipe import ReadsStored, WeightRecipe, load_dense, load_stored
+from tilewright.compiler.targets.cuda.weights.coded_tiles import (
+    CODED_TILES,
+    E2M1,
+    E4M3,
+    INTEGER,
+    TABLES,
+    CodedRows,
+    tile_rows,
+    untile_rows,
+)
+from tilewright.compiler.targets.cuda.weights.experts import on_device
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, HeldWeight
+from tilewright.compiler.targets.cuda.weights.packing import GROUP, check_pairs
+from tilewright.errors import CheckpointError
+
+_CHUNK_ELEMENTS = 1 << 26
+_TILE_COLUMNS = 128
+
+
+def place_coded(
+    recipe: WeightRecipe,
+    get_weight: Callable[[str], Tensor],
+    device: torch.device,
+    *,
+    paired: bool,
+) -> HeldWeight:
+    """Return a weight ``[out, in]`` in code tiles.
+
+    Raises:
+        CheckpointError: A tensor is missing, has another shape, or is not finite.
+    """
+    kind = recipe.format
+    assert kind is not None and len(recipe.shape) == 2
+    num_rows, num_columns = recipe.shape
+    if paired:
+        check_pairs(num_rows)
+    dense = None
+    if not recipe.is_stored:
+        with torch.device(device):  # generated weights
+            dense = load_dense(recipe, on_device(get_weight, device))
+    step = max(1, _CHUNK_ELEMENTS // (num_columns * TILE_ROWS)) * TILE_ROWS
+    parts = []
+    for first in range(0, num_rows, step):
+        last = min(first + step, num_rows)
+        places = _places(first, last, num_rows, paired)
+        if dense is not None:
+            rows = _quantised(kind, dense[places.to(device)])
+        else:
+            assert isinstance(get_weight, ReadsStored)
+            rows = _stored(recipe, get_weight, places, device)
+        parts.append(tile_rows(rows, CODED_TILES[kind]))
+    data = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return HeldWeight(kind, num_rows, num_columns, data.contiguous(), is_paired=paired)
+
+
+def unpack_coded(held: HeldWeight) -> Tensor:
+    """Return the float32 values ``[num_rows, num_columns]``, in tile order."""
+    tile = CODED_TILES[held.kind]
+    rows = untile_rows(held.data, tile)
+    scales = _numbers(rows.scales, tile.scale)
+    if rows.factors is not None:
+        scales = _numbers(rows.factors, tile.factor).repeat_interleave(tile.num_groups, 1) * scales
+    values = _code_values(rows.codes, held.kind) * scales.repeat_interleave(tile.group, 1)
+    if rows.minimums is not None:
+        least = _numbers(rows.minimums, tile.scale)
+        if rows.minimum_factors is not None:
+            factors = _numbers(rows.minimum_factors, tile.factor)
+            least = factors.repeat_interleave(tile.num_groups, 1) * least
+        least = least.repeat_interleave(tile.group, 1)
+        values = values - least if tile.subtracts else values + least
+    return values[: held.num_rows, : held.num_columns].contiguous()
+
+
+def _places(first: int, last: int, num_rows: int, paired: bool) -> Tensor:
+    """Return the recipe's rows for a range. Pairs alternate: 8 gate rows, then 8 up rows."""
+    held = torch.arange(first, last)
+    if not paired:
+        return held
+    return held // (2 * GROUP) * GROUP + held % GROUP + held // GROUP % 2 * (num_rows // 2)
+
+
+def _quantised(kind: str, dense: Tensor) -> CodedRows:
+    found = get_format(kind)
+    # One row: the codec splits rows into chunks for a CPU cache.
+    is_flat = dense.device.type != "cpu" and dense.shape[1] % found.block == 0
+    encoded = found.quantise(dense.reshape(1, -1) if is_flat else dense)
+    assert isinstance(encoded, ScaledEncoded)
+    return _of_encoded(encoded, len(dense), kind)
+
+
+def _stored(
+    recipe: WeightRecipe, get_weight: ReadsStored, places: Tensor, device: torch.device
+) -> CodedRows:
+    """Return rows with the file's codes. Adjacent rows are read together."""
+    kind = recipe.format
+    assert kind is not None
+    found, num_columns = get_format(kind), recipe.shape[1]
+    ordered, order = places.sort()
+    ends = [0, *((ordered.diff() != 1).nonzero().flatten() + 1).tolist(), len(places)]
+    runs = [
+        load_stored(recipe, get_weight, int(ordered[a]), int(ordered[b - 1]) + 1)
+        for a, b in pairwise(ends)
+    ]
+    data = torch.cat(runs)[order.argsort()]
+    try:
+        if isinstance(found, GgmlFileFormat):
+            return _of_super_blocks(found, data, num_columns, device)
+        assert isinstance(found, GgmlFormat)
+        encoded = found.read(data.to(device).flatten(), (len(data), num_columns))
+        return _of_encoded(encoded, len(data), kind)
+    except CheckpointError as error:
+        raise CheckpointError(f"{', '.join(recipe.names)}: {error}") from None
+
+
+def _of_encoded(encoded: ScaledEncoded, num_rows: int, kind: str) -> CodedRows:
+    least = encoded.minimums
+    rows = CodedRows(
+        encoded.codes.view(torch.uint8).reshape(num_rows, -1),
+        encoded.scales.reshape(num_rows, -1),
+        minimums=None if least is None else least.reshape(num_rows, -1),
+    )
+    _check_finite(kind, rows.scales, rows.minimums)
+    return rows
+
+
+def _of_super_blocks(
+    found: GgmlFileFormat, data: Tensor, num_columns: int, device: torch.device
+) -> CodedRows:
+    """Return K-quants. A block's factors are repeated for each of its two tiles."""
+    blocks = found.read(data)
+    tiles = -(-num_columns // _TILE_COLUMNS)
+    factors = blocks.factors.repeat_interleave(2, dim=1)[:, :tiles]
+    least = None
+    if blocks.minimums is not None:
+        pairs = blocks.factors.view(len(data), -1, 2)
+        factors, least = (part.repeat_interleave(2, dim=1)[:, :tiles] for part in pairs.unbind(-1))
+    group = CODED_TILES[found.name].group
+    groups = tiles * (_TILE_COLUMNS // group)
+    minimums = blocks.minimums
+    rows = (
+        blocks.codes[:, :num_columns],
+        blocks.scales[:, :groups],
+        factors,
+        None if minimums is None else minimums[:, :groups],
+        least,
+    )
+    return CodedRows(*(part if part is None else part.to(device) for part in rows))  # type: ignore[arg-type]
+
+
+def _check_finite(kind: str, *numbers: Tensor | None) -> None:
+    if not all(part is None or bool(part.isfinite().all()) for part in numbers):
+        raise CheckpointError(f"{kind}: a scale is inf or NaN; allowed: finite scales")
+
+
+def _numbers(stored: Tensor, name: str) -> Tensor:
+    if name == "e4m3":
+        return stored.view(torch.float8_e4m3fn).float()
+    return stored.float()
+
+
+def _code_values(codes: Tensor, kind: str) -> Tensor:
+    """Return the float32 values before scales."""
+    tile = CODED_TILES[kind]
+    if tile.values == E4M3:
+        return codes.view(torch.float8_e4m3fn).float()
+    if tile.values == INTEGER and tile.low_bits == 8:
+        return codes.view(torch.int8).float()
+    if tile.values == INTEGER:
+        return codes.float() - tile.zero
+    table = TABLES["e2m1" if tile.values == E2M1 else kind]
+    return torch.tensor(table, device=codes.device)[codes.long()]
