@@ -207,7 +207,8 @@ def linear(
     """Write ``out [M, N]`` for bfloat16 ``x [M, >= K]`` and a weight in code tiles.
 
     ``bias`` is float32 ``[N]``, in tile order. ``out`` is float32 or bfloat16. With ``residual`` it
-    is float32 and the product is added. With ``swiglu`` the weight is paired and it is ``[M, N / 2]``.
+    is float32 and the product is added.
+    With ``swiglu`` the weight is paired and it is ``[M, N / 2]``.
 
     Args:
         is_few: Whether warps split K, for few rows. At equal ``is_few`` a row's bits do not depend
