@@ -77,12 +77,12 @@ def unpack_coded(held: HeldWeight) -> Tensor:
         scales = _numbers(rows.factors, tile.factor).repeat_interleave(tile.num_groups, 1) * scales
     values = _code_values(rows.codes, held.kind) * scales.repeat_interleave(tile.group, 1)
     if rows.minimums is not None:
-        least = _numbers(rows.minimums, tile.scale)
+        minima = _numbers(rows.minimums, tile.scale)
         if rows.minimum_factors is not None:
             factors = _numbers(rows.minimum_factors, tile.factor)
-            least = factors.repeat_interleave(tile.num_groups, 1) * least
-        least = least.repeat_interleave(tile.group, 1)
-        values = values - least if tile.subtracts else values + least
+            minima = factors.repeat_interleave(tile.num_groups, 1) * minima
+        minima = minima.repeat_interleave(tile.group, 1)
+        values = values - minima if tile.subtracts else values + minima
     return values[: held.num_rows, : held.num_columns].contiguous()
 
 
@@ -95,10 +95,10 @@ def _places(first: int, last: int, num_rows: int, paired: bool) -> Tensor:
 
 
 def _quantised(kind: str, dense: Tensor) -> CodedRows:
-    found = get_format(kind)
+    result = get_format(kind)
     # One row: the codec splits rows into chunks for a CPU cache.
-    is_flat = dense.device.type != "cpu" and dense.shape[1] % found.block == 0
-    encoded = found.quantise(dense.reshape(1, -1) if is_flat else dense)
+    is_flat = dense.device.type != "cpu" and dense.shape[1] % result.block == 0
+    encoded = result.quantise(dense.reshape(1, -1) if is_flat else dense)
     assert isinstance(encoded, ScaledEncoded)
     return _of_encoded(encoded, len(dense), kind)
 
@@ -109,7 +109,7 @@ def _stored(
     """Return rows with the file's codes. Adjacent rows are read together."""
     kind = recipe.format
     assert kind is not None
-    found, num_columns = get_format(kind), recipe.shape[1]
+    result, num_columns = get_format(kind), recipe.shape[1]
     ordered, order = places.sort()
     ends = [0, *((ordered.diff() != 1).nonzero().flatten() + 1).tolist(), len(places)]
     runs = [
@@ -118,38 +118,38 @@ def _stored(
     ]
     data = torch.cat(runs)[order.argsort()]
     try:
-        if isinstance(found, GgmlFileFormat):
-            return _of_super_blocks(found, data, num_columns, device)
-        assert isinstance(found, GgmlFormat)
-        encoded = found.read(data.to(device).flatten(), (len(data), num_columns))
+        if isinstance(result, GgmlFileFormat):
+            return _of_super_blocks(result, data, num_columns, device)
+        assert isinstance(result, GgmlFormat)
+        encoded = result.read(data.to(device).flatten(), (len(data), num_columns))
         return _of_encoded(encoded, len(data), kind)
     except CheckpointError as error:
         raise CheckpointError(f"{', '.join(recipe.names)}: {error}") from None
 
 
 def _of_encoded(encoded: ScaledEncoded, num_rows: int, kind: str) -> CodedRows:
-    least = encoded.minimums
+    minima = encoded.minimums
     rows = CodedRows(
         encoded.codes.view(torch.uint8).reshape(num_rows, -1),
         encoded.scales.reshape(num_rows, -1),
-        minimums=None if least is None else least.reshape(num_rows, -1),
+        minimums=None if minima is None else minima.reshape(num_rows, -1),
     )
     _check_finite(kind, rows.scales, rows.minimums)
     return rows
 
 
 def _of_super_blocks(
-    found: GgmlFileFormat, data: Tensor, num_columns: int, device: torch.device
+    result: GgmlFileFormat, data: Tensor, num_columns: int, device: torch.device
 ) -> CodedRows:
     """Return K-quants. A block's factors are repeated for each of its two tiles."""
-    blocks = found.read(data)
+    blocks = result.read(data)
     tiles = -(-num_columns // _TILE_COLUMNS)
     factors = blocks.factors.repeat_interleave(2, dim=1)[:, :tiles]
-    least = None
+    minima = None
     if blocks.minimums is not None:
         pairs = blocks.factors.view(len(data), -1, 2)
-        factors, least = (part.repeat_interleave(2, dim=1)[:, :tiles] for part in pairs.unbind(-1))
-    group = CODED_TILES[found.name].group
+        factors, minima = (item.repeat_interleave(2, dim=1)[:, :tiles] for item in pairs.unbind(-1))
+    group = CODED_TILES[result.name].group
     groups = tiles * (_TILE_COLUMNS // group)
     minimums = blocks.minimums
     rows = (
@@ -157,13 +157,13 @@ def _of_super_blocks(
         blocks.scales[:, :groups],
         factors,
         None if minimums is None else minimums[:, :groups],
-        least,
+        minima,
     )
-    return CodedRows(*(part if part is None else part.to(device) for part in rows))  # type: ignore[arg-type]
+    return CodedRows(*(item if item is None else item.to(device) for item in rows))  # type: ignore[arg-type]
 
 
 def _check_finite(kind: str, *numbers: Tensor | None) -> None:
-    if not all(part is None or bool(part.isfinite().all()) for part in numbers):
+    if not all(item is None or bool(item.isfinite().all()) for item in numbers):
         raise CheckpointError(f"{kind}: a scale is inf or NaN; allowed: finite scales")
 
 

@@ -74,10 +74,10 @@ class CodedTile:
             shared if self.has_minimums else 0,
             factor if self.has_minimums else 0,
         ]
-        found = [0]
+        result = [0]
         for size in sizes:
-            found.append(found[-1] + ROWS * size)
-        return tuple(found[1:])
+            result.append(result[-1] + ROWS * size)
+        return tuple(result[1:])
 
     @property
     def num_bytes(self) -> int:
@@ -158,7 +158,7 @@ class CodedRows:
 
     def take(self, rows: Tensor) -> CodedRows:
         """Return some rows."""
-        return CodedRows(*(part if part is None else part[rows] for part in self.parts()))  # type: ignore[arg-type]
+        return CodedRows(*(item if item is None else item[rows] for item in self.parts()))  # type: ignore[arg-type]
 
 
 def tile_rows(rows: CodedRows, tile: CodedTile) -> Tensor:
@@ -169,17 +169,17 @@ def tile_rows(rows: CodedRows, tile: CodedTile) -> Tensor:
     codes = codes.transpose(1, 2).contiguous()
     shape = codes.shape[:2]
     parts = [_words(codes, tile), _high_bits(codes, tile)]
-    for part, group, name in (
+    for item, group, name in (
         (rows.scales, tile.group, tile.scale),
         (rows.factors, COLUMNS, tile.factor),
         (rows.minimums, tile.group, tile.scale),
         (rows.minimum_factors, COLUMNS, tile.factor),
     ):
-        if part is not None:
-            part = _pad(part.to(_TYPES[name]), (padded[0], padded[1] // group))
-            part = part.view(shape[0], ROWS, shape[1], -1).permute(0, 2, 3, 1).contiguous()
-            parts.append(part.view(torch.uint8))
-    data = torch.cat([part.reshape(*shape, -1) for part in parts], dim=-1)
+        if item is not None:
+            item = _pad(item.to(_TYPES[name]), (padded[0], padded[1] // group))
+            item = item.view(shape[0], ROWS, shape[1], -1).permute(0, 2, 3, 1).contiguous()
+            parts.append(item.view(torch.uint8))
+    data = torch.cat([item.reshape(*shape, -1) for item in parts], dim=-1)
     assert data.shape[-1] == tile.num_bytes
     return data
 
@@ -195,13 +195,13 @@ def untile_rows(data: Tensor, tile: CodedTile) -> CodedRows:
     def shared(piece: Tensor, name: str) -> Tensor | None:
         if not piece.shape[-1]:
             return None
-        found = piece.contiguous().view(_TYPES[name]).view(*data.shape[:2], -1, ROWS)
-        return found.permute(0, 3, 1, 2).reshape(num_rows, -1)
+        result = piece.contiguous().view(_TYPES[name]).view(*data.shape[:2], -1, ROWS)
+        return result.permute(0, 3, 1, 2).reshape(num_rows, -1)
 
     names = tile.scale, tile.factor, tile.scale, tile.factor
-    found = [shared(piece, name) for piece, name in zip(pieces[2:], names, strict=True)]
-    assert found[0] is not None
-    return CodedRows(codes, found[0], *found[1:])
+    result = [shared(piece, name) for piece, name in zip(pieces[2:], names, strict=True)]
+    assert result[0] is not None
+    return CodedRows(codes, result[0], *result[1:])
 
 
 def _pad(rows: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -248,8 +248,8 @@ def _high_bits(codes: Tensor, tile: CodedTile) -> Tensor:
     parts = parts.permute(0, 1, 2, 4, 5, 3).flatten(-2).to(torch.int32)  # [w, 4 h + p]
     shifts = torch.arange(0, 8 * bits, bits, device=codes.device)
     whole = (parts << shifts).sum(-1).to(torch.int32)
-    found = torch.stack([whole >> 8 * byte & 0xFF for byte in range(bits)], dim=-1)
-    return found.to(torch.uint8).flatten(-2)
+    result = torch.stack([whole >> 8 * byte & 0xFF for byte in range(bits)], dim=-1)
+    return result.to(torch.uint8).flatten(-2)
 
 
 def _high_codes(high: Tensor, tile: CodedTile) -> Tensor:

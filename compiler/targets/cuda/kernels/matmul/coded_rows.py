@@ -31,21 +31,21 @@ def _decode_kernel(
     LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr,
     GROUP: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, MINIMUMS: tl.constexpr,
     UNIT: tl.constexpr, SUBTRACTS: tl.constexpr,
-    EXTRAS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr, LEAST: tl.constexpr,
-    LEAST_FACTORS: tl.constexpr, BYTES: tl.constexpr, WORDS: tl.constexpr, CHAINED: tl.constexpr,
+    EXTRAS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr, MINIMA: tl.constexpr,
+    MINIMA_FACTORS: tl.constexpr, BYTES: tl.constexpr, WORDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     line, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = line if rows_ptr is None else tl.load(rows_ptr + line).to(tl.int64)
-    source, place = (row // 16 * num_steps + step) * BYTES, row % 16
+    source, lane = (row // 16 * num_steps + step) * BYTES, row % 16
     column = tl.arange(0, 128)
     codes = codes_of(
-        data_ptr, words_ptr, half_words_ptr, source, place, column, LOW, HIGH, VALUES, EXTRAS
+        data_ptr, words_ptr, half_words_ptr, source, lane, column, LOW, HIGH, VALUES, EXTRAS
     )
-    group, factors = column // GROUP * 16 + place, 1.0
+    group, factors = column // GROUP * 16 + lane, 1.0
     if FACTOR:
-        factors = numbers(data_ptr, halves_ptr, floats_ptr, source + FACTORS, place, FACTOR)
+        factors = numbers(data_ptr, halves_ptr, floats_ptr, source + FACTORS, lane, FACTOR)
     scales = scales_of(
         data_ptr, halves_ptr, floats_ptr, source + SCALES, group, factors, SCALE, FACTOR
     )
@@ -53,12 +53,12 @@ def _decode_kernel(
     if MINIMUMS:
         if FACTOR:
             factors = numbers(
-                data_ptr, halves_ptr, floats_ptr, source + LEAST_FACTORS, place, FACTOR
+                data_ptr, halves_ptr, floats_ptr, source + MINIMA_FACTORS, lane, FACTOR
             )
-        least = scales_of(
-            data_ptr, halves_ptr, floats_ptr, source + LEAST, group, factors, SCALE, FACTOR
+        minima = scales_of(
+            data_ptr, halves_ptr, floats_ptr, source + MINIMA, group, factors, SCALE, FACTOR
         )
-        values += -least if SUBTRACTS else least
+        values += -minima if SUBTRACTS else minima
     column += step * 128
     values = rounded(values, out_ptr.dtype.element_ty, CHAINED)
     tl.store(out_ptr + line * out_stride + column, values, mask=column < num_columns)

@@ -53,61 +53,61 @@ def _load(
 
 @triton.jit
 def _totals(
-    codes, x, least, sums, UNIT: tl.constexpr, SUBTRACTS: tl.constexpr, CHAINED: tl.constexpr
+    codes, x, minima, sums, UNIT: tl.constexpr, SUBTRACTS: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
     """Return the column sums of ``x`` times the rows' minimums, divided by ``UNIT``."""
     ones = tl.full(codes.shape, 1.0, tl.bfloat16)
     totals = product(ones, x, tl.zeros_like(sums), CHAINED)
-    return totals * tl.expand_dims(least * (-1 / UNIT if SUBTRACTS else 1 / UNIT), -1)
+    return totals * tl.expand_dims(minima * (-1 / UNIT if SUBTRACTS else 1 / UNIT), -1)
 
 
 @triton.jit
 def _add_step(
     sums, x_ptr, data_ptr, words_ptr, halves_ptr, half_words_ptr, floats_ptr, table_ptr,
-    source, place, column, num_columns, is_token,
+    source, lane, column, num_columns, is_token,
     LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr,
     GROUP: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, MINIMUMS: tl.constexpr,
     UNIT: tl.constexpr, SUBTRACTS: tl.constexpr,
-    EXTRAS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr, LEAST: tl.constexpr,
-    LEAST_FACTORS: tl.constexpr, WORDS: tl.constexpr, IS_EVEN: tl.constexpr, CHAINED: tl.constexpr,
+    EXTRAS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr, MINIMA: tl.constexpr,
+    MINIMA_FACTORS: tl.constexpr, WORDS: tl.constexpr, IS_EVEN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Add the products for 128 columns, divided by ``UNIT``."""
-    word, factors, least_factors = tl.arange(0, WORDS), 1.0, 1.0
+    word, factors, minima_factors = tl.arange(0, WORDS), 1.0, 1.0
     if FACTOR:
-        factors = numbers(data_ptr, halves_ptr, floats_ptr, source + FACTORS, place, FACTOR)
+        factors = numbers(data_ptr, halves_ptr, floats_ptr, source + FACTORS, lane, FACTOR)
         if MINIMUMS:
-            least_factors = numbers(
-                data_ptr, halves_ptr, floats_ptr, source + LEAST_FACTORS, place, FACTOR
+            minima_factors = numbers(
+                data_ptr, halves_ptr, floats_ptr, source + MINIMA_FACTORS, lane, FACTOR
             )
     whole = tl.zeros_like(sums)
     for half in tl.static_range(2 if LOW == 8 else 16 // WORDS):
-        index = place * 32 + half * 16 if LOW == 8 else place * 16 + half * WORDS
+        index = lane * 32 + half * 16 if LOW == 8 else lane * 16 + half * WORDS
         words, high_bits = _load(
             data_ptr, words_ptr, half_words_ptr, source, index, word, LOW, HIGH, EXTRAS
         )
-        for part in tl.static_range(2 if LOW == 8 else 4):
-            start = 64 * half + 32 * part if LOW == 8 else 2 * WORDS * half + 32 * part
+        for item in tl.static_range(2 if LOW == 8 else 4):
+            start = 64 * half + 32 * item if LOW == 8 else 2 * WORDS * half + 32 * item
             inside = is_token if IS_EVEN else (column + start < num_columns) & is_token
             x = tl.load(x_ptr + column + start, mask=inside, other=0.0)
-            codes = pairs(words, high_bits, table_ptr, part, LOW, HIGH, ZERO, VALUES, CHAINED)
+            codes = pairs(words, high_bits, table_ptr, item, LOW, HIGH, ZERO, VALUES, CHAINED)
             codes = weights(codes)
             if GROUP == 128:
                 whole = product(codes, x, whole, CHAINED)
             else:
-                group, at = start // GROUP * 16 + place, source + SCALES
+                group, at = start // GROUP * 16 + lane, source + SCALES
                 scales = scales_of(
                     data_ptr, halves_ptr, floats_ptr, at, group, factors, SCALE, FACTOR
                 )
                 own = product(codes, x, tl.zeros_like(sums), CHAINED)
                 sums += own * tl.expand_dims(scales, -1)
                 if MINIMUMS:
-                    least = scales_of(
-                        data_ptr, halves_ptr, floats_ptr, source + LEAST, group, least_factors,
+                    minima = scales_of(
+                        data_ptr, halves_ptr, floats_ptr, source + MINIMA, group, minima_factors,
                         SCALE, FACTOR,
                     )  # fmt: skip
-                    sums += _totals(codes, x, least, sums, UNIT, SUBTRACTS, CHAINED)
+                    sums += _totals(codes, x, minima, sums, UNIT, SUBTRACTS, CHAINED)
     if GROUP == 128:
-        scales = numbers(data_ptr, halves_ptr, floats_ptr, source + SCALES, place, SCALE)
+        scales = numbers(data_ptr, halves_ptr, floats_ptr, source + SCALES, lane, SCALE)
         sums += whole * tl.expand_dims(scales, -1)
     return sums
 
@@ -119,8 +119,8 @@ def _coded_kernel(
     LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr,
     GROUP: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, MINIMUMS: tl.constexpr,
     UNIT: tl.constexpr, SUBTRACTS: tl.constexpr,
-    EXTRAS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr, LEAST: tl.constexpr,
-    LEAST_FACTORS: tl.constexpr, BYTES: tl.constexpr, WORDS: tl.constexpr,
+    EXTRAS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr, MINIMA: tl.constexpr,
+    MINIMA_FACTORS: tl.constexpr, BYTES: tl.constexpr, WORDS: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     STAGES: tl.constexpr, IS_EVEN: tl.constexpr,
     RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, CHAINED: tl.constexpr,
@@ -133,11 +133,11 @@ def _coded_kernel(
     offset = first_tile.to(tl.int64) * num_steps * BYTES
     # Rows past the last tile repeat it; they are not stored.
     tile = (tl.minimum(row // 16, num_row_tiles - 1) - first_tile) * num_steps
-    place, part = row % 16, 0
+    lane, item = row % 16, 0
     if PARTS > 1:
-        part, tile, place = tl.arange(0, PARTS)[:, None], tile[None, :], place[None, :]
+        item, tile, lane = tl.arange(0, PARTS)[:, None], tile[None, :], lane[None, :]
         sums = tl.zeros((PARTS, ROWS, TOKENS), tl.float32)
-        column = part * 128 + tl.arange(0, 2 * WORDS)[None, :]
+        column = item * 128 + tl.arange(0, 2 * WORDS)[None, :]
     else:
         sums = tl.zeros((ROWS, TOKENS), tl.float32)
         column = tl.arange(0, 2 * WORDS)
@@ -146,13 +146,13 @@ def _coded_kernel(
     x_ptr += token.to(tl.int64) * x_stride
     for first in tl.range(0, num_steps, PARTS, num_stages=STAGES):
         # Parts past the last step find no columns.
-        step = first + part if IS_EVEN else tl.minimum(first + part, num_steps - 1)
+        step = first + item if IS_EVEN else tl.minimum(first + item, num_steps - 1)
         sums = _add_step(
             sums, x_ptr, data_ptr + offset, words_ptr + offset // 4, halves_ptr + offset // 2,
             half_words_ptr + offset // 2, floats_ptr + offset // 4, table_ptr,
-            (step + tile) * BYTES, place, first * 128 + column, num_columns, is_token,
+            (step + tile) * BYTES, lane, first * 128 + column, num_columns, is_token,
             LOW, HIGH, ZERO, VALUES, GROUP, SCALE, FACTOR, MINIMUMS, UNIT, SUBTRACTS,
-            EXTRAS, SCALES, FACTORS, LEAST, LEAST_FACTORS, WORDS, IS_EVEN, CHAINED,
+            EXTRAS, SCALES, FACTORS, MINIMA, MINIMA_FACTORS, WORDS, IS_EVEN, CHAINED,
         )  # fmt: skip
     if PARTS > 1:
         sums = tl.sum(sums, axis=0)

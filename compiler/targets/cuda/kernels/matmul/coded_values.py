@@ -54,49 +54,49 @@ def _combined(pairs, factor, addend, IS_SUM: tl.constexpr, CHAINED: tl.constexpr
 
 @triton.jit
 def pairs(
-    words, high_bits, table_ptr, PLACE: tl.constexpr,
+    words, high_bits, table_ptr, LANE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Return int32 bfloat16 pairs: columns ``2 w`` and ``2 w + 1`` in a place.
+    """Return int32 bfloat16 pairs: columns ``2 w`` and ``2 w + 1`` in a lane.
 
     Integer codes are divided by 128 (8 bits) or by ``2 ** (LOW + HIGH)``.
     """
     if VALUES == _TABLE:
-        found = tl.load(table_ptr + ((words >> (8 * PLACE)) & 0xFF))
+        result = tl.load(table_ptr + ((words >> (8 * LANE)) & 0xFF))
     elif VALUES == _FLOAT8:
-        moved = words >> (8 * PLACE)
+        moved = words >> (8 * LANE)
         bits = ((moved & 0x007F007F) << 4) | ((moved & 0x00800080) << 8)
         factor = 0x7B807B80  # 2 ** 120
-        found = _combined(bits, factor, 0, False, CHAINED)
+        result = _combined(bits, factor, 0, False, CHAINED)
     elif VALUES == _FLOAT4:
-        moved = words >> (4 * PLACE)
+        moved = words >> (4 * LANE)
         bits = ((moved & 0x00070007) << 6) | ((moved & 0x00080008) << 12)
         factor = 0x7E807E80  # 2 ** 126
-        found = _combined(bits, factor, 0, False, CHAINED)
+        result = _combined(bits, factor, 0, False, CHAINED)
     elif LOW == 8:
         # 1 + (code & 127) / 128, minus 1 or 2.
-        moved = words >> (8 * PLACE)
+        moved = words >> (8 * LANE)
         bits = (moved & 0x007F007F) | _ONES
         addend = (moved & 0x00800080) + (-0x407F4080)  # 0xBF80BF80
-        found = _combined(bits, 0, addend, True, CHAINED)
+        result = _combined(bits, 0, addend, True, CHAINED)
     else:
         # 1 + code / 2 ** (LOW + HIGH), minus 1 + zero / 2 ** (LOW + HIGH).
         bits = high_bits & 0
         if LOW:
             bits = (
-                words << (3 - HIGH - 4 * PLACE)
-                if 3 - HIGH > 4 * PLACE
-                else words >> (4 * PLACE - (3 - HIGH))
+                words << (3 - HIGH - 4 * LANE)
+                if 3 - HIGH > 4 * LANE
+                else words >> (4 * LANE - (3 - HIGH))
             )
             bits = bits & (0x000F000F << (3 - HIGH))
         if HIGH:
             mask: tl.constexpr = ((1 << HIGH) - 1) * _HALVES
-            bits = bits | (((high_bits >> (HIGH * PLACE)) & mask) << (7 - HIGH))
+            bits = bits | (((high_bits >> (HIGH * LANE)) & mask) << (7 - HIGH))
         zero: tl.constexpr = (ZERO << (7 - LOW - HIGH)) * _HALVES
         addend = zero + (-0x407F4080)
-        found = _combined(bits | _ONES, 0, addend, True, CHAINED)
-    return found
+        result = _combined(bits | _ONES, 0, addend, True, CHAINED)
+    return result
 
 
 @triton.jit
@@ -105,50 +105,50 @@ def weights(pairs):
     low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
     joined = tl.join(low, high).to(tl.bfloat16, bitcast=True)
     if len(pairs.shape) == 3:
-        found = joined.reshape(pairs.shape[0], pairs.shape[1], pairs.shape[2] * 2)
+        result = joined.reshape(pairs.shape[0], pairs.shape[1], pairs.shape[2] * 2)
     else:
-        found = joined.reshape(pairs.shape[0], pairs.shape[1] * 2)
-    return found
+        result = joined.reshape(pairs.shape[0], pairs.shape[1] * 2)
+    return result
 
 
 @triton.jit
-def numbers(data_ptr, half_ptr, float_ptr, place, index, KIND: tl.constexpr):
-    """Return float32 numbers ``index`` from a ``KIND`` array at byte ``place``."""
+def numbers(data_ptr, half_ptr, float_ptr, lane, index, KIND: tl.constexpr):
+    """Return float32 numbers ``index`` from a ``KIND`` array at byte ``lane``."""
     if KIND == _FP16:
-        found = tl.load(half_ptr + place // 2 + index).to(tl.float32)
+        result = tl.load(half_ptr + lane // 2 + index).to(tl.float32)
     elif KIND == _FP32:
-        found = tl.load(float_ptr + place // 4 + index)
+        result = tl.load(float_ptr + lane // 4 + index)
     else:
-        codes = tl.load(data_ptr + place + index).to(tl.int32)
+        codes = tl.load(data_ptr + lane + index).to(tl.int32)
         if KIND == _E4M3:
             bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
-            found = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+            result = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
         elif KIND == _I8:
-            found = ((codes ^ 0x80) - 0x80).to(tl.float32)
+            result = ((codes ^ 0x80) - 0x80).to(tl.float32)
         else:
-            found = codes.to(tl.float32)
-    return found
+            result = codes.to(tl.float32)
+    return result
 
 
 @triton.jit
-def spread(data_ptr, half_words_ptr, place, HIGH: tl.constexpr):
+def spread(data_ptr, half_words_ptr, lane, HIGH: tl.constexpr):
     """Return int32 with a pair's high bits separated by 16 bits."""
     if HIGH == 1:
-        bits = tl.load(data_ptr + place).to(tl.int32)
+        bits = tl.load(data_ptr + lane).to(tl.int32)
         bits = bits | (bits << 12)
     else:
-        bits = tl.load(half_words_ptr + place // 2).to(tl.int32)
+        bits = tl.load(half_words_ptr + lane // 2).to(tl.int32)
         bits = (bits & 0xFF) | ((bits & 0xFF00) << 8)
     return bits
 
 
 @triton.jit
 def scales_of(
-    data_ptr, halves_ptr, floats_ptr, place, index, factors,
+    data_ptr, halves_ptr, floats_ptr, lane, index, factors,
     KIND: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 scales ``index`` from a ``KIND`` array at byte ``place``."""
-    scales = numbers(data_ptr, halves_ptr, floats_ptr, place, index, KIND)
+    """Return float32 scales ``index`` from a ``KIND`` array at byte ``lane``."""
+    scales = numbers(data_ptr, halves_ptr, floats_ptr, lane, index, KIND)
     if FACTOR:
         scales *= factors
     return scales
@@ -174,7 +174,7 @@ def code_values(
 
 @triton.jit
 def codes_of(
-    data_ptr, words_ptr, half_words_ptr, source, place, column,
+    data_ptr, words_ptr, half_words_ptr, source, lane, column,
     LOW: tl.constexpr, HIGH: tl.constexpr, VALUES: tl.constexpr, EXTRAS: tl.constexpr,
 ):  # fmt: skip
     """Return the int32 codes at some columns. The tile begins at byte ``source``."""
@@ -182,14 +182,14 @@ def codes_of(
     codes = column * 0
     if LOW == 8:
         word += column // 64 * 16
-        codes = tl.load(words_ptr + source // 4 + place * 32 + word)
+        codes = tl.load(words_ptr + source // 4 + lane * 32 + word)
         codes = (codes >> (column // 32 % 2 * 8 + second * 16)) & 0xFF
     elif LOW == 4:
         nibble = column // 32 * 2 + second if VALUES == _TABLE else column // 32 + 4 * second
-        codes = tl.load(words_ptr + source // 4 + place * 16 + word)
+        codes = tl.load(words_ptr + source // 4 + lane * 16 + word)
         codes = (codes >> (4 * nibble)) & 0xF
     if HIGH:
-        index = source + EXTRAS + (place * 16 + word) * HIGH
+        index = source + EXTRAS + (lane * 16 + word) * HIGH
         bits = spread(data_ptr, half_words_ptr, index, HIGH)
         high = (bits >> (HIGH * (column // 32) + 16 * second)) & ((1 << HIGH) - 1)
         codes |= high << LOW
@@ -198,7 +198,7 @@ def codes_of(
 
 def layout_arguments(tile: CodedTile) -> dict[str, int | float]:
     """Return a tile's compile-time arguments."""
-    extras, scales, factors, least, least_factors, num_bytes = tile.offsets
+    extras, scales, factors, minima, minima_factors, num_bytes = tile.offsets
     unit = 1.0
     if tile.values == "integer":
         unit = 128.0 if tile.low_bits == 8 else float(1 << tile.low_bits + tile.high_bits)
@@ -207,7 +207,7 @@ def layout_arguments(tile: CodedTile) -> dict[str, int | float]:
         "VALUES": _VALUES[tile.values], "GROUP": tile.group,
         "SCALE": _SCALES[tile.scale], "FACTOR": _SCALES[tile.factor],
         "MINIMUMS": tile.has_minimums, "UNIT": unit, "SUBTRACTS": tile.subtracts,
-        "EXTRAS": extras, "SCALES": scales, "FACTORS": factors, "LEAST": least,
-        "LEAST_FACTORS": least_factors, "BYTES": num_bytes,
+        "EXTRAS": extras, "SCALES": scales, "FACTORS": factors, "MINIMA": minima,
+        "MINIMA_FACTORS": minima_factors, "BYTES": num_bytes,
         "WORDS": 16 if tile.group >= 32 else 8,
     }  # fmt: skip
