@@ -80,7 +80,7 @@ def cache_kind(format_name: str, *, exact: bool) -> str:
 
 
 def holding(recipe: WeightRecipe, group: str | None) -> Holding:
-    """Return how `packing` stores a weight, with separate tiles for each expert.
+    """Return how `packing` stores a weight, with separate tiles per expert.
 
     Tensors without a group (norms, biases, constants) are float32.
 

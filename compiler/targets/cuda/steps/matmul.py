@@ -139,7 +139,7 @@ class Products:
                 bias=bias,
                 residual=each.residual,
                 swiglu=each.swiglu,
-                is_few=decodes if self._strict else None,
+                is_small_m=decodes if self._strict else None,
             )
         elif kernel == BLOCK:
             if norm is not None and not native.takes_norm(held.num_columns):
@@ -395,7 +395,7 @@ class Products:
             return held.data[:num_rows, :columns].to(self._operand)
         shape = num_rows, padded(columns)
         dense = torch.empty(shape, dtype=self._operand, device=self.device)[:, :columns]
-        if held.kind in CODED_TILES:
+        if held.format in CODED_TILES:
             decode_rows(dense, held)
         else:
             dequantise(dense, held)

@@ -311,11 +311,11 @@ class Steps:
         self, each: Plain, step: Buffers, rows: TokenBatch, kernels: _Kernels, *, decodes: bool
     ) -> None:
         if isinstance(each, EmbedOp):
-            table = self._weights.weight_of(each)
-            if table.kind in CODED_TILES:
-                decode_rows(step.view(each.out), table, rows.tokens)
+            weight, out = self._weights.weight_of(each), step.view(each.out)
+            if weight.format in CODED_TILES:
+                decode_rows(out, weight, rows.tokens)
             else:
-                embed(step.view(each.out), rows.tokens, table.data)
+                embed(out, rows.tokens, weight.data)
         elif isinstance(each, SwiGLUOp):
             swiglu_apart(step.view(each.out), step.view(each.gate), step.view(each.up))
         elif isinstance(each, NormHeads):

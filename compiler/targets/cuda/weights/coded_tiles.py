@@ -1,14 +1,14 @@
 """Tiles of small integer or float codes with scales, for weights on a GPU.
 
-A tile has 16 rows x 128 columns. The code words come first, row by row, then the high bits, then
+A tile has 16 rows x 128 columns. The code words come first, in row order, then the high bits, then
 the scales. A scale array has all rows for a group in sequence. Excludes kernels and file bytes.
 
-4-bit words: word ``w`` in a row has columns ``32 p + 2 w`` and ``32 p + 2 w + 1`` for
-``p`` 0 to 3. The first code is nibble ``p``, the second nibble ``p + 4``. For tables both are
+4-bit words: word ``w`` has columns ``32 p + 2 w`` and ``32 p + 2 w + 1`` for
+``p`` 0 to 3. The first code is nibble ``p``, the second nibble ``p + 4``. For codebooks both are
 in byte ``p``.
 8-bit words: word ``w + 16 q`` has columns ``64 q + 32 p + 2 w`` and the next one for
 ``p`` 0 and 1, in bytes ``p`` and ``p + 2``.
-High bits: element ``w`` in a row has the bits for columns ``32 p + 2 w + h`` from bit
+High bits: element ``w`` has the bits for columns ``32 p + 2 w + h`` from bit
 ``(p + 4 h) * high_bits``.
 """
 
@@ -22,7 +22,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-INTEGER, E4M3, E2M1, TABLE = "integer", "e4m3", "e2m1", "table"
+INTEGER, E4M3, E2M1, CODEBOOK = "integer", "e4m3", "e2m1", "codebook"
 ROWS, COLUMNS = 16, 128
 _WORDS = 16
 
@@ -32,14 +32,14 @@ class CodedTile:
     """A tile layout.
 
     Attributes:
-        low_bits: Bits per code in the words: 0, 4 or 8.
+        low_bits: Bits per code in the words: 4 or 8.
         group: Columns per scale: 16, 32 or 128.
         scale: ``fp16``, ``fp32``, or a small type that a factor multiplies: ``u8``, ``i8``,
             ``e4m3``.
-        factor: Type for a row's factor. Empty: scales have none.
+        factor: Type for the factors. Empty: scales have none.
         high_bits: Additional bits per code.
         zero: The code for 0, or for the minimum.
-        values: ``INTEGER``, ``E4M3``, ``E2M1``, or ``TABLE`` for 16 free values.
+        values: ``INTEGER``, ``E4M3``, ``E2M1``, or ``CODEBOOK`` for 16 free values.
         has_minimums: Whether a group also has a minimum, with its scale's types.
         subtracts: Whether the minimum is subtracted.
     """
@@ -56,7 +56,7 @@ class CodedTile:
 
     @property
     def num_groups(self) -> int:
-        """Return the number of groups per row."""
+        """Return the number of groups in a tile."""
         return COLUMNS // self.group
 
     @property
@@ -109,7 +109,7 @@ CODED_TILES: Mapping[str, CodedTile] = MappingProxyType(
 """Layout by format."""
 
 
-TABLES: Mapping[str, tuple[float, ...]] = MappingProxyType(
+CODEBOOKS: Mapping[str, tuple[float, ...]] = MappingProxyType(
     {
         "e2m1": (
             0.0,
@@ -162,7 +162,7 @@ class CodedRows:
 
 
 def tile_rows(rows: CodedRows, tile: CodedTile) -> Tensor:
-    """Return uint8 ``[row tiles, column tiles, bytes]``. The padding decodes to 0."""
+    """Return uint8 ``[tiles, column tiles, bytes]``. The padding decodes to 0."""
     num_rows, num_columns = rows.codes.shape
     padded = num_rows + -num_rows % ROWS, num_columns + -num_columns % COLUMNS
     codes = _pad(rows.codes.view(torch.uint8), padded).view(-1, ROWS, padded[1] // COLUMNS, COLUMNS)
@@ -211,13 +211,11 @@ def _pad(rows: Tensor, shape: tuple[int, int]) -> Tensor:
 
 def _words(codes: Tensor, tile: CodedTile) -> Tensor:
     """Return word bytes for codes ``[..., 16, 128]``."""
-    if not tile.low_bits:
-        return codes.new_empty((*codes.shape[:-1], 0))
     if tile.low_bits == 8:  # [q, p, w, h] to [q, w, h, p]
         parts = codes.view(*codes.shape[:-1], 2, 2, _WORDS, 2)
         return parts.permute(0, 1, 2, 3, 5, 6, 4).reshape(*codes.shape[:-1], COLUMNS)
     parts = (codes & 0xF).view(*codes.shape[:-1], 4, _WORDS, 2)
-    if tile.values == TABLE:  # a byte has both codes of a pair
+    if tile.values == CODEBOOK:  # a byte has both codes of a pair
         return (parts[..., 0] | parts[..., 1] << 4).transpose(-1, -2).flatten(-2)
     parts = parts.permute(0, 1, 2, 4, 5, 3)  # [p, w, h] to [w, h, p]
     return (parts[..., 0::2] | parts[..., 1::2] << 4).flatten(-3)
@@ -226,12 +224,10 @@ def _words(codes: Tensor, tile: CodedTile) -> Tensor:
 def _low_codes(words: Tensor, tile: CodedTile) -> Tensor:
     """Return codes ``[..., 16, 128]`` from word bytes."""
     shape = *words.shape[:-1], ROWS
-    if not tile.low_bits:
-        return words.new_zeros((*shape, COLUMNS))
     if tile.low_bits == 8:
         parts = words.reshape(*shape, 2, _WORDS, 2, 2)
         return parts.permute(0, 1, 2, 3, 6, 4, 5).reshape(*shape, COLUMNS)
-    if tile.values == TABLE:
+    if tile.values == CODEBOOK:
         parts = words.reshape(*shape, _WORDS, 4).transpose(-1, -2)
         return torch.stack((parts & 0xF, parts >> 4), dim=-1).reshape(*shape, COLUMNS)
     parts = words.reshape(*shape, _WORDS, 2, 2)

@@ -33,9 +33,9 @@ TILE_BYTES = {"bfp8": 2176, "bfp4": 1152}
 """Size of a tile in bytes, with exponents."""
 
 
-def tile_bytes(kind: str) -> int:
-    """Return the size of a tile of ``kind``: blocks, or the codes of `CODED_TILES`."""
-    return TILE_BYTES[kind] if kind in TILE_BYTES else CODED_TILES[kind].num_bytes
+def tile_bytes(name: str) -> int:
+    """Return the size of a tile with blocks, or with codes of `CODED_TILES`."""
+    return TILE_BYTES[name] if name in TILE_BYTES else CODED_TILES[name].num_bytes
 
 
 BIAS = {"bfp8": 133, "bfp4": 129}
@@ -54,7 +54,7 @@ class HeldWeight:
     Attributes:
         kind: Storage format: ``bf16``, ``bfp8``, ``bfp4``, or a key of `CODED_TILES`.
         data: bfloat16 ``[rows, columns]`` padded with zeros to whole tiles, or uint8 ``[row tiles,
-            column tiles, tile_bytes(kind)]``.
+            column tiles, tile_bytes(name)]``.
         is_paired: Rows alternate: 8 gate, 8 up. Rows g and g + 8 of a tile are a gate and its up.
         scale: Factor of the stored values, a power of two. 1 unless a value is 2 or more.
         num_experts: Number of weights in ``data``.
@@ -69,17 +69,22 @@ class HeldWeight:
     num_experts: int = 1
 
     @property
+    def format(self) -> str:
+        """Storage format."""
+        return self.kind
+
+    @property
     def data_shape(self) -> tuple[int, ...]:
         """Shape of ``data``."""
         rows, columns = self.num_experts * self.num_row_tiles, self.num_column_tiles
-        if self.kind == "bf16":
+        if self.format == "bf16":
             return rows * TILE_ROWS, columns * TILE_COLUMNS
-        return rows, columns, tile_bytes(self.kind)
+        return rows, columns, tile_bytes(self.format)
 
     @property
     def data_type(self) -> torch.dtype:
         """Type of ``data``."""
-        return torch.bfloat16 if self.kind == "bf16" else torch.uint8
+        return torch.bfloat16 if self.format == "bf16" else torch.uint8
 
     @property
     def num_row_tiles(self) -> int:
@@ -89,3 +94,6 @@ class HeldWeight:
     @property
     def num_column_tiles(self) -> int:
         return -(-self.num_columns // TILE_COLUMNS)
+
+
+PackedWeight = HeldWeight

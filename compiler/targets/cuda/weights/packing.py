@@ -83,18 +83,18 @@ def fits(dense: Tensor, kind: str, *, scale: float | None = None) -> bool:
     return _stray_exponent(exponents, kind) is None
 
 
-def unpack(held: HeldWeight) -> Tensor:
+def unpack(weight: HeldWeight) -> Tensor:
     """Return the values as float32 ``[num_rows, num_columns]``, in packed row order.
 
     Experts are concatenated along the rows.
     """
-    assert held.kind in KINDS, "see unpack_coded"
-    if held.kind == "bf16":
-        values = held.data.float()
+    assert weight.format in KINDS, "see unpack_coded"
+    if weight.format == "bf16":
+        values = weight.data.float()
     else:
-        values = _values(held.data, held.kind) * held.scale
-    rows = values.view(held.num_experts, -1, values.shape[1])[:, : held.num_rows]
-    return rows[:, :, : held.num_columns].reshape(-1, held.num_columns).contiguous()
+        values = _values(weight.data, weight.format) * weight.scale
+    rows = values.view(weight.num_experts, -1, values.shape[1])[:, : weight.num_rows]
+    return rows[:, :, : weight.num_columns].reshape(-1, weight.num_columns).contiguous()
 
 
 def scale_of(dense: Tensor, kind: str) -> float:

@@ -11,7 +11,7 @@ from tilewright.compiler.formats import GgmlFileFormat, get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_triton import linear
-from tilewright.compiler.targets.cuda.weights.coded import place_coded, unpack_coded
+from tilewright.compiler.targets.cuda.weights.coded import pack_coded, unpack_coded
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 
@@ -47,7 +47,7 @@ class File:
 
     def place(self, device: torch.device, *, paired: bool = False) -> HeldWeight:
         recipe = WeightRecipe((Segment("w", self.shape[0]),), self.shape)
-        return place_coded(recipe.as_stored(self.format.name), self, device, paired=paired)
+        return pack_coded(recipe.as_stored(self.format.name), self, device, paired=paired)
 
 
 def size_of(kind: str, columns: int) -> int:
@@ -101,13 +101,13 @@ def test_pairs_bias_and_residual(kind: str, device: torch.device) -> None:
     torch.testing.assert_close(out.double().cpu(), wanted, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("is_few", [True, False])
-def test_bits_of_a_row_do_not_depend_on_other_rows(is_few: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("is_small_m", [True, False])
+def test_bits_of_a_row_do_not_depend_on_other_rows(is_small_m: bool, device: torch.device) -> None:
     file = File("q40", 32, 256)
     held, x = file.place(device), tokens((20, 256), device)
     whole, _ = poisoned((20, 32), device)
-    linear(whole, x, held, is_few=is_few)
+    linear(whole, x, held, is_small_m=is_small_m)
     for part in (slice(0, 1), slice(3, 12)):
         some, _ = poisoned((part.stop - part.start, 32), device)
-        linear(some, x[part], held, is_few=is_few)
+        linear(some, x[part], held, is_small_m=is_small_m)
         assert torch.equal(some, whole[part])

@@ -20,8 +20,8 @@ from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
     numbers,
     scales_of,
 )
-from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES, TABLE, TABLES
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODEBOOK, CODEBOOKS, CODED_TILES
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 
 @triton.jit
@@ -37,8 +37,8 @@ def _decode_kernel(
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     line, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = line if rows_ptr is None else tl.load(rows_ptr + line).to(tl.int64)
-    source, lane = (row // 16 * num_steps + step) * BYTES, row % 16
+    feature = line if rows_ptr is None else tl.load(rows_ptr + line).to(tl.int64)
+    source, lane = (feature // 16 * num_steps + step) * BYTES, feature % 16
     column = tl.arange(0, 128)
     codes = codes_of(
         data_ptr, words_ptr, half_words_ptr, source, lane, column, LOW, HIGH, VALUES, EXTRAS
@@ -64,19 +64,19 @@ def _decode_kernel(
     tl.store(out_ptr + line * out_stride + column, values, mask=column < num_columns)
 
 
-def decode_rows(out: Tensor, held: HeldWeight, rows: Tensor | None = None) -> None:
+def decode_rows(out: Tensor, weight: PackedWeight, rows: Tensor | None = None) -> None:
     """Write some rows, or all rows, to ``out [R, K]``, float32 or bfloat16.
 
-    Float32 values are exact. ``rows`` are int64 below ``held.num_rows``.
+    Float32 values are exact. ``rows`` are int64 below ``weight.num_rows``.
     """
-    assert out.shape[1] == held.num_columns and out.stride(1) == 1
-    assert len(out) == (held.num_rows if rows is None else len(rows))
-    data, tile = held.data, CODED_TILES[held.kind]
+    assert out.shape[1] == weight.num_columns and out.stride(1) == 1
+    assert len(out) == (weight.num_rows if rows is None else len(rows))
+    data, tile = weight.data, CODED_TILES[weight.format]
     values = None
-    if tile.values == TABLE:
-        values = torch.tensor(TABLES[held.kind], device=data.device)
-    _decode_kernel[(len(out), held.num_column_tiles)](
+    if tile.values == CODEBOOK:
+        values = torch.tensor(CODEBOOKS[weight.format], device=data.device)
+    _decode_kernel[(len(out), weight.num_column_tiles)](
         out, rows, data, data.view(torch.int32), data.view(torch.float16), data.view(torch.int16),
-        data.view(torch.float32), values, held.num_columns, held.num_column_tiles, out.stride(0),
-        **layout_arguments(tile), num_warps=4, **chained(out),
+        data.view(torch.float32), values, weight.num_columns, weight.num_column_tiles,
+        out.stride(0), **layout_arguments(tile), num_warps=4, **chained(out),
     )  # fmt: skip

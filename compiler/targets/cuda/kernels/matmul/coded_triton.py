@@ -30,8 +30,8 @@ from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
 )
 from tilewright.compiler.targets.cuda.kernels.matmul.linear_triton import product, store_rows
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES, TABLE, TABLES
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODEBOOK, CODEBOOKS, CODED_TILES
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 _TUNING = tuning()["matmul"]["coded"]
 
@@ -43,7 +43,7 @@ def _load(
 ):  # fmt: skip
     """Return int32 code words and high bits. Without high bits both are the words."""
     at = tl.expand_dims(source // 4 + index, -1) + word
-    words = tl.load(words_ptr + at) if LOW else at * 0
+    words = tl.load(words_ptr + at)
     high_bits = words
     if HIGH:
         at = tl.expand_dims(source + EXTRAS + index * HIGH, -1) + word * HIGH
@@ -63,7 +63,7 @@ def _totals(
 
 @triton.jit
 def _add_step(
-    sums, x_ptr, data_ptr, words_ptr, halves_ptr, half_words_ptr, floats_ptr, table_ptr,
+    sums, x_ptr, data_ptr, words_ptr, halves_ptr, half_words_ptr, floats_ptr, pairs_ptr,
     source, lane, column, num_columns, is_token,
     LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr,
     GROUP: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, MINIMUMS: tl.constexpr,
@@ -89,7 +89,7 @@ def _add_step(
             start = 64 * half + 32 * item if LOW == 8 else 2 * WORDS * half + 32 * item
             inside = is_token if IS_EVEN else (column + start < num_columns) & is_token
             x = tl.load(x_ptr + column + start, mask=inside, other=0.0)
-            codes = pairs(words, high_bits, table_ptr, item, LOW, HIGH, ZERO, VALUES, CHAINED)
+            codes = pairs(words, high_bits, pairs_ptr, item, LOW, HIGH, ZERO, VALUES, CHAINED)
             codes = weights(codes)
             if GROUP == 128:
                 whole = product(codes, x, whole, CHAINED)
@@ -114,7 +114,7 @@ def _add_step(
 
 @triton.jit
 def _coded_kernel(
-    out_ptr, x_ptr, data_ptr, words_ptr, halves_ptr, half_words_ptr, floats_ptr, table_ptr,
+    out_ptr, x_ptr, data_ptr, words_ptr, halves_ptr, half_words_ptr, floats_ptr, pairs_ptr,
     bias_ptr, num_tokens, num_rows, num_columns, num_row_tiles, num_steps, out_stride, x_stride,
     LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr,
     GROUP: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, MINIMUMS: tl.constexpr,
@@ -127,13 +127,13 @@ def _coded_kernel(
 ):  # fmt: skip
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    feature = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     first_tile = tl.program_id(0) * (ROWS // 16)
     offset = first_tile.to(tl.int64) * num_steps * BYTES
     # Rows past the last tile repeat it; they are not stored.
-    tile = (tl.minimum(row // 16, num_row_tiles - 1) - first_tile) * num_steps
-    lane, item = row % 16, 0
+    tile = (tl.minimum(feature // 16, num_row_tiles - 1) - first_tile) * num_steps
+    lane, item = feature % 16, 0
     if PARTS > 1:
         item, tile, lane = tl.arange(0, PARTS)[:, None], tile[None, :], lane[None, :]
         sums = tl.zeros((PARTS, ROWS, TOKENS), tl.float32)
@@ -149,7 +149,7 @@ def _coded_kernel(
         step = first + item if IS_EVEN else tl.minimum(first + item, num_steps - 1)
         sums = _add_step(
             sums, x_ptr, data_ptr + offset, words_ptr + offset // 4, halves_ptr + offset // 2,
-            half_words_ptr + offset // 2, floats_ptr + offset // 4, table_ptr,
+            half_words_ptr + offset // 2, floats_ptr + offset // 4, pairs_ptr,
             (step + tile) * BYTES, lane, first * 128 + column, num_columns, is_token,
             LOW, HIGH, ZERO, VALUES, GROUP, SCALE, FACTOR, MINIMUMS, UNIT, SUBTRACTS,
             EXTRAS, SCALES, FACTORS, MINIMA, MINIMA_FACTORS, WORDS, IS_EVEN, CHAINED,
@@ -157,15 +157,15 @@ def _coded_kernel(
     if PARTS > 1:
         sums = tl.sum(sums, axis=0)
     store_rows(
-        out_ptr, bias_ptr, sums * UNIT, row, token, num_rows, num_tokens, out_stride,
+        out_ptr, bias_ptr, sums * UNIT, feature, token, num_rows, num_tokens, out_stride,
         ROWS, TOKENS, RESIDUAL, SWIGLU, CHAINED,
     )  # fmt: skip
 
 
 @functools.cache
-def _table(kind: str, device: torch.device) -> Tensor:
+def _pair_values(format_name: str, device: torch.device) -> Tensor:
     """Return int32 ``[256]``: a byte's bfloat16 values, the low nibble first."""
-    values = torch.tensor(TABLES[kind], dtype=torch.bfloat16)
+    values = torch.tensor(CODEBOOKS[format_name], dtype=torch.bfloat16)
     byte = torch.arange(256)
     pairs = torch.stack((values[byte & 0xF], values[byte >> 4]), dim=-1)
     return pairs.view(torch.int32).flatten().to(device)
@@ -182,27 +182,28 @@ class Blocks:
     num_stages: int
 
 
-def choose_blocks(num_tokens: int, *, is_few: bool | None = None) -> Blocks:
-    """Return the blocks for ``num_tokens``. ``is_few`` is as in `linear`."""
-    few, many = _TUNING["few"], _TUNING["many"]
-    if num_tokens <= few["max_rows"] if is_few is None else is_few:
-        tokens = min(16, block_of(num_tokens, least=8))
-        return Blocks(few["parts"], few["rows"], tokens, few["parts"], few["num_stages"])
-    is_large = is_few is None and num_tokens >= many["min_large"]
-    rows, tokens, num_warps, num_stages = many["large" if is_large else "small"]
-    tokens = tokens if is_few is False else min(tokens, block_of(num_tokens))
+def choose_blocks(num_tokens: int, *, is_small_m: bool | None = None) -> Blocks:
+    """Return the blocks for ``num_tokens``. ``is_small_m`` is as in `linear`."""
+    small_m, large_m = _TUNING["small_m"], _TUNING["large_m"]
+    if num_tokens <= small_m["max_rows"] if is_small_m is None else is_small_m:
+        tokens = 8 if num_tokens <= 8 else 16
+        parts = small_m["parts"]
+        return Blocks(parts, small_m["rows"], tokens, parts, small_m["num_stages"])
+    is_large = is_small_m is None and num_tokens >= large_m["min_large"]
+    rows, tokens, num_warps, num_stages = large_m["large" if is_large else "small"]
+    tokens = tokens if is_small_m is False else min(tokens, block_of(num_tokens))
     return Blocks(1, rows, tokens, num_warps, num_stages)
 
 
 def linear(
     out: Tensor,
     x: Tensor,
-    held: HeldWeight,
+    weight: PackedWeight,
     *,
     bias: Tensor | None = None,
     residual: bool = False,
     swiglu: bool = False,
-    is_few: bool | None = None,
+    is_small_m: bool | None = None,
 ) -> None:
     """Write ``out [M, N]`` for bfloat16 ``x [M, >= K]`` and a weight in code tiles.
 
@@ -211,22 +212,23 @@ def linear(
     With ``swiglu`` the weight is paired and it is ``[M, N / 2]``.
 
     Args:
-        is_few: Whether warps split K, for few rows. At equal ``is_few`` a row's bits do not depend
-            on the number of rows. None: the faster kernel.
+        is_small_m: Whether warps split K. With equal ``is_small_m``, the bits of a token do not
+            depend on the number of tokens. None: the faster kernel.
     """
-    num_tokens, num_rows = x.shape[0], held.num_rows
+    num_tokens, num_rows = x.shape[0], weight.num_rows
     assert out.shape == (num_tokens, num_rows // 2 if swiglu else num_rows)
-    assert x.shape[1] >= held.num_columns and x.stride(1) == 1 and out.stride(1) == 1
-    assert not swiglu or (held.is_paired and not residual)
-    how = choose_blocks(num_tokens, is_few=is_few)
-    data, tile = held.data, CODED_TILES[held.kind]
+    assert x.shape[1] >= weight.num_columns and x.stride(1) == 1 and out.stride(1) == 1
+    assert not swiglu or (weight.is_paired and not residual)
+    how = choose_blocks(num_tokens, is_small_m=is_small_m)
+    data, tile = weight.data, CODED_TILES[weight.format]
+    values = _pair_values(weight.format, data.device) if tile.values == CODEBOOK else None
     grid = (triton.cdiv(num_rows, how.rows), triton.cdiv(num_tokens, how.tokens))
     _coded_kernel[grid](
         out, x, data, data.view(torch.int32), data.view(torch.float16), data.view(torch.int16),
-        data.view(torch.float32), _table(held.kind, data.device) if tile.values == TABLE else None,
-        bias, num_tokens, num_rows, held.num_columns, held.num_row_tiles, held.num_column_tiles,
+        data.view(torch.float32), values, bias, num_tokens, num_rows, weight.num_columns,
+        weight.num_row_tiles, weight.num_column_tiles,
         out.stride(0), x.stride(0), **layout_arguments(tile),
         PARTS=how.parts, ROWS=how.rows, TOKENS=how.tokens, STAGES=how.num_stages,
-        IS_EVEN=held.num_columns % (128 * how.parts) == 0, RESIDUAL=residual, SWIGLU=swiglu,
+        IS_EVEN=weight.num_columns % (128 * how.parts) == 0, RESIDUAL=residual, SWIGLU=swiglu,
         num_warps=how.num_warps, num_stages=how.num_stages, **chained(out),
     )  # fmt: skip

@@ -12,8 +12,8 @@ from tilewright.compiler.targets.cuda.weights.coded_tiles import CodedTile
 
 _FP16, _FP32, _U8, _I8, _E4M3 = (tl.constexpr(number) for number in range(1, 6))
 _SCALES = {"": 0, "fp16": 1, "fp32": 2, "u8": 3, "i8": 4, "e4m3": 5}
-_INTEGER, _FLOAT8, _FLOAT4, _TABLE = (tl.constexpr(number) for number in range(4))
-_VALUES = {"integer": 0, "e4m3": 1, "e2m1": 2, "table": 3}
+_INTEGER, _FLOAT8, _FLOAT4, _CODEBOOK = (tl.constexpr(number) for number in range(4))
+_VALUES = {"integer": 0, "e4m3": 1, "e2m1": 2, "codebook": 3}
 
 # A word with a bfloat16 pair.
 _ONES = tl.constexpr(0x3F803F80)
@@ -54,42 +54,40 @@ def _combined(pairs, factor, addend, IS_SUM: tl.constexpr, CHAINED: tl.constexpr
 
 @triton.jit
 def pairs(
-    words, high_bits, table_ptr, LANE: tl.constexpr,
+    words, high_bits, pairs_ptr, LANE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Return int32 bfloat16 pairs: columns ``2 w`` and ``2 w + 1`` in a lane.
 
-    Integer codes are divided by 128 (8 bits) or by ``2 ** (LOW + HIGH)``.
+    Integer codes are divided by ``128`` (8 bits) or by ``2 ** (LOW + HIGH)``.
     """
-    if VALUES == _TABLE:
-        result = tl.load(table_ptr + ((words >> (8 * LANE)) & 0xFF))
+    if VALUES == _CODEBOOK:
+        result = tl.load(pairs_ptr + ((words >> (8 * LANE)) & 0xFF))
     elif VALUES == _FLOAT8:
         moved = words >> (8 * LANE)
         bits = ((moved & 0x007F007F) << 4) | ((moved & 0x00800080) << 8)
-        factor = 0x7B807B80  # 2 ** 120
+        factor = 0x7B807B80  # `2 ** 120`
         result = _combined(bits, factor, 0, False, CHAINED)
     elif VALUES == _FLOAT4:
         moved = words >> (4 * LANE)
         bits = ((moved & 0x00070007) << 6) | ((moved & 0x00080008) << 12)
-        factor = 0x7E807E80  # 2 ** 126
+        factor = 0x7E807E80  # `2 ** 126`
         result = _combined(bits, factor, 0, False, CHAINED)
     elif LOW == 8:
-        # 1 + (code & 127) / 128, minus 1 or 2.
+        # `1 + (code & 127) / 128`, minus `1` or `2`.
         moved = words >> (8 * LANE)
         bits = (moved & 0x007F007F) | _ONES
         addend = (moved & 0x00800080) + (-0x407F4080)  # 0xBF80BF80
         result = _combined(bits, 0, addend, True, CHAINED)
     else:
-        # 1 + code / 2 ** (LOW + HIGH), minus 1 + zero / 2 ** (LOW + HIGH).
-        bits = high_bits & 0
-        if LOW:
-            bits = (
-                words << (3 - HIGH - 4 * LANE)
-                if 3 - HIGH > 4 * LANE
-                else words >> (4 * LANE - (3 - HIGH))
-            )
-            bits = bits & (0x000F000F << (3 - HIGH))
+        # `1 + code / 2 ** (LOW + HIGH)`, minus `1 + zero / 2 ** (LOW + HIGH)`.
+        bits = (
+            words << (3 - HIGH - 4 * LANE)
+            if 3 - HIGH > 4 * LANE
+            else words >> (4 * LANE - (3 - HIGH))
+        )
+        bits = bits & (0x000F000F << (3 - HIGH))
         if HIGH:
             mask: tl.constexpr = ((1 << HIGH) - 1) * _HALVES
             bits = bits | (((high_bits >> (HIGH * LANE)) & mask) << (7 - HIGH))
@@ -112,18 +110,18 @@ def weights(pairs):
 
 
 @triton.jit
-def numbers(data_ptr, half_ptr, float_ptr, lane, index, KIND: tl.constexpr):
-    """Return float32 numbers ``index`` from a ``KIND`` array at byte ``lane``."""
-    if KIND == _FP16:
+def numbers(data_ptr, half_ptr, float_ptr, lane, index, TYPE: tl.constexpr):
+    """Return float32 numbers ``index`` from a ``TYPE`` array at byte ``lane``."""
+    if TYPE == _FP16:
         result = tl.load(half_ptr + lane // 2 + index).to(tl.float32)
-    elif KIND == _FP32:
+    elif TYPE == _FP32:
         result = tl.load(float_ptr + lane // 4 + index)
     else:
         codes = tl.load(data_ptr + lane + index).to(tl.int32)
-        if KIND == _E4M3:
+        if TYPE == _E4M3:
             bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
             result = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-        elif KIND == _I8:
+        elif TYPE == _I8:
             result = ((codes ^ 0x80) - 0x80).to(tl.float32)
         else:
             result = codes.to(tl.float32)
@@ -145,10 +143,10 @@ def spread(data_ptr, half_words_ptr, lane, HIGH: tl.constexpr):
 @triton.jit
 def scales_of(
     data_ptr, halves_ptr, floats_ptr, lane, index, factors,
-    KIND: tl.constexpr, FACTOR: tl.constexpr,
+    TYPE: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 scales ``index`` from a ``KIND`` array at byte ``lane``."""
-    scales = numbers(data_ptr, halves_ptr, floats_ptr, lane, index, KIND)
+    """Return float32 scales ``index`` from a ``TYPE`` array at byte ``lane``."""
+    scales = numbers(data_ptr, halves_ptr, floats_ptr, lane, index, TYPE)
     if FACTOR:
         scales *= factors
     return scales
@@ -179,13 +177,12 @@ def codes_of(
 ):  # fmt: skip
     """Return the int32 codes at some columns. The tile begins at byte ``source``."""
     word, second = column % 32 // 2, column % 2
-    codes = column * 0
     if LOW == 8:
         word += column // 64 * 16
         codes = tl.load(words_ptr + source // 4 + lane * 32 + word)
         codes = (codes >> (column // 32 % 2 * 8 + second * 16)) & 0xFF
-    elif LOW == 4:
-        nibble = column // 32 * 2 + second if VALUES == _TABLE else column // 32 + 4 * second
+    else:
+        nibble = column // 32 * 2 + second if VALUES == _CODEBOOK else column // 32 + 4 * second
         codes = tl.load(words_ptr + source // 4 + lane * 16 + word)
         codes = (codes >> (4 * nibble)) & 0xF
     if HIGH:

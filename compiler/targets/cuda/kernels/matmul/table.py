@@ -130,7 +130,7 @@ MATMUL: tuple[TableRow[MatmulSite], ...] = (
     TableRow(TRITON, _FORMATS, _triton_rows, (STRICT, FAST)),
     TableRow(CUBLAS, _FORMATS, lambda site: EVERY, (STRICT, FAST)),
 )
-"""Selection order: the first table row with a matching range gives the kernel."""
+"""Selection order: the first row with a matching range gives the kernel."""
 
 
 def bind_matmul(site: MatmulSite) -> Ranges[str]:
