@@ -111,10 +111,14 @@ def test_parts_of_unequal_types_stay_apart(tmp_path: Path) -> None:
     executable.close()
 
 
-@pytest.mark.parametrize("target", ["cuda", "n150"])
-def test_targets_without_the_values_refuse_them_by_name(target: str, tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match=r"q41.*allowed"):
-        compiled(of_type(tmp_path, "Q4_1"), target, STORED, "fast")
+@pytest.mark.parametrize(
+    ("target", "dtype", "name"), [("cuda", "F32", "fp32"), ("n150", "Q4_1", "q41")]
+)
+def test_targets_without_the_values_refuse_them_by_name(
+    target: str, dtype: str, name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CompileError, match=rf"{name}.*allowed"):
+        compiled(of_type(tmp_path, dtype), target, STORED, "fast")
 
 
 def test_what_is_quantised_again_is_said_in_a_line(tmp_path: Path) -> None:

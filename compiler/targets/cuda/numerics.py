@@ -15,11 +15,13 @@ from tilewright.compiler.targets.contract.record import (
     Meaning,
     Meanings,
 )
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
     TILE_BYTES,
     TILE_COLUMNS,
     TILE_ROWS,
+    tile_bytes,
 )
 from tilewright.compiler.targets.interface.base import Holding
 from tilewright.errors import CompileError, allowed
@@ -28,6 +30,7 @@ BLOCK_KINDS = tuple(TILE_BYTES)
 """Block formats that kernels read directly."""
 
 _EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
+_FORMATS = (*_EXACT_IN_BF16, *CODED_TILES)
 CACHE_KINDS = ("bf16", "bfp8")
 TABLES = ("embedding",)
 _LOFI = (
@@ -37,19 +40,33 @@ _LOFI = (
 
 
 def held_kind(recipe: WeightRecipe, group: str | None) -> str:
-    """Return the storage format of a matmul weight: its own block format, or bfloat16 (exact).
+    """Return the storage format of a matmul weight: its own blocks or codes, or bfloat16 (exact).
 
     Raises:
-        CompileError: bfloat16 cannot represent the format's values.
+        CompileError: No kernel reads the format's values.
     """
     assert recipe.format is not None
+    if is_coded(recipe):
+        return recipe.format
     if recipe.format not in _EXACT_IN_BF16:
         raise CompileError(
-            f"{group or 'weight'} {recipe.names[0]}: format {recipe.format} on target cuda, whose "
-            f"products take values that are exact in bfloat16; {allowed(_EXACT_IN_BF16)}"
+            f"{group or 'weight'} {recipe.names[0]}: format {recipe.format}{_where(recipe)} on "
+            "target cuda, which has no kernel for it; "
+            f"{allowed(_EXACT_IN_BF16 if _where(recipe) else _FORMATS)}"
         )
     in_blocks = recipe.format in BLOCK_KINDS and recipe.block_axis == "in"
     return recipe.format if in_blocks and group not in TABLES else "bf16"
+
+
+def is_coded(recipe: WeightRecipe) -> bool:
+    """Return whether a weight is in tiles of codes. Experts and blocks along ``out`` are not."""
+    return recipe.format in CODED_TILES and recipe.block_axis == "in" and len(recipe.shape) == 2
+
+
+def _where(recipe: WeightRecipe) -> str:
+    if recipe.format not in CODED_TILES:
+        return ""
+    return " of experts" if len(recipe.shape) > 2 else " in blocks along out"
 
 
 def cache_kind(format_name: str, *, exact: bool) -> str:
@@ -63,7 +80,7 @@ def cache_kind(format_name: str, *, exact: bool) -> str:
 
 
 def holding(recipe: WeightRecipe, group: str | None) -> Holding:
-    """Return how `packing` stores a weight, with separate tiles for each expert.
+    """Return how `packing` stores a weight, with separate tiles per expert.
 
     Tensors without a group (norms, biases, constants) are float32.
 
@@ -82,7 +99,9 @@ def tiles(kind: str, sizes: tuple[int, int, int]) -> Holding:
     num_tiles = count * -(-num_rows // TILE_ROWS) * -(-num_columns // TILE_COLUMNS)
     if kind == "bf16":
         return Holding("bfloat16", 2 * num_tiles * TILE_ROWS * TILE_COLUMNS)
-    return Holding(f"{kind} blocks", num_tiles * TILE_BYTES[kind])
+    return Holding(
+        f"{kind} {'codes' if kind in CODED_TILES else 'blocks'}", num_tiles * tile_bytes(kind)
+    )
 
 
 def format_values(dense: Tensor, recipe: WeightRecipe) -> Tensor:
@@ -102,6 +121,8 @@ def meanings(*, exact: bool, fp8: bool = False, bfp8_pages: bool = False) -> Mea
     """
 
     def weight(name: str, axis: str) -> Meaning:
+        if name in CODED_TILES and axis == "in":
+            return Meaning(HONOURED, name)
         if name not in _EXACT_IN_BF16:
             return Meaning(NOT_HONOURED, "refused")
         if (name in BLOCK_KINDS and axis == "in") or name == "bf16":
@@ -113,6 +134,8 @@ def meanings(*, exact: bool, fp8: bool = False, bfp8_pages: bool = False) -> Mea
             return Meaning(NOT_HONOURED, "fp32")
         if fp8 and (format_name, axis, asked) == ("bfp4", "in", "lofi"):
             return Meaning(HONOURED, _LOFI)
+        if format_name in CODED_TILES:
+            return Meaning(EMULATED, "bf16 codes x bf16, fp32 sums and scales")
         return Meaning(EMULATED, "bf16 x bf16, fp32 sums")
 
     def attention(asked: str, phase: str) -> Meaning:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,10 +51,21 @@ def test_the_values_are_exact_in_bfloat16(name: str, axis: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "q80", "q40"])
 def test_other_formats_are_refused_wherever_they_are_asked_for(name: str) -> None:
-    message = rf"w: format {name} on target cuda, .*; allowed: bf16, bfp8, bfp4, bfp2$"
+    message = rf"w: format {name}.* on target cuda, .*; allowed: bf16, bfp8, bfp4, bfp2"
     with pytest.raises(CompileError, match=message):
-        held_kind(recipe(name), "ff2")
-    assert meanings(exact=False).weight(name, "in").status == NOT_HONOURED
+        held_kind(recipe(name, "out"), "ff2")
+    experts = replace(recipe(name), shape=(2, 16, 48))
+    with pytest.raises(CompileError, match=message):
+        held_kind(experts, "experts_ff2")
+    assert meanings(exact=False).weight(name, "out").status == NOT_HONOURED
+
+
+@pytest.mark.parametrize("group", ["ff2", "embedding"])
+def test_codes_are_held_as_codes_and_honored(group: str) -> None:
+    for name in ("q40", "q80", "q6_k"):
+        assert held_kind(recipe(name), group) == name
+        found = meanings(exact=False).weight(name, "in")
+        assert (found.status, found.effective) == (HONOURED, name)
 
 
 def test_bytes_of_a_weight_by_hand() -> None:
@@ -64,8 +77,10 @@ def test_bytes_of_a_weight_by_hand() -> None:
     assert ask("bfp4") == Holding("bfp4 blocks", 3 * 2 * (8 * 128 + 128))
     assert ask("bfp4", axis="out") == ask("bfp8", "embedding") == ask("bf16")
     assert ask("fp32", "", shape=(33,)) == Holding("float32", 132)
-    with pytest.raises(CompileError, match="format q80 on target cuda"):
-        ask("q80")
+    assert ask("q80") == Holding("q80 codes", 3 * 2 * (16 * 128 + 4 * 16 * 2))
+    assert ask("q40") == ask("q40", "embedding") == Holding("q40 codes", 3 * 2 * 1152)
+    with pytest.raises(CompileError, match="format q80 in blocks along out on target cuda"):
+        ask("q80", axis="out")
 
 
 @pytest.mark.parametrize(

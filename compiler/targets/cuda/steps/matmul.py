@@ -20,11 +20,14 @@ from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dens
 from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
+from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
+from tilewright.compiler.targets.cuda.kernels.matmul.coded_triton import linear as coded_linear
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantise
 from tilewright.compiler.targets.cuda.kernels.matmul.e4m3 import round_rows, scale_rows
 from tilewright.compiler.targets.cuda.kernels.matmul.linear_triton import linear as triton_linear
 from tilewright.compiler.targets.cuda.kernels.matmul.table import (
     BLOCK,
+    CODED,
     CUBLAS,
     DENSE,
     E4M3,
@@ -42,6 +45,7 @@ from tilewright.compiler.targets.cuda.steps.cublas import (
 )
 from tilewright.compiler.targets.cuda.steps.plan_readers import mixers_behind, readers_of
 from tilewright.compiler.targets.cuda.tuning import tuning
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopies, DequantizedCopy
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
@@ -126,6 +130,17 @@ class Products:
             if self._strict:
                 out, x = _at_least(out, LEAST_STRICT), _at_least(x, LEAST_STRICT)
             self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
+        elif kernel == CODED:
+            # Strict steps use one order of summation, regardless of the number of rows.
+            coded_linear(
+                out,
+                self._norm(x, norm, decodes),
+                held,
+                bias=bias,
+                residual=each.residual,
+                swiglu=each.swiglu,
+                is_small_m=decodes if self._strict else None,
+            )
         elif kernel == BLOCK:
             if norm is not None and not native.takes_norm(held.num_columns):
                 x, norm = self._norm(x, norm, decodes), None
@@ -380,5 +395,8 @@ class Products:
             return held.data[:num_rows, :columns].to(self._operand)
         shape = num_rows, padded(columns)
         dense = torch.empty(shape, dtype=self._operand, device=self.device)[:, :columns]
-        dequantise(dense, held)
+        if held.format in CODED_TILES:
+            decode_rows(dense, held)
+        else:
+            dequantise(dense, held)
         return dense

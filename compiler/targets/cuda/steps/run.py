@@ -21,6 +21,7 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.embedding import embed
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm_heads
 from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu_apart
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
 from tilewright.compiler.targets.cuda.outputs.pooled_states import pool_rows
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
@@ -31,6 +32,7 @@ from tilewright.compiler.targets.cuda.steps.matmul import Products
 from tilewright.compiler.targets.cuda.steps.mixers import Mixers
 from tilewright.compiler.targets.cuda.steps.norms import Norms
 from tilewright.compiler.targets.cuda.steps.overlap import Beside
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, DequantizedCopies, Kinds
 from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import (
@@ -309,7 +311,11 @@ class Steps:
         self, each: Plain, step: Buffers, rows: TokenBatch, kernels: _Kernels, *, decodes: bool
     ) -> None:
         if isinstance(each, EmbedOp):
-            embed(step.view(each.out), rows.tokens, self._weights.weight_of(each).data)
+            weight, out = self._weights.weight_of(each), step.view(each.out)
+            if weight.format in CODED_TILES:
+                decode_rows(out, weight, rows.tokens)
+            else:
+                embed(out, rows.tokens, weight.data)
         elif isinstance(each, SwiGLUOp):
             swiglu_apart(step.view(each.out), step.view(each.gate), step.view(each.up))
         elif isinstance(each, NormHeads):

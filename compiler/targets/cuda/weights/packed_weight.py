@@ -26,9 +26,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
+
 TILE_ROWS, TILE_COLUMNS = 16, 128
 TILE_BYTES = {"bfp8": 2176, "bfp4": 1152}
 """Size of a tile in bytes, with exponents."""
+
+
+def tile_bytes(name: str) -> int:
+    """Return the size of a tile with blocks, or with codes of `CODED_TILES`."""
+    return TILE_BYTES[name] if name in TILE_BYTES else CODED_TILES[name].num_bytes
+
 
 BIAS = {"bfp8": 133, "bfp4": 129}
 """value = mantissa * 2 ** (e - BIAS), with the block exponent e of the format."""
@@ -44,9 +52,9 @@ class HeldWeight:
     """A packed weight ``[num_rows, num_columns]``, or one for each expert, in separate tiles.
 
     Attributes:
-        kind: Storage format: ``bf16``, ``bfp8`` or ``bfp4``.
+        kind: Storage format: ``bf16``, ``bfp8``, ``bfp4``, or a key of `CODED_TILES`.
         data: bfloat16 ``[rows, columns]`` padded with zeros to whole tiles, or uint8 ``[row tiles,
-            column tiles, TILE_BYTES]``.
+            column tiles, tile_bytes(name)]``.
         is_paired: Rows alternate: 8 gate, 8 up. Rows g and g + 8 of a tile are a gate and its up.
         scale: Factor of the stored values, a power of two. 1 unless a value is 2 or more.
         num_experts: Number of weights in ``data``.
@@ -61,17 +69,22 @@ class HeldWeight:
     num_experts: int = 1
 
     @property
+    def format(self) -> str:
+        """Storage format."""
+        return self.kind
+
+    @property
     def data_shape(self) -> tuple[int, ...]:
         """Shape of ``data``."""
         rows, columns = self.num_experts * self.num_row_tiles, self.num_column_tiles
-        if self.kind == "bf16":
+        if self.format == "bf16":
             return rows * TILE_ROWS, columns * TILE_COLUMNS
-        return rows, columns, TILE_BYTES[self.kind]
+        return rows, columns, tile_bytes(self.format)
 
     @property
     def data_type(self) -> torch.dtype:
         """Type of ``data``."""
-        return torch.bfloat16 if self.kind == "bf16" else torch.uint8
+        return torch.bfloat16 if self.format == "bf16" else torch.uint8
 
     @property
     def num_row_tiles(self) -> int:
@@ -81,3 +94,6 @@ class HeldWeight:
     @property
     def num_column_tiles(self) -> int:
         return -(-self.num_columns // TILE_COLUMNS)
+
+
+PackedWeight = HeldWeight

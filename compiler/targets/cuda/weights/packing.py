@@ -83,17 +83,18 @@ def fits(dense: Tensor, kind: str, *, scale: float | None = None) -> bool:
     return _stray_exponent(exponents, kind) is None
 
 
-def unpack(held: HeldWeight) -> Tensor:
+def unpack(weight: HeldWeight) -> Tensor:
     """Return the values as float32 ``[num_rows, num_columns]``, in packed row order.
 
     Experts are concatenated along the rows.
     """
-    if held.kind == "bf16":
-        values = held.data.float()
+    assert weight.format in KINDS, "see unpack_coded"
+    if weight.format == "bf16":
+        values = weight.data.float()
     else:
-        values = _values(held.data, held.kind) * held.scale
-    rows = values.view(held.num_experts, -1, values.shape[1])[:, : held.num_rows]
-    return rows[:, :, : held.num_columns].reshape(-1, held.num_columns).contiguous()
+        values = _values(weight.data, weight.format) * weight.scale
+    rows = values.view(weight.num_experts, -1, values.shape[1])[:, : weight.num_rows]
+    return rows[:, :, : weight.num_columns].reshape(-1, weight.num_columns).contiguous()
 
 
 def scale_of(dense: Tensor, kind: str) -> float:
@@ -113,9 +114,15 @@ def _check_kind(kind: str) -> None:
 def _check(dense: Tensor, kind: str, paired: bool) -> None:
     _check_kind(kind)
     assert dense.ndim == 2 and dense.is_floating_point()
-    if paired and dense.shape[0] % (2 * GROUP):
+    if paired:
+        check_pairs(dense.shape[0])
+
+
+def check_pairs(num_rows: int) -> None:
+    """Raise an error if rows of gate and up cannot be in turns of `GROUP`."""
+    if num_rows % (2 * GROUP):
         raise CompileError(
-            f"{dense.shape[0]} rows of gate and up cannot be paired; allowed: multiples of 16"
+            f"{num_rows} rows of gate and up cannot be paired; allowed: multiples of 16"
         )
 
 

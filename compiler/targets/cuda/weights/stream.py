@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tilewright.compiler.ir.recipe import WeightRecipe, load_dense
 from tilewright.compiler.targets.cuda.numerics import TABLES, format_values, held_kind
+from tilewright.compiler.targets.cuda.weights.coded import pack_coded
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.experts import held_sizes, on_device, place_experts
 from tilewright.compiler.targets.cuda.weights.packed_weight import EXPONENTS, HeldWeight
 from tilewright.compiler.targets.cuda.weights.packing import GROUP, fits, hold
@@ -74,30 +76,30 @@ def vector_of(recipe: WeightRecipe, *, is_paired: bool = False) -> CudaTensorSpe
 
 
 def _wanted(plan: KernelProgram) -> Iterator[CudaTensorSpec]:
-    for each in plan.instructions:
-        if isinstance(each, EmbedOp):
-            yield table_of(each)
-        elif isinstance(each, AttentionOp):
-            yield vector_of(each.inv_freq)
-        elif isinstance(each, NormHeads):
-            yield vector_of(each.q_norm)
-            yield vector_of(each.k_norm)
-        elif isinstance(each, NormOp | Convolve):
-            yield vector_of(each.weight)
-        elif isinstance(each, AllReduceAdd) and each.norm is not None:
-            yield vector_of(each.norm)
-        elif isinstance(each, DeltaRuleOp):
-            yield from map(vector_of, (each.a_log, each.dt_bias, each.norm))
-            if each.convolve is not None:
-                yield vector_of(each.convolve.weight)
-        elif isinstance(each, ExpertLinearOp | ExpertSum):
-            yield product_of(each)
-        elif isinstance(each, LinearOp):
-            yield product_of(each)
-            if each.norm is not None:
-                yield vector_of(each.norm)
-            if each.bias is not None:
-                yield vector_of(each.bias, is_paired=each.swiglu)
+    for instruction in plan.instructions:
+        if isinstance(instruction, EmbedOp):
+            yield table_of(instruction)
+        elif isinstance(instruction, AttentionOp):
+            yield vector_of(instruction.inv_freq)
+        elif isinstance(instruction, NormHeads):
+            yield vector_of(instruction.q_norm)
+            yield vector_of(instruction.k_norm)
+        elif isinstance(instruction, NormOp | Convolve):
+            yield vector_of(instruction.weight)
+        elif isinstance(instruction, AllReduceAdd) and instruction.norm is not None:
+            yield vector_of(instruction.norm)
+        elif isinstance(instruction, DeltaRuleOp):
+            yield from map(vector_of, (instruction.a_log, instruction.dt_bias, instruction.norm))
+            if instruction.convolve is not None:
+                yield vector_of(instruction.convolve.weight)
+        elif isinstance(instruction, ExpertLinearOp | ExpertSum):
+            yield product_of(instruction)
+        elif isinstance(instruction, LinearOp):
+            yield product_of(instruction)
+            if instruction.norm is not None:
+                yield vector_of(instruction.norm)
+            if instruction.bias is not None:
+                yield vector_of(instruction.bias, is_paired=instruction.swiglu)
 
 
 Placed = HeldWeight | Tensor
@@ -184,6 +186,8 @@ def _place(
     if kind != "fp32" and len(recipe.shape) == 3:
         check, paired = partial(_check_fits, wanted), wanted.is_paired
         return place_experts(recipe, kind, get_weight, device, paired=paired, check=check)
+    if kind in CODED_TILES:
+        return pack_coded(recipe, get_weight, device, paired=wanted.is_paired)
     with torch.device(device):  # generated weights are created on this device
         dense = load_dense(wanted.recipe, on_device(get_weight, device))
     if wanted.kind == "fp32":

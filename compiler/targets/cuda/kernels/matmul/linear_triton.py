@@ -1,7 +1,7 @@
-"""The product with a held weight in Triton: for every kind, and where CUDA C++ cannot be compiled.
+"""Matmul with a packed weight in Triton, for all formats, and for GPUs without CUDA C++ kernels.
 
-Weights are the rows of the matrix product and tokens its columns, in steps of one tile of 128
-columns of the weight, so that the arithmetic of a token depends on no other one.
+Weights are the rows of the matrix product. Tokens are its columns. A step is a tile with 128
+columns of the weight, so the arithmetic of a token does not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WIDE = 8192  # rows of a weight from which on a program takes two tiles of them
 
 @triton.jit
 def tile_columns(IS_BFP4: tl.constexpr):
-    """int32 ``[128]``: columns of a tile in the order in which a weight's row is read.
+    """int32 ``[128]``: columns of a tile in the order in which a weight's feature is read.
 
     In bfp4 that is the order of the bytes: t, half, word.
     """
@@ -48,33 +48,33 @@ def tile_columns(IS_BFP4: tl.constexpr):
 
 @triton.jit
 def tile_weights(
-    data_ptr, words_ptr, row, step, num_row_tiles, STEPS: tl.constexpr, KIND: tl.constexpr
+    data_ptr, words_ptr, feature, step, num_row_tiles, STEPS: tl.constexpr, KIND: tl.constexpr
 ):
-    """bfloat16 ``[rows, 128]``: tile ``step`` of each row, columns as `tile_columns` has them."""
-    # Rows behind the last tile repeat it: they are computed and not stored.
-    tile = tl.minimum(row // 16, num_row_tiles - 1).to(tl.int64)
+    """bfloat16 ``[rows, 128]``: tile ``step``, columns in the order of `tile_columns`."""
+    # Rows past the last tile repeat it; they are not stored.
+    tile = tl.minimum(feature // 16, num_row_tiles - 1).to(tl.int64)
     if KIND == "bf16":
-        source = (tile * 16 + row % 16) * (STEPS * 128) + step * 128
+        source = (tile * 16 + feature % 16) * (STEPS * 128) + step * 128
         weights = tl.load(data_ptr + source[:, None] + tl.arange(0, 128)[None, :])
     else:
         tile = tile * STEPS + step
-        side, group, block = row % 16 // 8, row % 8, tl.arange(0, 8)[None, :]
+        side, group, block = feature % 16 // 8, feature % 8, tl.arange(0, 8)[None, :]
         if KIND == "bfp8":
             source = tile * (BFP8_BYTES // 4) + side * 128 + group * 16
             word = tl.arange(0, 32)[None, :]
             words = tl.load(words_ptr + source[:, None] + word // 16 * 256 + word % 16)
             source = tile * BFP8_BYTES + BFP8_EXPONENTS + group * 16 + side
             exponents = tl.load(data_ptr + source[:, None] + block % 4 * 4 + block // 4 * 2)
-            codes = bfp8_codes(words).reshape(row.shape[0], 8, 16)
+            codes = bfp8_codes(words).reshape(feature.shape[0], 8, 16)
             values = bfp8_values(codes, exponents[:, :, None])
         else:
             source = tile * (BFP4_BYTES // 4) + side * 128 + group * 16
             words = tl.load(words_ptr + source[:, None] + tl.arange(0, 16)[None, :])
             source = tile * BFP4_BYTES + BFP4_EXPONENTS + group * 16 + side
             exponents = tl.load(data_ptr + source[:, None] + block * 2)
-            nibbles = bfp4_nibbles(words).reshape(row.shape[0], 8, 16)
+            nibbles = bfp4_nibbles(words).reshape(feature.shape[0], 8, 16)
             values = bfp4_values(nibbles, exponents[:, :, None])
-        weights = values.to(tl.bfloat16).reshape(row.shape[0], 128)
+        weights = values.to(tl.bfloat16).reshape(feature.shape[0], 128)
     return weights
 
 
@@ -103,15 +103,35 @@ def product(weights, x, sums, CHAINED: tl.constexpr):
 
 @triton.jit
 def _store(
-    out_ptr, values, row, token, num_rows, num_tokens, out_stride,
+    out_ptr, values, feature, token, num_rows, num_tokens, out_stride,
     RESIDUAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """``values [rows, tokens]`` to ``out [tokens, rows]``."""
-    target = out_ptr + token[None, :].to(tl.int64) * out_stride + row[:, None]
-    inside = (row < num_rows)[:, None] & (token < num_tokens)[None, :]
+    target = out_ptr + token[None, :].to(tl.int64) * out_stride + feature[:, None]
+    inside = (feature < num_rows)[:, None] & (token < num_tokens)[None, :]
     if RESIDUAL:
         values += tl.load(target, mask=inside, other=0.0)
     tl.store(target, rounded(values, out_ptr.dtype.element_ty, CHAINED), mask=inside)
+
+
+@triton.jit
+def store_rows(
+    out_ptr, bias_ptr, sums, feature, token, num_rows, num_tokens, out_stride,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Write ``sums [rows, tokens]`` with all that is fused with a matmul."""
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + feature, mask=feature < num_rows, other=0.0)[:, None]
+    if SWIGLU:
+        # Row 16 p + 8 s + g to [p, g, token, s]: gate and up of a place side by side.
+        sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, TOKENS), (0, 2, 3, 1))
+        gate, up = tl.split(sides)
+        sums = (gate * tl.sigmoid(gate) * up).reshape(ROWS // 2, TOKENS)
+        feature = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        _store(out_ptr, sums, feature, token, num_rows // 2, num_tokens, out_stride, False, CHAINED)
+    else:
+        _store(out_ptr, sums, feature, token, num_rows, num_tokens, out_stride, RESIDUAL, CHAINED)
 
 
 @triton.jit
@@ -123,7 +143,7 @@ def _linear_kernel(
 ):  # fmt: skip
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    feature = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = (token < num_tokens)[None, :]
     x_rows = x_ptr + token[None, :].to(tl.int64) * x_stride
@@ -137,20 +157,13 @@ def _linear_kernel(
         if norm_ptr is not None:
             gain = tl.load(norm_ptr + column, mask=column < num_columns, other=0.0)
             x = rounded(x * factor[None, :] * gain, tl.bfloat16, CHAINED)
-        weights = tile_weights(data_ptr, words_ptr, row, step, num_row_tiles, STEPS, KIND)
+        weights = tile_weights(data_ptr, words_ptr, feature, step, num_row_tiles, STEPS, KIND)
         sums = product(weights, x, sums, CHAINED)
     sums *= scale
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + row, mask=row < num_rows, other=0.0)[:, None]
-    if SWIGLU:
-        # Row 16 p + 8 s + g to [p, g, token, s]: gate and up of a place side by side.
-        sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, TOKENS), (0, 2, 3, 1))
-        gate, up = tl.split(sides)
-        sums = (gate * tl.sigmoid(gate) * up).reshape(ROWS // 2, TOKENS)
-        row = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
-        _store(out_ptr, sums, row, token, num_rows // 2, num_tokens, out_stride, False, CHAINED)
-    else:
-        _store(out_ptr, sums, row, token, num_rows, num_tokens, out_stride, RESIDUAL, CHAINED)
+    store_rows(
+        out_ptr, bias_ptr, sums, feature, token, num_rows, num_tokens, out_stride,
+        ROWS, TOKENS, RESIDUAL, SWIGLU, CHAINED,
+    )  # fmt: skip
 
 
 def linear(

@@ -19,14 +19,16 @@ from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dens
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.compiler.targets.cuda.tuning import tuning
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, HeldWeight
 
 GEMV, DENSE, BLOCK, E4M3 = "gemv", "dense", "block", "e4m3"
-CUBLAS, TRITON = "cublas", "triton"
+CUBLAS, TRITON, CODED = "cublas", "triton", "coded"
 
 _BLOCKS = tuple(TILE_BYTES)
 _FORMATS = ("bf16", *_BLOCKS)
+_CODED = tuple(CODED_TILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ MATMUL: tuple[TableRow[MatmulSite], ...] = (
         (EXACT, FAST),
     ),
     TableRow(DENSE, ("bf16",), _dense_rows, (FAST,), is_cpp=True),
-    TableRow(CUBLAS, _FORMATS, lambda site: EVERY, (EXACT,)),
+    TableRow(CUBLAS, (*_FORMATS, *_CODED), lambda site: EVERY, (EXACT,)),
+    TableRow(CODED, _CODED, lambda site: EVERY, (STRICT, FAST)),
     TableRow(
         CUBLAS,
         _FORMATS,
@@ -127,7 +130,7 @@ MATMUL: tuple[TableRow[MatmulSite], ...] = (
     TableRow(TRITON, _FORMATS, _triton_rows, (STRICT, FAST)),
     TableRow(CUBLAS, _FORMATS, lambda site: EVERY, (STRICT, FAST)),
 )
-"""Selection order: the first table row with a matching range gives the kernel."""
+"""Selection order: the first row with a matching range gives the kernel."""
 
 
 def bind_matmul(site: MatmulSite) -> Ranges[str]:

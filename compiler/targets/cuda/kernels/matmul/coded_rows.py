@@ -1,0 +1,82 @@
+"""Exact rows from a weight in code tiles, in Triton: embeddings and dense matmuls."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
+from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
+    code_values,
+    codes_of,
+    layout_arguments,
+    numbers,
+    scales_of,
+)
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODEBOOK, CODEBOOKS, CODED_TILES
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
+
+
+@triton.jit
+def _decode_kernel(
+    out_ptr, rows_ptr, data_ptr, words_ptr, halves_ptr, half_words_ptr, floats_ptr, values_ptr,
+    num_columns, num_steps, out_stride,
+    LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr,
+    GROUP: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, MINIMUMS: tl.constexpr,
+    UNIT: tl.constexpr, SUBTRACTS: tl.constexpr,
+    EXTRAS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr, MINIMA: tl.constexpr,
+    MINIMA_FACTORS: tl.constexpr, BYTES: tl.constexpr, WORDS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    line, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    feature = line if rows_ptr is None else tl.load(rows_ptr + line).to(tl.int64)
+    source, lane = (feature // 16 * num_steps + step) * BYTES, feature % 16
+    column = tl.arange(0, 128)
+    codes = codes_of(
+        data_ptr, words_ptr, half_words_ptr, source, lane, column, LOW, HIGH, VALUES, EXTRAS
+    )
+    group, factors = column // GROUP * 16 + lane, 1.0
+    if FACTOR:
+        factors = numbers(data_ptr, halves_ptr, floats_ptr, source + FACTORS, lane, FACTOR)
+    scales = scales_of(
+        data_ptr, halves_ptr, floats_ptr, source + SCALES, group, factors, SCALE, FACTOR
+    )
+    values = code_values(codes, values_ptr, LOW, ZERO, VALUES) * scales
+    if MINIMUMS:
+        if FACTOR:
+            factors = numbers(
+                data_ptr, halves_ptr, floats_ptr, source + MINIMA_FACTORS, lane, FACTOR
+            )
+        minima = scales_of(
+            data_ptr, halves_ptr, floats_ptr, source + MINIMA, group, factors, SCALE, FACTOR
+        )
+        values += -minima if SUBTRACTS else minima
+    column += step * 128
+    values = rounded(values, out_ptr.dtype.element_ty, CHAINED)
+    tl.store(out_ptr + line * out_stride + column, values, mask=column < num_columns)
+
+
+def decode_rows(out: Tensor, weight: PackedWeight, rows: Tensor | None = None) -> None:
+    """Write some rows, or all rows, to ``out [R, K]``, float32 or bfloat16.
+
+    Float32 values are exact. ``rows`` are int64 below ``weight.num_rows``.
+    """
+    assert out.shape[1] == weight.num_columns and out.stride(1) == 1
+    assert len(out) == (weight.num_rows if rows is None else len(rows))
+    data, tile = weight.data, CODED_TILES[weight.format]
+    values = None
+    if tile.values == CODEBOOK:
+        values = torch.tensor(CODEBOOKS[weight.format], device=data.device)
+    _decode_kernel[(len(out), weight.num_column_tiles)](
+        out, rows, data, data.view(torch.int32), data.view(torch.float16), data.view(torch.int16),
+        data.view(torch.float32), values, weight.num_columns, weight.num_column_tiles,
+        out.stride(0), **layout_arguments(tile), num_warps=4, **chained(out),
+    )  # fmt: skip

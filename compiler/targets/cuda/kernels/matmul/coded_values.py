@@ -1,0 +1,210 @@
+"""Codes as numbers, in Triton: bfloat16 pairs in registers, and float32.
+
+`coded_triton` and `coded_rows` have the kernels. `coded_tiles` defines the tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CodedTile
+
+_FP16, _FP32, _U8, _I8, _E4M3 = (tl.constexpr(number) for number in range(1, 6))
+_SCALES = {"": 0, "fp16": 1, "fp32": 2, "u8": 3, "i8": 4, "e4m3": 5}
+_INTEGER, _FLOAT8, _FLOAT4, _CODEBOOK = (tl.constexpr(number) for number in range(4))
+_VALUES = {"integer": 0, "e4m3": 1, "e2m1": 2, "codebook": 3}
+
+# A word with a bfloat16 pair.
+_ONES = tl.constexpr(0x3F803F80)
+_HALVES = tl.constexpr(0x00010001)
+
+
+@triton.jit
+def _combined(pairs, factor, addend, IS_SUM: tl.constexpr, CHAINED: tl.constexpr):
+    """Return ``pairs * factor``, or with ``IS_SUM`` ``pairs + addend``. Pairs are int32.
+
+    All results are exact.
+    """
+    if CHAINED:
+        if IS_SUM:
+            result = tl.inline_asm_elementwise(
+                "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, addend],
+                dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            result = tl.inline_asm_elementwise(
+                "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, factor],
+                dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        return result
+    low, high = pairs << 16, pairs & -0x10000
+    low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    if IS_SUM:
+        addend += pairs * 0
+        low += (addend << 16).to(tl.float32, bitcast=True)
+        high += (addend & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        factor += pairs * 0
+        low *= (factor << 16).to(tl.float32, bitcast=True)
+        high *= (factor & -0x10000).to(tl.float32, bitcast=True)
+    low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+    return ((low >> 16) & 0xFFFF) | (high & -0x10000)
+
+
+@triton.jit
+def pairs(
+    words, high_bits, pairs_ptr, LANE: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Return int32 bfloat16 pairs: columns ``2 w`` and ``2 w + 1`` in a lane.
+
+    Integer codes are divided by ``128`` (8 bits) or by ``2 ** (LOW + HIGH)``.
+    """
+    if VALUES == _CODEBOOK:
+        result = tl.load(pairs_ptr + ((words >> (8 * LANE)) & 0xFF))
+    elif VALUES == _FLOAT8:
+        moved = words >> (8 * LANE)
+        bits = ((moved & 0x007F007F) << 4) | ((moved & 0x00800080) << 8)
+        factor = 0x7B807B80  # `2 ** 120`
+        result = _combined(bits, factor, 0, False, CHAINED)
+    elif VALUES == _FLOAT4:
+        moved = words >> (4 * LANE)
+        bits = ((moved & 0x00070007) << 6) | ((moved & 0x00080008) << 12)
+        factor = 0x7E807E80  # `2 ** 126`
+        result = _combined(bits, factor, 0, False, CHAINED)
+    elif LOW == 8:
+        # `1 + (code & 127) / 128`, minus `1` or `2`.
+        moved = words >> (8 * LANE)
+        bits = (moved & 0x007F007F) | _ONES
+        addend = (moved & 0x00800080) + (-0x407F4080)  # 0xBF80BF80
+        result = _combined(bits, 0, addend, True, CHAINED)
+    else:
+        # `1 + code / 2 ** (LOW + HIGH)`, minus `1 + zero / 2 ** (LOW + HIGH)`.
+        bits = (
+            words << (3 - HIGH - 4 * LANE)
+            if 3 - HIGH > 4 * LANE
+            else words >> (4 * LANE - (3 - HIGH))
+        )
+        bits = bits & (0x000F000F << (3 - HIGH))
+        if HIGH:
+            mask: tl.constexpr = ((1 << HIGH) - 1) * _HALVES
+            bits = bits | (((high_bits >> (HIGH * LANE)) & mask) << (7 - HIGH))
+        zero: tl.constexpr = (ZERO << (7 - LOW - HIGH)) * _HALVES
+        addend = zero + (-0x407F4080)
+        result = _combined(bits | _ONES, 0, addend, True, CHAINED)
+    return result
+
+
+@triton.jit
+def weights(pairs):
+    """Return bfloat16 ``[..., 2 W]`` from int32 pairs ``[..., W]``."""
+    low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+    joined = tl.join(low, high).to(tl.bfloat16, bitcast=True)
+    if len(pairs.shape) == 3:
+        result = joined.reshape(pairs.shape[0], pairs.shape[1], pairs.shape[2] * 2)
+    else:
+        result = joined.reshape(pairs.shape[0], pairs.shape[1] * 2)
+    return result
+
+
+@triton.jit
+def numbers(data_ptr, half_ptr, float_ptr, lane, index, TYPE: tl.constexpr):
+    """Return float32 numbers ``index`` from a ``TYPE`` array at byte ``lane``."""
+    if TYPE == _FP16:
+        result = tl.load(half_ptr + lane // 2 + index).to(tl.float32)
+    elif TYPE == _FP32:
+        result = tl.load(float_ptr + lane // 4 + index)
+    else:
+        codes = tl.load(data_ptr + lane + index).to(tl.int32)
+        if TYPE == _E4M3:
+            bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
+            result = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+        elif TYPE == _I8:
+            result = ((codes ^ 0x80) - 0x80).to(tl.float32)
+        else:
+            result = codes.to(tl.float32)
+    return result
+
+
+@triton.jit
+def spread(data_ptr, half_words_ptr, lane, HIGH: tl.constexpr):
+    """Return int32 with a pair's high bits separated by 16 bits."""
+    if HIGH == 1:
+        bits = tl.load(data_ptr + lane).to(tl.int32)
+        bits = bits | (bits << 12)
+    else:
+        bits = tl.load(half_words_ptr + lane // 2).to(tl.int32)
+        bits = (bits & 0xFF) | ((bits & 0xFF00) << 8)
+    return bits
+
+
+@triton.jit
+def scales_of(
+    data_ptr, halves_ptr, floats_ptr, lane, index, factors,
+    TYPE: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """Return float32 scales ``index`` from a ``TYPE`` array at byte ``lane``."""
+    scales = numbers(data_ptr, halves_ptr, floats_ptr, lane, index, TYPE)
+    if FACTOR:
+        scales *= factors
+    return scales
+
+
+@triton.jit
+def code_values(
+    codes, values_ptr, LOW: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr
+):  # fmt: skip
+    """Return the exact float32 values before scales."""
+    if VALUES == _INTEGER:
+        values = ((codes ^ 0x80) - 0x80 if LOW == 8 else codes - ZERO).to(tl.float32)
+    elif VALUES == _FLOAT8:
+        bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
+        values = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    elif VALUES == _FLOAT4:
+        bits = ((codes & 7) << 22) | ((codes & 8) << 28)
+        values = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    else:
+        values = tl.load(values_ptr + codes)
+    return values
+
+
+@triton.jit
+def codes_of(
+    data_ptr, words_ptr, half_words_ptr, source, lane, column,
+    LOW: tl.constexpr, HIGH: tl.constexpr, VALUES: tl.constexpr, EXTRAS: tl.constexpr,
+):  # fmt: skip
+    """Return the int32 codes at some columns. The tile begins at byte ``source``."""
+    word, second = column % 32 // 2, column % 2
+    if LOW == 8:
+        word += column // 64 * 16
+        codes = tl.load(words_ptr + source // 4 + lane * 32 + word)
+        codes = (codes >> (column // 32 % 2 * 8 + second * 16)) & 0xFF
+    else:
+        nibble = column // 32 * 2 + second if VALUES == _CODEBOOK else column // 32 + 4 * second
+        codes = tl.load(words_ptr + source // 4 + lane * 16 + word)
+        codes = (codes >> (4 * nibble)) & 0xF
+    if HIGH:
+        index = source + EXTRAS + (lane * 16 + word) * HIGH
+        bits = spread(data_ptr, half_words_ptr, index, HIGH)
+        high = (bits >> (HIGH * (column // 32) + 16 * second)) & ((1 << HIGH) - 1)
+        codes |= high << LOW
+    return codes
+
+
+def layout_arguments(tile: CodedTile) -> dict[str, int | float]:
+    """Return a tile's compile-time arguments."""
+    extras, scales, factors, minima, minima_factors, num_bytes = tile.offsets
+    unit = 1.0
+    if tile.values == "integer":
+        unit = 128.0 if tile.low_bits == 8 else float(1 << tile.low_bits + tile.high_bits)
+    return {
+        "LOW": tile.low_bits, "HIGH": tile.high_bits, "ZERO": tile.zero,
+        "VALUES": _VALUES[tile.values], "GROUP": tile.group,
+        "SCALE": _SCALES[tile.scale], "FACTOR": _SCALES[tile.factor],
+        "MINIMUMS": tile.has_minimums, "UNIT": unit, "SUBTRACTS": tile.subtracts,
+        "EXTRAS": extras, "SCALES": scales, "FACTORS": factors, "MINIMA": minima,
+        "MINIMA_FACTORS": minima_factors, "BYTES": num_bytes,
+        "WORDS": 16 if tile.group >= 32 else 8,
+    }  # fmt: skip

@@ -1,0 +1,262 @@
+"""Tiles of small integer or float codes with scales, for weights on a GPU.
+
+A tile has 16 rows x 128 columns. The code words come first, in row order, then the high bits, then
+the scales. A scale array has all rows for a group in sequence. Excludes kernels and file bytes.
+
+4-bit words: word ``w`` has columns ``32 p + 2 w`` and ``32 p + 2 w + 1`` for
+``p`` 0 to 3. The first code is nibble ``p``, the second nibble ``p + 4``. For codebooks both are
+in byte ``p``.
+8-bit words: word ``w + 16 q`` has columns ``64 q + 32 p + 2 w`` and the next one for
+``p`` 0 and 1, in bytes ``p`` and ``p + 2``.
+High bits: element ``w`` has the bits for columns ``32 p + 2 w + h`` from bit
+``(p + 4 h) * high_bits``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+INTEGER, E4M3, E2M1, CODEBOOK = "integer", "e4m3", "e2m1", "codebook"
+ROWS, COLUMNS = 16, 128
+_WORDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CodedTile:
+    """A tile layout.
+
+    Attributes:
+        low_bits: Bits per code in the words: 4 or 8.
+        group: Columns per scale: 16, 32 or 128.
+        scale: ``fp16``, ``fp32``, or a small type that a factor multiplies: ``u8``, ``i8``,
+            ``e4m3``.
+        factor: Type for the factors. Empty: scales have none.
+        high_bits: Additional bits per code.
+        zero: The code for 0, or for the minimum.
+        values: ``INTEGER``, ``E4M3``, ``E2M1``, or ``CODEBOOK`` for 16 free values.
+        has_minimums: Whether a group also has a minimum, with its scale's types.
+        subtracts: Whether the minimum is subtracted.
+    """
+
+    low_bits: int
+    group: int
+    scale: str
+    factor: str = ""
+    high_bits: int = 0
+    zero: int = 0
+    values: str = INTEGER
+    has_minimums: bool = False
+    subtracts: bool = False
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of groups in a tile."""
+        return COLUMNS // self.group
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Return the first bytes: high bits, scales, factors, minimums, their factors. The last
+        value is the tile size.
+        """
+        shared = SIZES[self.scale] * self.num_groups
+        factor = SIZES[self.factor] if self.factor else 0
+        sizes = [
+            COLUMNS * self.low_bits // 8,
+            COLUMNS * self.high_bits // 8,
+            shared,
+            factor,
+            shared if self.has_minimums else 0,
+            factor if self.has_minimums else 0,
+        ]
+        result = [0]
+        for size in sizes:
+            result.append(result[-1] + ROWS * size)
+        return tuple(result[1:])
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the tile size."""
+        return self.offsets[-1]
+
+
+SIZES = {"fp16": 2, "fp32": 4, "u8": 1, "i8": 1, "e4m3": 1}
+_TYPES = {
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "u8": torch.uint8,
+    "i8": torch.int8,
+    "e4m3": torch.uint8,
+}
+
+CODED_TILES: Mapping[str, CodedTile] = MappingProxyType(
+    {
+        "q40": CodedTile(4, 32, "fp16", zero=8),
+        "q41": CodedTile(4, 32, "fp16", has_minimums=True),
+        "q50": CodedTile(4, 32, "fp16", high_bits=1, zero=16),
+        "q51": CodedTile(4, 32, "fp16", high_bits=1, has_minimums=True),
+        "q80": CodedTile(8, 32, "fp16"),
+        "q4_k": CodedTile(4, 32, "u8", "fp16", has_minimums=True, subtracts=True),
+        "q5_k": CodedTile(4, 32, "u8", "fp16", high_bits=1, has_minimums=True, subtracts=True),
+        "q6_k": CodedTile(4, 16, "i8", "fp16", high_bits=2, zero=32),
+    }
+)
+"""Layout by format."""
+
+
+CODEBOOKS: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        "e2m1": (
+            0.0,
+            0.5,
+            1.0,
+            1.5,
+            2.0,
+            3.0,
+            4.0,
+            6.0,
+            -0.0,
+            -0.5,
+            -1.0,
+            -1.5,
+            -2.0,
+            -3.0,
+            -4.0,
+            -6.0,
+        )
+    }
+)
+"""Values of codes by format."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """Rows of codes with their scales.
+
+    Attributes:
+        codes: uint8 ``[N, K]``; 8-bit codes keep their bits.
+        scales: ``[N, ceil(K / group)]``.
+        factors: ``[N, ceil(K / 128)]``. None: the tile has none.
+        minimums: As ``scales``.
+        minimum_factors: As ``factors``.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    factors: Tensor | None = None
+    minimums: Tensor | None = None
+    minimum_factors: Tensor | None = None
+
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors in tile order."""
+        return self.codes, self.scales, self.factors, self.minimums, self.minimum_factors
+
+    def take(self, rows: Tensor) -> CodedRows:
+        """Return some rows."""
+        return CodedRows(*(item if item is None else item[rows] for item in self.parts()))  # type: ignore[arg-type]
+
+
+def tile_rows(rows: CodedRows, tile: CodedTile) -> Tensor:
+    """Return uint8 ``[tiles, column tiles, bytes]``. The padding decodes to 0."""
+    num_rows, num_columns = rows.codes.shape
+    padded = num_rows + -num_rows % ROWS, num_columns + -num_columns % COLUMNS
+    codes = _pad(rows.codes.view(torch.uint8), padded).view(-1, ROWS, padded[1] // COLUMNS, COLUMNS)
+    codes = codes.transpose(1, 2).contiguous()
+    shape = codes.shape[:2]
+    parts = [_words(codes, tile), _high_bits(codes, tile)]
+    for item, group, name in (
+        (rows.scales, tile.group, tile.scale),
+        (rows.factors, COLUMNS, tile.factor),
+        (rows.minimums, tile.group, tile.scale),
+        (rows.minimum_factors, COLUMNS, tile.factor),
+    ):
+        if item is not None:
+            item = _pad(item.to(_TYPES[name]), (padded[0], padded[1] // group))
+            item = item.view(shape[0], ROWS, shape[1], -1).permute(0, 2, 3, 1).contiguous()
+            parts.append(item.view(torch.uint8))
+    data = torch.cat([item.reshape(*shape, -1) for item in parts], dim=-1)
+    assert data.shape[-1] == tile.num_bytes
+    return data
+
+
+def untile_rows(data: Tensor, tile: CodedTile) -> CodedRows:
+    """Return the padded rows."""
+    bounds = (0, *tile.offsets)
+    pieces = [data[..., first:last] for first, last in pairwise(bounds)]
+    codes = _low_codes(pieces[0], tile) | _high_codes(pieces[1], tile)
+    num_rows, num_columns = data.shape[0] * ROWS, data.shape[1] * COLUMNS
+    codes = codes.transpose(1, 2).reshape(num_rows, num_columns)
+
+    def shared(piece: Tensor, name: str) -> Tensor | None:
+        if not piece.shape[-1]:
+            return None
+        result = piece.contiguous().view(_TYPES[name]).view(*data.shape[:2], -1, ROWS)
+        return result.permute(0, 3, 1, 2).reshape(num_rows, -1)
+
+    names = tile.scale, tile.factor, tile.scale, tile.factor
+    result = [shared(piece, name) for piece, name in zip(pieces[2:], names, strict=True)]
+    assert result[0] is not None
+    return CodedRows(codes, result[0], *result[1:])
+
+
+def _pad(rows: Tensor, shape: tuple[int, int]) -> Tensor:
+    missing = shape[1] - rows.shape[1], shape[0] - rows.shape[0]
+    return torch.nn.functional.pad(rows, (0, missing[0], 0, missing[1])).contiguous()
+
+
+def _words(codes: Tensor, tile: CodedTile) -> Tensor:
+    """Return word bytes for codes ``[..., 16, 128]``."""
+    if tile.low_bits == 8:  # [q, p, w, h] to [q, w, h, p]
+        parts = codes.view(*codes.shape[:-1], 2, 2, _WORDS, 2)
+        return parts.permute(0, 1, 2, 3, 5, 6, 4).reshape(*codes.shape[:-1], COLUMNS)
+    parts = (codes & 0xF).view(*codes.shape[:-1], 4, _WORDS, 2)
+    if tile.values == CODEBOOK:  # a byte has both codes of a pair
+        return (parts[..., 0] | parts[..., 1] << 4).transpose(-1, -2).flatten(-2)
+    parts = parts.permute(0, 1, 2, 4, 5, 3)  # [p, w, h] to [w, h, p]
+    return (parts[..., 0::2] | parts[..., 1::2] << 4).flatten(-3)
+
+
+def _low_codes(words: Tensor, tile: CodedTile) -> Tensor:
+    """Return codes ``[..., 16, 128]`` from word bytes."""
+    shape = *words.shape[:-1], ROWS
+    if tile.low_bits == 8:
+        parts = words.reshape(*shape, 2, _WORDS, 2, 2)
+        return parts.permute(0, 1, 2, 3, 6, 4, 5).reshape(*shape, COLUMNS)
+    if tile.values == CODEBOOK:
+        parts = words.reshape(*shape, _WORDS, 4).transpose(-1, -2)
+        return torch.stack((parts & 0xF, parts >> 4), dim=-1).reshape(*shape, COLUMNS)
+    parts = words.reshape(*shape, _WORDS, 2, 2)
+    parts = torch.stack((parts & 0xF, parts >> 4), dim=-1).flatten(-2)
+    return parts.permute(0, 1, 2, 5, 3, 4).reshape(*shape, COLUMNS)
+
+
+def _high_bits(codes: Tensor, tile: CodedTile) -> Tensor:
+    """Return high-bit bytes for codes ``[..., 16, 128]``."""
+    bits = tile.high_bits
+    if not bits:
+        return codes.new_empty((*codes.shape[:-1], 0))
+    parts = (codes >> tile.low_bits).view(*codes.shape[:-1], 4, _WORDS, 2)
+    parts = parts.permute(0, 1, 2, 4, 5, 3).flatten(-2).to(torch.int32)  # [w, 4 h + p]
+    shifts = torch.arange(0, 8 * bits, bits, device=codes.device)
+    whole = (parts << shifts).sum(-1).to(torch.int32)
+    result = torch.stack([whole >> 8 * byte & 0xFF for byte in range(bits)], dim=-1)
+    return result.to(torch.uint8).flatten(-2)
+
+
+def _high_codes(high: Tensor, tile: CodedTile) -> Tensor:
+    """Return what the high bits add to codes ``[..., 16, 128]``."""
+    bits, shape = tile.high_bits, (*high.shape[:-1], ROWS)
+    if not bits:
+        return high.new_zeros((*shape, COLUMNS))
+    parts = high.reshape(*shape, _WORDS, bits).to(torch.int32)
+    whole = sum(parts[..., byte] << 8 * byte for byte in range(bits))
+    assert isinstance(whole, Tensor)
+    shifts = torch.arange(0, 8 * bits, bits, device=high.device)
+    codes = (whole[..., None] >> shifts & (1 << bits) - 1) << tile.low_bits
+    codes = codes.view(*shape, _WORDS, 2, 4).permute(0, 1, 2, 5, 3, 4)
+    return codes.reshape(*shape, COLUMNS).to(torch.uint8)

@@ -1,0 +1,40 @@
+"""Precision ``stored`` on the cuda target: the codes of a file, in exact and in fast arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ggml_blocks import SHAPES, write_llama
+from tests.targets.test_stored import STORED, compiled
+from tests.tiny import prefill, random_tokens
+from tilewright.compiler.precision import load_precision
+from tilewright.models import load_model
+
+
+@pytest.mark.parametrize("dtype", ["Q4_0", "Q6_K"])
+def test_file_of_one_type_is_near_the_reference(dtype: str, tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "one.gguf", dict.fromkeys(SHAPES, dtype), embedding=dtype)
+    check(path, random_tokens(5, vocab_size=262))
+
+
+def test_file_of_several_types_is_near_the_reference(tmp_path: Path) -> None:
+    names = ("Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q3_K")
+    types = dict(zip(SHAPES, names, strict=True))
+    check(
+        write_llama(tmp_path / "mixed.gguf", types, embedding="Q8_0"),
+        random_tokens(3, vocab_size=262),
+    )
+
+
+def check(path: Path, tokens: list[int]) -> None:
+    model = load_model(path)
+    expected = prefill(compiled(model, "reference", load_precision("reference")), tokens)
+    for compute, far in (("exact", 1e-5), ("fast", 0.03)):
+        executable = compiled(model, "cuda", STORED, compute)
+        found = prefill(executable, tokens)
+        executable.close()
+        distance = (torch.as_tensor(found) - expected).abs().max() / expected.abs().max()
+        assert distance < far, compute
