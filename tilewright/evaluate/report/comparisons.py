@@ -261,7 +261,7 @@ class ServedRun:
 CPU_RESULTS = (("all-q40", 1), ("all-q40", 8), ("all-q80", 1), ("bf16", 1), ("bf16", 8))
 """Precision and users for results in ``compare.json``."""
 
-CPU_PARTS = ("avx512", "avx2")
+CPU_RECORDS = ("avx512", "avx2")
 
 SERVED_RUNS = (
     ServedRun("shape:llama-3.1-8b", "Llama-3.1-8B (random weights)", "3d465be", (1, 64, 256)),
@@ -278,11 +278,11 @@ def _baselines(results: Path, name: str) -> str:
     del name  # One table exists.
     path = results / "compare.json"
     parts = read_parts(path)
-    if missing := [part for part in CPU_PARTS if part not in parts]:
+    if missing := [each for each in CPU_RECORDS if each not in parts]:
         raise ConfigError(
             f"{path}: no part {missing[0]!r}; allowed: a run of python -m bench compare --part"
         )
-    records = [parts[part] for part in CPU_PARTS]
+    records = [parts[each] for each in CPU_RECORDS]
     served = results / "serving" / "h200.jsonl"
     rows = [row for row in read_rows(served, "bench --url") if row.get("plan") == "streams"]
     lines = [
