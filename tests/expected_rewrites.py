@@ -58,6 +58,10 @@ def _granite(config: Any) -> Counts:
     return _llama(config) | {"fuse_linear_residual": 0}
 
 
+def _gpt_oss(config: Any) -> Counts:
+    return _with_experts(_llama(config), config) | {"match_swiglu": 0, "fuse_experts": 0}
+
+
 def _hybrid(config: Any) -> Counts:
     num_layers, num_linear = config.num_layers, sum(config.linear_layers)
     num_full = num_layers - num_linear
@@ -106,6 +110,7 @@ def _sparse_hybrid(config: Any) -> Counts:
 
 _FAMILIES: dict[str, Callable[[Any], Counts]] = {
     "gemma3_text": _gemma3,
+    "gpt_oss": _gpt_oss,
     "granite": _granite,
     "granitemoehybrid": _granite,
     "llama": _llama,

@@ -22,6 +22,7 @@ from tilewright.compiler.ops.delta_rule import (
 )
 from tilewright.compiler.ops.dense import (
     add_rms_norm,
+    clamped_swiglu,
     embedding,
     gelu,
     linear,
@@ -85,6 +86,7 @@ __all__ = [
     "attention_step",
     "causal_conv1d",
     "causal_conv1d_step",
+    "clamped_swiglu",
     "cross_attention",
     "delta_rule_norm_step",
     "embedding",

@@ -18,9 +18,18 @@ from tilewright.compiler.ops.library import Cost, operator
 
 
 def _attend(
-    q_THD: Tensor, k_LGD: Tensor, v_LGD: Tensor, scale: float, window: int, soft_cap: float
+    q_THD: Tensor,
+    k_LGD: Tensor,
+    v_LGD: Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally from the last T positions to all L positions, or to the last ``window``."""
+    """Attend causally from the last T positions to all L positions, or to the last ``window``.
+
+    A sink takes its share of each softmax and has no value.
+    """
     num_queries, num_heads, _ = q_THD.shape
     length, num_kv_heads, _ = k_LGD.shape
     repeat = num_heads // num_kv_heads
@@ -35,7 +44,11 @@ def _attend(
     if window:
         hidden |= key_at <= query_at - window
     scores_HTL = scores_HTL.masked_fill(hidden, float("-inf"))
-    return torch.matmul(scores_HTL.softmax(-1).to(v_HLD.dtype), v_HLD).transpose(0, 1)
+    if sinks_H is not None:
+        sinks_HT1 = sinks_H.float().view(-1, 1, 1).expand(-1, num_queries, 1)
+        scores_HTL = torch.cat((scores_HTL, sinks_HT1), dim=-1)
+    shares_HTL = scores_HTL.softmax(-1)[..., :length]
+    return torch.matmul(shares_HTL.to(v_HLD.dtype), v_HLD).transpose(0, 1)
 
 
 def _attention_cost(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Cost:
@@ -45,10 +58,17 @@ def _attention_cost(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Cost:
 
 
 @operator(
-    fake=lambda q, k, v, scale, window=0, soft_cap=0.0: torch.empty_like(q), cost=_attention_cost
+    fake=lambda q, k, v, scale, window=0, soft_cap=0.0, sinks=None: torch.empty_like(q),
+    cost=_attention_cost,
 )
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, soft_cap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention for a sequence: ``q [T, H, D]``, ``k``, ``v [T, G, D]`` to ``[T, H,
     D]``.
@@ -59,8 +79,9 @@ def attention(
         scale: Factor for the scores.
         window: Number of visible positions, including the query's own. 0: all.
         soft_cap: c > 0 replaces a score s with c tanh(s / c).
+        sinks: ``[H]``, a further score per head. Its value is zero.
     """
-    return _attend(q, k, v, scale, window, soft_cap).contiguous()
+    return _attend(q, k, v, scale, window, soft_cap, sinks).contiguous()
 
 
 def _attend_cached(
@@ -74,6 +95,7 @@ def _attend_cached(
     scale: float,
     window: int,
     soft_cap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
     bounds = cu_seqlens.tolist()
@@ -84,7 +106,7 @@ def _attend_cached(
         kv_cache[slot, 0, start:end] = k[first:last].to(kv_cache.dtype)
         kv_cache[slot, 1, start:end] = v[first:last].to(kv_cache.dtype)
         keys, values = kv_cache[slot, 0, :end].to(q.dtype), kv_cache[slot, 1, :end].to(q.dtype)
-        out[first:last] = _attend(q[first:last], keys, values, scale, window, soft_cap)
+        out[first:last] = _attend(q[first:last], keys, values, scale, window, soft_cap, sinks)
     return out
 
 
@@ -112,6 +134,7 @@ def attention_step(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention over cached and new positions. Write the new keys and values to the cache.
 
@@ -119,7 +142,7 @@ def attention_step(
     [T]`` (consecutive in a sequence), ``cu_seqlens [N + 1]``, ``slots [N]``. Return ``[T, H, D]``.
     """
     where = kv_cache, positions, cu_seqlens, slots
-    return _attend_cached(q, k, v, *where, scale, window, soft_cap)
+    return _attend_cached(q, k, v, *where, scale, window, soft_cap, sinks)
 
 
 class RopeAttentionArguments(NamedTuple):
@@ -142,6 +165,7 @@ class RopeAttentionArguments(NamedTuple):
     q_norm: Any = None
     k_norm: Any = None
     norm_eps: float = 0.0
+    sinks: Any = None
 
     @classmethod
     def of(cls, args: Iterable[Any]) -> Self:
@@ -205,12 +229,14 @@ def rope_attention_step(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     norm_eps: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Apply the rotary embedding to flat q and k projections, then :data:`attention_step`.
 
     Shapes: ``q [T, H D]`` with ``key`` and ``value [T, G D]``, or a single ``q [T, (H + 2 G) D]``
     with the columns Q | K | V. Return ``[T, H D]``. ``factor`` is as in ``rope``. ``q_norm`` and
-    ``k_norm [D]`` (both or none) normalize each head before the rotation.
+    ``k_norm [D]`` (both or none) normalize each head before the rotation. ``sinks`` is as in
+    ``attention``.
     """
     num_kv_heads, head_dim = kv_cache.shape[-2:]
     if key is None or value is None:
@@ -225,4 +251,5 @@ def rope_attention_step(
     k_TGD = rotate(k_TGD, positions, inv_freq, interleaved, factor)
     v_TGD = value.unflatten(-1, (-1, head_dim))
     where = kv_cache, positions, cu_seqlens, slots
-    return _attend_cached(q_THD, k_TGD, v_TGD, *where, scale, window, soft_cap).flatten(-2)
+    attended = _attend_cached(q_THD, k_TGD, v_TGD, *where, scale, window, soft_cap, sinks)
+    return attended.flatten(-2)

@@ -32,26 +32,27 @@ def _before(kept: Tensor, position: Tensor) -> Tensor:
     return kept if int(position) else torch.zeros_like(kept)
 
 
-def _convolve(x_TC: Tensor, weight: Tensor, before_CP: Tensor) -> Tensor:
+def _convolve(x_TC: Tensor, weight: Tensor, before_CP: Tensor, silu: bool) -> Tensor:
     """Convolve a sequence. ``before_CP`` has the W - 1 values before the first token."""
     padded = torch.cat((before_CP, x_TC.T.to(before_CP.dtype)), dim=1).unsqueeze(0)
     out = torch.nn.functional.conv1d(padded, weight.to(padded.dtype), groups=weight.shape[0])
-    return torch.nn.functional.silu(out[0].T).to(x_TC.dtype)
+    y_TC = torch.nn.functional.silu(out[0].T) if silu else out[0].T
+    return y_TC.to(x_TC.dtype)
 
 
 def _conv_cost(x: Tensor, weight: Tensor, *_: object) -> Cost:
     return Cost(2.0 * x.numel() * weight.shape[-1], x.numel() + weight.numel(), x.numel())
 
 
-@operator(fake=lambda x, weight: torch.empty_like(x), cost=_conv_cost)
-def causal_conv1d(x: Tensor, weight: Tensor) -> Tensor:
-    """Convolve each channel of ``x [T, C]`` along the sequence and apply SiLU. Return ``[T, C]``.
+@operator(fake=lambda x, weight, silu=True: torch.empty_like(x), cost=_conv_cost)
+def causal_conv1d(x: Tensor, weight: Tensor, silu: bool = True) -> Tensor:
+    """Convolve each channel of ``x [T, C]`` along the sequence. Return ``[T, C]``.
 
     ``weight`` is ``[C, 1, W]``. Its last value multiplies the current token. Zeros precede the
-    sequence.
+    sequence. ``silu`` applies SiLU to the result.
     """
     before = x.new_zeros((x.shape[1], weight.shape[-1] - 1), dtype=torch.float32)
-    return _convolve(x, weight, before).contiguous()
+    return _convolve(x, weight, before, silu).contiguous()
 
 
 @operator(
@@ -64,6 +65,7 @@ def causal_conv1d_step(
     positions: Tensor,
     cu_seqlens: Tensor,
     slots: Tensor,
+    silu: bool = True,
 ) -> Tensor:
     """Apply :data:`causal_conv1d` to the sequences in a step, ``x [T, C]``.
 
@@ -72,7 +74,7 @@ def causal_conv1d_step(
     out = torch.empty_like(x)
     for tokens, slot in pieces(cu_seqlens, slots):
         before = _before(window[slot], positions[tokens.start])
-        out[tokens] = _convolve(x[tokens], weight, before)
+        out[tokens] = _convolve(x[tokens], weight, before, silu)
         seen = torch.cat((before, x[tokens].T.to(window.dtype)), dim=1)
         window[slot] = seen[:, seen.shape[1] - window.shape[-1] :]
     return out

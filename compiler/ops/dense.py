@@ -118,6 +118,16 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+@operator(fake=lambda gate, up, limit, alpha: torch.empty_like(gate), cost=_elementwise(8.0))
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    """Return ``(up + 1) * gate * sigmoid(alpha * gate)``, both ``[T, C]``, in gpt-oss.
+
+    ``gate`` does not exceed ``limit``, and ``up`` is within ``limit`` of 0.
+    """
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
 @operator(fake=lambda x, gate: torch.empty_like(x), cost=_elementwise(4.0))
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Return ``x * sigmoid(gate)`` for ``x [T, C]`` and ``gate [T, C]`` or ``[T, 1]``."""

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple, Self
 from torch import Tensor
 
 from tilewright.compiler.ops.delta_rule import gated_delta_rule_step
-from tilewright.compiler.ops.dense import linear, rms_norm, sigmoid_gate, swiglu, swiglu_packed
+from tilewright.compiler.ops.dense import (
+    clamped_swiglu,
+    linear,
+    rms_norm,
+    sigmoid_gate,
+    swiglu,
+    swiglu_packed,
+)
 from tilewright.compiler.ops.library import Cost, operator
 from tilewright.compiler.ops.moe import expert_linear
 
@@ -86,10 +93,10 @@ def fused_linear(
 
 
 class FusedExpertArguments(NamedTuple):
-    """Named arguments for :data:`fused_expert_linear`. The first four are the arguments for
+    """Named arguments for :data:`fused_expert_linear`. The first four and ``bias`` are those for
     ``expert_linear``.
 
-    All except ``swiglu`` are tensors or graph nodes.
+    All except ``swiglu``, ``limit`` and ``alpha`` are tensors or graph nodes.
     """
 
     x: Any
@@ -100,13 +107,24 @@ class FusedExpertArguments(NamedTuple):
     residual: Any = None
     shared: Any = None
     shared_gate: Any = None
+    bias: Any = None
+    limit: float = 0.0
+    alpha: float = 1.0
 
     @classmethod
     def of(cls, args: Iterable[Any]) -> Self:
         """Name the arguments of an ``expert_linear`` or ``fused_expert_linear`` call, with
         defaults.
         """
-        return cls(*args)
+        values = tuple(args)
+        if len(values) == 5 and not isinstance(values[4], bool):  # the bias of ``expert_linear``
+            return cls(*values[:4], bias=values[4])
+        return cls(*values)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the positional arguments without trailing defaults, up to ``shared_gate``."""
+        args: tuple[Any, ...] = tuple(self)
+        return args if self.bias is not None or self.limit else args[:8]
 
 
 def _expert_fake(given: FusedExpertArguments) -> Tensor:
@@ -119,7 +137,7 @@ def _expert_fake(given: FusedExpertArguments) -> Tensor:
 def _expert_cost(given: FusedExpertArguments) -> Cost:
     product = expert_linear.cost(*given[:4])
     read = product.elements_read
-    for extra in (given.residual, given.shared, given.shared_gate):
+    for extra in (given.residual, given.shared, given.shared_gate, given.bias):
         read += extra.numel() if extra is not None else 0
     written = product.elements_written // 2 if given.swiglu else product.elements_written
     return Cost(product.flops, read, written)
@@ -138,14 +156,20 @@ def fused_expert_linear(
     residual: Tensor | None = None,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    bias: Tensor | None = None,
+    limit: float = 0.0,
+    alpha: float = 1.0,
 ) -> Tensor:
     """Apply ``expert_linear`` with the operations after it.
 
-    With ``swiglu``, apply it to the two halves of each matmul: ``[T, K, O / 2]``. With a weighted
-    sum, add ``residual [T, O]`` and ``sigmoid_gate(shared [T, O], shared_gate [T, 1])`` if given.
+    With ``swiglu``, apply it to the two halves of each matmul: ``[T, K, O / 2]``. ``limit`` above 0
+    selects ``clamped_swiglu``. With a weighted sum, add ``residual [T, O]`` and
+    ``sigmoid_gate(shared [T, O], shared_gate [T, 1])`` if given.
     """
-    y: Tensor = expert_linear.reference(x, weight, experts, weights)
-    if swiglu:
+    y: Tensor = expert_linear.reference(x, weight, experts, weights, bias)
+    if swiglu and limit:
+        y = clamped_swiglu.reference(*y.chunk(2, dim=-1), limit, alpha)
+    elif swiglu:
         y = swiglu_packed.reference(y)
     if shared is not None:
         y = y + sigmoid_gate.reference(shared, shared_gate)

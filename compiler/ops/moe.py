@@ -20,29 +20,44 @@ def expected_experts(num_experts: int, num_tokens: int, top_k: int) -> float:
     return num_experts * (1.0 - missed)
 
 
-def _router_cost(logits: Tensor, top_k: int, renormalise: bool) -> Cost:
+def _router_cost(logits: Tensor, top_k: int, *_: object) -> Cost:
     return Cost(5.0 * logits.numel(), logits.numel(), 2 * logits.shape[0] * top_k)
 
 
 @operator(
-    fake=lambda logits, top_k, renormalise: (
+    fake=lambda logits, top_k, renormalise, bias=None, scale=1.0: (
         logits.new_empty((logits.shape[0], top_k)),
         logits.new_empty((logits.shape[0], top_k), dtype=torch.int64),
     ),
     cost=_router_cost,
 )
-def router(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+def router(
+    logits: Tensor,
+    top_k: int,
+    renormalise: bool,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """Select the ``top_k`` best experts from ``logits [T, E]``.
 
     Return weights and indices, both ``[T, K]``, in descending order. The lower index wins a tie.
     Weights are softmax probabilities over all experts, in fp32. ``renormalise`` divides them by
     their sum over the selected experts.
+
+    With ``bias [E]``, weights are sigmoids of the logits, times ``scale``. The bias is added for
+    the selection and its order only.
     """
-    probabilities = logits.float().softmax(-1)
-    weights, experts = torch.sort(probabilities, stable=True, dim=-1, descending=True)
-    weights, experts = weights[:, :top_k], experts[:, :top_k]
+    if bias is None:
+        likely = ranked = logits.float().softmax(-1)
+    else:
+        likely = logits.float().sigmoid()
+        ranked = likely + bias.float()
+    experts = torch.sort(ranked, stable=True, dim=-1, descending=True)[1][:, :top_k]
+    weights = likely.gather(-1, experts)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
+    if scale != 1.0:
+        weights = weights * scale
     return weights.to(logits.dtype).contiguous(), experts.contiguous()
 
 
@@ -67,7 +82,7 @@ def _chosen(weight: Tensor, num_tokens: int, top_k: int) -> float:
 
 
 def _expert_linear_cost(
-    x: Tensor, weight: Tensor, experts: Tensor, weights: Tensor | None = None
+    x: Tensor, weight: Tensor, experts: Tensor, weights: Tensor | None = None, *more: object
 ) -> Cost:
     num_tokens, top_k = experts.shape
     _, num_rows, num_columns = weight.shape
@@ -77,13 +92,17 @@ def _expert_linear_cost(
 
 
 @operator(
-    fake=lambda x, weight, experts, weights=None: x.new_empty(
+    fake=lambda x, weight, experts, weights=None, bias=None: x.new_empty(
         (*experts.shape, weight.shape[1]) if weights is None else (x.shape[0], weight.shape[1])
     ),
     cost=_expert_linear_cost,
 )
 def expert_linear(
-    x: Tensor, weight: Tensor, experts: Tensor, weights: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    experts: Tensor,
+    weights: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply each token with its experts' weights. Return ``[T, K, O]``.
 
@@ -92,13 +111,15 @@ def expert_linear(
         weight: ``[E, O, C]``.
         experts: ``[T, K]``. -1 gives zeros.
         weights: ``[T, K]``. If given, return the weighted sum ``[T, O]``.
+        bias: ``[E, O, 1]``, added before the weighted sum.
     """
     num_tokens, top_k = experts.shape
     rows = x.unsqueeze(1).expand(-1, top_k, -1) if x.dim() == 2 else x
     out = x.new_zeros((num_tokens, top_k, weight.shape[1]))
     for expert in experts[experts >= 0].unique().tolist():
         chosen = experts == expert
-        out[chosen] = torch.nn.functional.linear(rows[chosen], weight[expert])
+        own = None if bias is None else bias[expert].flatten()
+        out[chosen] = torch.nn.functional.linear(rows[chosen], weight[expert], own)
     return out if weights is None else (out * weights.unsqueeze(-1)).sum(1)
 
 

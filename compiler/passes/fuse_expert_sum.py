@@ -26,7 +26,9 @@ def fuse_expert_sum(graph_module: GraphModule, ctx: PassContext) -> int:
         fused = _with_shared(total) or _with_residual(total)
         if fused is not None:
             product, args = fused
-            replace(total, emit(total, ops.fused_expert_linear, args, facts=info(product)))
+            replace(
+                total, emit(total, ops.fused_expert_linear, args.arguments(), facts=info(product))
+            )
             graph_module.graph.erase_node(product)
             count += 1
     return count

@@ -85,6 +85,7 @@ def fuse_rope_attention(graph_module: GraphModule, ctx: PassContext) -> int:
             q_norm=found.get("q_norm"),
             k_norm=found.get("k_norm"),
             norm_eps=found.get("norm_eps", 0.0),
+            sinks=step.args[10] if len(step.args) > 10 else None,
         )
         return emit(root, ops.rope_attention_step, args.given(), facts=info(step))
 

@@ -48,7 +48,7 @@ _Where = tuple[Node, Node, Node]
 def _attention(graph_module: GraphModule, node: Node, where: _Where, ctx: PassContext) -> None:
     q, k, v, scale = node.args[:4]
     window = node.args[4] if len(node.args) > 4 else 0
-    soft_cap = node.args[5:6]
+    more = node.args[5:7]  # the soft cap and the sinks
     assert isinstance(k, Node) and isinstance(window, int)
     facts = info(node)
     num_kv_heads, head_dim = k.meta["val"].shape[-2:]
@@ -57,19 +57,19 @@ def _attention(graph_module: GraphModule, node: Node, where: _Where, ctx: PassCo
     name = f"{facts.fqn}.kv"
     spec = StateSpec(name, PER_TOKEN, shape, wanted, window=window)
     cache = _add_state(graph_module, node, spec)
-    args = (q, k, v, cache, *where, scale, window, *soft_cap)
+    args = (q, k, v, cache, *where, scale, window, *more)
     replace(node, emit(node, ops.attention_step, args, facts=facts))
 
 
 def _causal_conv1d(graph_module: GraphModule, node: Node, where: _Where, ctx: PassContext) -> None:
-    x, weight = node.args
+    x, weight, *silu = node.args
     assert isinstance(weight, Node)
     num_channels, _, width = weight.meta["val"].shape
     shape = (int(num_channels), int(width) - 1)
     name = f"{info(node).fqn}.window"
     spec = StateSpec(name, PER_SEQUENCE, shape, "fp32")
     window = _add_state(graph_module, node, spec)
-    args = (x, weight, window, *where)
+    args = (x, weight, window, *where, *silu)
     replace(node, emit(node, ops.causal_conv1d_step, args, facts=info(node)))
 
 

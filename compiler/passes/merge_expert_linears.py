@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -10,7 +11,14 @@ from tilewright.compiler import ops
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import info, set_info
 from tilewright.compiler.ir.recipe import WeightRecipe, cut
-from tilewright.compiler.ir.rewrite import Bindings, CallPattern, Var, emit, rewrite_matches
+from tilewright.compiler.ir.rewrite import (
+    Bindings,
+    CallPattern,
+    LiteralPattern,
+    Var,
+    emit,
+    rewrite_matches,
+)
 from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 
@@ -18,7 +26,16 @@ def _product(weight: str) -> CallPattern:
     return CallPattern(ops.expert_linear.overload, Var("x"), Var(weight), Var("experts"))
 
 
-_PATTERN = CallPattern(ops.swiglu.overload, _product("gate"), _product("up"))
+_PATTERNS = (
+    CallPattern(ops.swiglu.overload, _product("gate"), _product("up")),
+    CallPattern(
+        ops.clamped_swiglu.overload,
+        _product("gate"),
+        _product("up"),
+        LiteralPattern("limit"),
+        LiteralPattern("alpha"),
+    ),
+)
 
 
 @graph_pass
@@ -30,25 +47,43 @@ def merge_expert_linears(graph_module: GraphModule, ctx: PassContext) -> int:
     reason.
     """
 
-    def build(root: Node, found: Bindings) -> Node | None:
-        gate, up = root.all_input_nodes
+    def build(root: Node, bindings: Bindings) -> Node | None:
+        gate, up = root.args[:2]
+        assert isinstance(gate, Node) and isinstance(up, Node)
         reason = _why_apart(gate, up)
         if reason:
             ctx.notes.append(f"not merged: {info(gate).fqn}, {info(up).fqn} ({reason})")
             return None
         name = f"{info(gate).fqn}_{info(up).fqn.rpartition('.')[2]}"
-        weight = _merged_input(found["gate"], found["up"], f"{name}.weight")
-        args = (found["x"], weight, found["experts"], None, True)
+        weight = _merged_input(bindings["gate"], bindings["up"], f"{name}.weight")
+        args: tuple[Any, ...] = (bindings["x"], weight, bindings["experts"], None, True)
+        biases = [_bias(product) for product in (gate, up)]
+        if "limit" in bindings or biases[0] is not None:
+            bias = None
+            if biases[0] is not None and biases[1] is not None:
+                bias = _merged_input(biases[0], biases[1], f"{name}.bias")
+            more = ops.FusedExpertArguments(*args, bias=bias)
+            limits = {key: bindings[key] for key in ("limit", "alpha") if key in bindings}
+            args = more._replace(**limits).arguments()
         facts = dataclasses.replace(info(gate), fqn=name)
         return emit(root, ops.fused_expert_linear, args, facts=facts)
 
-    return rewrite_matches(graph_module.graph, _PATTERN, build)
+    return sum(rewrite_matches(graph_module.graph, each, build) for each in _PATTERNS)
+
+
+def _bias(product: Node) -> Node | None:
+    bias = ops.FusedExpertArguments.of(product.args).bias
+    assert bias is None or isinstance(bias, Node)
+    return bias
 
 
 def _why_apart(gate: Node, up: Node) -> str:
     """Return the reason against merging two matmuls, or an empty text."""
-    if len(gate.users) > 1 or len(up.users) > 1 or len(gate.args) > 3 or len(up.args) > 3:
+    arguments = [ops.FusedExpertArguments.of(product.args) for product in (gate, up)]
+    if len(gate.users) > 1 or len(up.users) > 1 or any(args.weights for args in arguments):
         return "read by others too"
+    if len({args.bias is None for args in arguments}) > 1:
+        return "only some have a bias"
     weights = [_recipe(each) for each in (gate, up)]
     if weights[0].shape != weights[1].shape or any(each.pad_rows for each in weights):
         return "padded or sharded"
@@ -68,9 +103,9 @@ def _why_apart(gate: Node, up: Node) -> str:
 def _recipe(product: Node) -> WeightRecipe:
     weight = product.args[1]
     assert isinstance(weight, Node)
-    found = info(weight).recipe
-    assert found is not None
-    return found
+    bindings = info(weight).recipe
+    assert bindings is not None
+    return bindings
 
 
 def _merged_input(gate: Node, up: Node, name: str) -> Node:
@@ -78,8 +113,9 @@ def _merged_input(gate: Node, up: Node, name: str) -> Node:
     with gate.graph.inserting_before(gate):
         merged = gate.graph.placeholder(name.replace(".", "_"))
     fake = gate.meta["val"]
-    num_experts, num_rows, num_columns = fake.shape
-    merged.meta["val"] = fake.new_empty((num_experts, 2 * num_rows, num_columns))
+    num_experts, num_rows, *columns = fake.shape
+    shape = (num_experts, 2 * num_rows, *columns)
+    merged.meta["val"] = fake.new_empty(shape)
     first, second = info(gate).recipe, info(up).recipe
     assert first is not None and second is not None
     segments = tuple(
@@ -88,7 +124,6 @@ def _merged_input(gate: Node, up: Node, name: str) -> Node:
         for part in (first, second)
         for segment in cut(part, expert * num_rows, (expert + 1) * num_rows)
     )
-    shape = (num_experts, 2 * num_rows, num_columns)
     recipe = dataclasses.replace(first, segments=segments, shape=shape)
     set_info(merged, info(gate), fqn=name, recipe=recipe)
     return merged

@@ -43,8 +43,9 @@ class Architecture:
         skips_tensor: Returns whether the model ignores a tensor. Takes a configuration and a name.
             None: it ignores none.
         intermediate_key: Key for ``intermediate_size`` if no layer has a dense block.
-        experts: Expert tensor names: ``apart`` (a tensor per matmul and expert) or ``together`` (a
-            tensor for all experts in a layer). Empty: no experts.
+        experts: Expert tensor names: ``apart`` (a tensor per matmul and expert), ``together`` (a
+            tensor for all experts in a layer) or ``alternating`` (the same, with biases, and rows
+            of gate and up in turns). Empty: no experts.
         gguf_intermediate_key: GGUF's key for ``intermediate_size``.
         gguf_names: Hugging Face names for GGUF layer tensors with different names. Keys with a dot,
             or without an ending, are whole names. Other keys omit the ending.
@@ -71,7 +72,7 @@ class Architecture:
     hf_prefixes: Mapping[str, str] = field(default_factory=dict)
     skips_tensor: Callable[[Any, str], bool] | None = None
     intermediate_key: str = "intermediate_size"
-    experts: Literal["", "apart", "together"] = ""
+    experts: Literal["", "apart", "together", "alternating"] = ""
     gguf_intermediate_key: str = "feed_forward_length"
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_pairs_adjacent: bool = False

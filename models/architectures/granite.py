@@ -25,7 +25,7 @@ class GraniteConfig(ModelConfig):
 
     Attributes:
         embedding_factor: Factor for embeddings.
-        residual_factor: Factor for the result of each block.
+        residual_factor: Factor for the result of value block.
         score_factor: Factor for scores, instead of the inverse root of the head size.
         logit_divisor: Divisor of logits.
     """
@@ -52,7 +52,7 @@ class GraniteAttention(Attention):
 
 
 class GraniteLayer(DecoderLayer):
-    """A pre-norm layer with a factor for each block."""
+    """A pre-norm layer with a factor for value block."""
 
     def __init__(self, config: GraniteConfig) -> None:
         super().__init__(config)

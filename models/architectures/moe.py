@@ -89,18 +89,21 @@ class SparseMLP(nn.Module):
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights_TK, experts_TK = self._route(x)
+        routed = chosen_by_softmax(self.gate(x), self.top_k, renormalise=self.renormalise)
+        weights_TK, experts_TK = routed
         out: Tensor = self.experts(x, experts_TK, weights_TK)
         if self.shared_expert is None or self.shared_expert_gate is None:
             return out
         return out + self.shared_expert(x) * torch.sigmoid(self.shared_expert_gate(x))
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        probabilities = torch.softmax(self.gate(x).float(), dim=-1)
-        weights_TK, experts_TK = torch.topk(probabilities, self.top_k, dim=-1)
-        if self.renormalise:
-            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-        return weights_TK.to(x.dtype), experts_TK
+
+def chosen_by_softmax(logits_TE: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """Return weights and indices of the ``top_k`` likeliest experts, each ``[T, K]``."""
+    probabilities = torch.softmax(logits_TE.float(), dim=-1)
+    weights_TK, experts_TK = torch.topk(probabilities, top_k, dim=-1)
+    if renormalise:
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return weights_TK.to(logits_TE.dtype), experts_TK
 
 
 def mlp_of(config: MoeConfig, layer: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""OLMo 3 (Ai2, 2025): norms after each block, and windowed layers with a separate rotation."""
+"""OLMo 3 (Ai2, 2025): norms after value block, and windowed layers with a separate rotation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAYERS_A_FULL_ONE = 4
 
 
 class Olmo3Layer(nn.Module):
-    """Attention and feed-forward with a norm after each, added to the residual stream."""
+    """Attention and feed-forward with a norm after value, added to the residual stream."""
 
     def __init__(self, config: TwoRopesConfig, window: int) -> None:
         super().__init__()

@@ -41,10 +41,10 @@ class TwoRopesForCausalLM(LlamaForCausalLM):
     model_class = TwoRopesModel
 
     def constants(self, max_context: int | None = None) -> dict[str, Tensor]:
-        config, found = self.config, super().constants(max_context)
+        config, constants = self.config, super().constants(max_context)
         if config.second_rope is None:
-            second = torch.zeros_like(found["model.rotary.inv_freq"])
+            second = torch.zeros_like(constants["model.rotary.inv_freq"])
         else:
             values = inverse_frequencies(config.second_rope, config.head_dim, max_context)
             second = torch.tensor(values, dtype=torch.float32)
-        return {**found, "model.second_rotary.inv_freq": second}
+        return {**constants, "model.second_rotary.inv_freq": second}

@@ -85,7 +85,7 @@ class RandomCheckpoint:
             return vector if columns is None else vector[columns].clone()
         if isinstance(rows, tuple):
             first, last = row_range(rows[1], shape[1])
-            runs = [(row * shape[1] + first, row * shape[1] + last) for row in range(start, stop)]
+            runs = [(at * shape[1] + first, at * shape[1] + last) for at in range(start, stop)]
             counts: tuple[int, ...] = (stop - start, last - first, *shape[2:-1])
             assert len(shape) == 3, "pairs of rows are those of three axes"
         else:

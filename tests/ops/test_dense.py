@@ -135,6 +135,7 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
         *(torch.tensor([0, 3, 5]), torch.tensor([2, 0]), torch.rand(D // 2), 4, 0.3),
     ),
     "sigmoid_gate": (torch.randn(T, C), torch.randn(T, 1)),
+    "clamped_swiglu": (torch.randn(T, C), torch.randn(T, C), 0.5, 1.7),
     "router": (torch.randn(T, 6), 2, True),
     "expert_linear": (
         *(torch.randn(T, 2, C), torch.randn(6, 7, C)),

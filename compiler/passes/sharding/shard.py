@@ -212,20 +212,23 @@ def _by_heads(dealer: _Dealer, node: Node) -> Placement:
     return placement
 
 
-def _attention(dealer: _Dealer, node: Node) -> Placement:
+def _attention(sharder: _Dealer, node: Node) -> Placement:
     q, k, v = node.args[:3]
-    if any(dealer.place(each).along(1) is None for each in (q, k, v)):
-        return _whole(dealer, node)
-    return dealer.place(q)
+    heads = sharder.place(q).along(1)
+    if heads is None or any(sharder.place(each).along(1) is None for each in (k, v)):
+        return _whole(sharder, node)
+    for sinks in node.args[6:7]:
+        sharder.hold(sinks, Dealt(0, heads.over, heads.split))
+    return sharder.place(q)
 
 
-def _causal_conv1d(dealer: _Dealer, node: Node) -> Placement:
-    x, weight = node.args
-    dealt = dealer.place(x).along(1)
-    if dealt is None:
-        return _whole(dealer, node)
-    dealer.hold(weight, Dealt(0, dealt.over, dealt.split))
-    return dealer.place(x)
+def _causal_conv1d(sharder: _Dealer, node: Node) -> Placement:
+    x, weight = node.args[:2]
+    split = sharder.place(x).along(1)
+    if split is None:
+        return _whole(sharder, node)
+    sharder.hold(weight, Dealt(0, split.over, split.split))
+    return sharder.place(x)
 
 
 def _gated_delta_rule(dealer: _Dealer, node: Node) -> Placement:

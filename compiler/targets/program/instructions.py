@@ -62,7 +62,7 @@ class AttentionOp:
     """``rope_attention_step`` on adjacent q, k and v columns.
 
     ``factor`` scales the rotated channels if only some channels rotate. Otherwise ``scale``
-    includes it.
+    includes it. ``sinks`` has a further score per query head.
     """
 
     out: BufferView
@@ -75,6 +75,7 @@ class AttentionOp:
     interleaved: bool
     soft_cap: float = 0.0
     factor: float = 1.0
+    sinks: WeightRecipe | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,8 @@ class TopKRouteOp:
     """Expert selection per token, valid up to the next `TopKRouteOp`.
 
     This rank has ``count`` experts starting at ``first``. It numbers them from 0. None: all
-    experts. Experts on other ranks are ignored.
+    experts. Experts on other ranks are ignored. With ``bias`` per expert, weights are sigmoids,
+    times ``scale``.
     """
 
     logits: BufferView
@@ -171,6 +173,8 @@ class TopKRouteOp:
     renormalise: bool
     first: int = 0
     count: int | None = None
+    bias: WeightRecipe | None = None
+    scale: float = 1.0
 
     @property
     def num_experts(self) -> int:
@@ -183,7 +187,7 @@ class ExpertLinearOp:
     """Matmuls with each token's experts, in adjacent columns.
 
     ``x`` is common to all experts, or has adjacent columns per expert. ``compute`` is the requested
-    fidelity by phase.
+    fidelity by phase. ``limit`` above 0 selects the clamped SwiGLU with ``alpha``.
     """
 
     fqn: str
@@ -193,6 +197,9 @@ class ExpertLinearOp:
     swiglu: bool
     group: str
     compute: Compute | None = None
+    bias: WeightRecipe | None = None
+    limit: float = 0.0
+    alpha: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,16 +218,21 @@ class ExpertSum:
     shared: tuple[BufferView, BufferView] | None
     group: str
     compute: Compute | None = None
+    bias: WeightRecipe | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Convolve:
-    """A causal convolution over channels with its state (``causal_conv1d_step``)."""
+    """A causal convolution over channels with its state (``causal_conv1d_step``).
+
+    ``silu`` applies SiLU to the result.
+    """
 
     out: BufferView
     x: BufferView
     weight: WeightRecipe
     state: StateSpec
+    silu: bool = True
 
 
 @dataclass(frozen=True, slots=True)

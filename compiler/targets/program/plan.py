@@ -116,7 +116,7 @@ class Lowering:
             self.append(SwiGLUOp(self.take(node, OPERAND), gate, up))
         elif target is ops.rms_norm.overload:
             x, weight, eps = args
-            if _norms_in_place(node):
+            if _is_joined_norm(node):
                 self._places[node] = self._places[x]
             out = self._places.get(node) or self.take(node, self.role(node))
             self.append(NormOp(out, self._places[x], recipe_of(weight), eps))
@@ -168,10 +168,10 @@ class Lowering:
         reader = next(iter(node.users))
         if _becomes_the_output(reader):
             return self.take(node, LOGITS)
-        if _norms_in_place(reader):
+        if _is_joined_norm(reader):
             reader = next(iter(reader.users))
         if reader.target is ops.rope_attention_step.overload and reader.args[1] is not None:
-            self._open([_before_norm(part) for part in reader.args[:3]])  # type: ignore[arg-type]
+            self._open([_before_norm(value) for value in reader.args[:3]])  # type: ignore[arg-type]
             return self._places[node]
         return self.take(node, PRODUCT)
 
@@ -237,12 +237,12 @@ class Lowering:
         state = info(given.kv_cache).state
         assert state is not None
         self._check_attention(node, given, state.shape[-1])
-        place = normed = self._qkv_of(given)
+        columns = normed = self._qkv_of(given)
         if given.q_norm is not None:
-            if place.stride:  # columns of a wider buffer: write to a separate buffer
-                normed = BufferView(self._buffer(PRODUCT, place.width), place.width)
+            if columns.stride:  # columns of a wider buffer: write to a separate buffer
+                normed = BufferView(self._buffer(PRODUCT, columns.width), columns.width)
             norms = recipe_of(given.q_norm), recipe_of(given.k_norm)
-            self.append(NormHeads(normed, place, *norms, given.num_heads, given.norm_eps))
+            self.append(NormHeads(normed, columns, *norms, given.num_heads, given.norm_eps))
         inv_freq = recipe_of(given.inv_freq)
         turns_all = 2 * inv_freq.shape[0] == state.shape[-1]
         attend = AttentionOp(
@@ -256,9 +256,10 @@ class Lowering:
             interleaved=given.interleaved,
             soft_cap=given.soft_cap,
             factor=1.0 if turns_all else given.factor,
+            sinks=None if given.sinks is None else recipe_of(given.sinks),
         )
         self.append(attend)
-        if normed != place:
+        if normed != columns:
             self._give(normed)
 
     def _qkv_of(self, given: ops.RopeAttentionArguments) -> BufferView:
@@ -332,7 +333,7 @@ def _reads_as_it_is(reader: Node, x: Node) -> bool:
     return args.x is x and args.norm_weight is None
 
 
-def _norms_in_place(node: Node) -> bool:
+def _is_joined_norm(node: Node) -> bool:
     """Return whether a node normalizes all heads of q or k for attention.
 
     Attention reads q, k and v in adjacent columns.
@@ -344,8 +345,8 @@ def _norms_in_place(node: Node) -> bool:
 
 
 def _before_norm(node: Node) -> Node:
-    """Return the value a node normalizes in place, or the node itself."""
-    return node.all_input_nodes[0] if _norms_in_place(node) else node
+    """Return the input of a joined norm, or the node itself."""
+    return node.all_input_nodes[0] if _is_joined_norm(node) else node
 
 
 def _whole(node: Node) -> Node:

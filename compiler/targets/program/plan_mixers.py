@@ -50,7 +50,7 @@ class LoweringState(Protocol):
 
 
 def _route(lowering: LoweringState, node: Node) -> None:
-    logits, top_k, renormalise = node.args
+    logits, top_k, renormalise, *more = node.args
     assert isinstance(logits, Node) and isinstance(top_k, int)
     own = [each for chosen in node.users for each in chosen.users if each.target is _LOCAL]
     first, count = (0, None) if not own else own[0].args[1:]
@@ -60,7 +60,18 @@ def _route(lowering: LoweringState, node: Node) -> None:
             f"{lowering.needs.target}; allowed: --expert-parallel 1"
         )
     assert isinstance(first, int) and (count is None or isinstance(count, int))
-    route = TopKRouteOp(lowering.place(logits), top_k, bool(renormalise), first, count)
+    bias = more[0] if more else None
+    scale = more[1] if len(more) > 1 else 1.0
+    assert isinstance(scale, float)
+    route = TopKRouteOp(
+        lowering.place(logits),
+        top_k,
+        bool(renormalise),
+        first,
+        count,
+        bias=None if bias is None else recipe_of(bias),
+        scale=scale,
+    )
     lowering.append(route)
     lowering.routed = node
 
@@ -70,26 +81,34 @@ def _local_experts(lowering: LoweringState, node: Node) -> None:
 
 
 def _expert_linear(lowering: LoweringState, node: Node) -> None:
-    given = ops.FusedExpertArguments.of(node.args)
-    for choice in (given.experts, given.weights):
+    arguments = ops.FusedExpertArguments.of(node.args)
+    for choice in (arguments.experts, arguments.weights):
         chosen = choice.args[0] if choice is not None and choice.target is _LOCAL else choice
         assert chosen is None or chosen.args[0] is lowering.routed, f"{node}: another's experts"  # type: ignore[union-attr]
-    facts, x, weight = info(node), lowering.place(given.x), recipe_of(given.weight)
+    facts, x, weight = info(node), lowering.place(arguments.x), recipe_of(arguments.weight)
     group = facts.tensor_group or ""
-    if given.weights is None:
-        out = lowering.take(node, OPERAND if given.swiglu else PRODUCT)
-        product = ExpertLinearOp(facts.fqn, out, x, weight, given.swiglu, group, facts.compute)
+    bias = None if arguments.bias is None else recipe_of(arguments.bias)
+    if arguments.weights is None:
+        out = lowering.take(node, OPERAND if arguments.swiglu else PRODUCT)
+        product = ExpertLinearOp(
+            *(facts.fqn, out, x, weight, arguments.swiglu, group, facts.compute),
+            bias=bias,
+            limit=arguments.limit,
+            alpha=arguments.alpha,
+        )
         lowering.append(product)
         return
     shared = None
-    if given.shared is not None:
-        shared = lowering.place(given.shared), lowering.place(given.shared_gate)
-    if given.residual is not None:
-        out = lowering.add_to(node, given.residual)
+    if arguments.shared is not None:
+        shared = lowering.place(arguments.shared), lowering.place(arguments.shared_gate)
+    if arguments.residual is not None:
+        out = lowering.add_to(node, arguments.residual)
     else:
         out = lowering.take(node, RESIDUAL)
-    has_residual = given.residual is not None
-    total = ExpertSum(facts.fqn, out, x, weight, has_residual, shared, group, facts.compute)
+    has_residual = arguments.residual is not None
+    total = ExpertSum(
+        facts.fqn, out, x, weight, has_residual, shared, group, facts.compute, bias=bias
+    )
     lowering.append(total)
 
 
@@ -130,13 +149,14 @@ def _convolve(lowering: LoweringState, node: Node) -> None:
 def _convolution(lowering: LoweringState, node: Node) -> Convolve:
     x, weight, window = node.args[:3]
     assert isinstance(x, Node)
-    place, state = lowering.place(x), _state(window)
-    return Convolve(lowering.take(node, PRODUCT), place, recipe_of(weight), state)
+    columns, state = lowering.place(x), _state(window)
+    silu = bool((*node.args, True)[6])
+    return Convolve(lowering.take(node, PRODUCT), columns, recipe_of(weight), state, silu)
 
 
 def _delta_rule(lowering: LoweringState, node: Node) -> None:
-    given = ops.DeltaNormArguments(*node.args)  # type: ignore[arg-type]
-    state = _state(given.state)
+    arguments = ops.DeltaNormArguments(*node.args)  # type: ignore[arg-type]
+    state = _state(arguments.state)
     most = lowering.needs.max_delta_dim
     if most is not None and max(state.shape[1:]) > most:
         raise CompileError(
@@ -146,19 +166,21 @@ def _delta_rule(lowering: LoweringState, node: Node) -> None:
         )
     convolution = _convolution_of(node)
     convolve = None if convolution is None else _convolution(lowering, convolution)
-    qkv, a, b, z = (lowering.place(each) for each in (given.qkv, given.a, given.b, given.z))
+    qkv, a, b, z = (
+        lowering.place(each) for each in (arguments.qkv, arguments.a, arguments.b, arguments.z)
+    )
     rule = DeltaRuleOp(
         out=lowering.take(node, OPERAND),
         qkv=qkv,
         a=a,
         b=b,
         z=z,
-        a_log=recipe_of(given.a_log),
-        dt_bias=recipe_of(given.dt_bias),
-        norm=recipe_of(given.norm_weight),
-        eps=given.eps,
-        num_key_heads=given.num_key_heads,
-        key_dim=given.key_dim,
+        a_log=recipe_of(arguments.a_log),
+        dt_bias=recipe_of(arguments.dt_bias),
+        norm=recipe_of(arguments.norm_weight),
+        eps=arguments.eps,
+        num_key_heads=arguments.num_key_heads,
+        key_dim=arguments.key_dim,
         state=state,
         convolve=convolve,
     )

@@ -35,6 +35,7 @@ from tilewright.models.checkpoints.huggingface.shards import INDEX, find_shards
 from tilewright.models.checkpoints.huggingface.vision import PROCESSORS, read_vision
 from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.checkpoints.pieces import TensorSlice, View, expert_views, merged_type
+from tilewright.models.checkpoints.quantized.alternating import take_alternating
 from tilewright.models.checkpoints.quantized.base import QuantizedTensor, RawModel, RawTensor
 from tilewright.models.checkpoints.quantized.methods import take_quantized
 
@@ -138,10 +139,7 @@ class SafetensorsCheckpoint:
         """Return a slice of a tensor. Scalars are whole."""
         if name not in self._quantized:
             return self._read_raw(name, where)
-        rows, columns = where
-        start, stop = row_range(rows, self._quantized[name].shape[0])
-        values = self._quantized[name].values(self._read_raw, start, stop)
-        return values[:, columns].contiguous()
+        return self._quantized[name].slices(self._read_raw, where)
 
     def _read_raw(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """Return a slice of a stored tensor, or the whole tensor without slices."""
@@ -249,6 +247,8 @@ class SafetensorsCheckpoint:
         raw = {n: RawTensor(m.shape, m.dtype, m.nbytes) for n, m in self.names.items()}
         model = RawModel(self.path, dict(raw), self._read_raw)
         take_quantized(values, str(self.path / "config.json"), model)
+        if self._experts == "alternating":
+            take_alternating(model)
         self.notes = tuple(model.notes)
         self.names = {name: self.names[name] for name in model.tensors}
         for name, meta in self.names.items():
@@ -264,7 +264,7 @@ class SafetensorsCheckpoint:
         """Return views for experts with different splits than the architecture's, and update
         ``names``.
         """
-        if not self._experts:
+        if self._experts not in ("apart", "together"):
             return {}
         config: Any = self.config
         shapes = {name: meta.shape for name, meta in self.names.items()}

@@ -67,9 +67,7 @@ def config_of_hf(values: Mapping[str, object], *, where: Path | str) -> ModelCon
     Raises:
         CheckpointError: A key is missing, out of range or unsupported.
     """
-    model_type = check_model_type(values.get("model_type"), f"{where}: model_type")
-    if model_type in WRAPPERS:
-        model_type = _text_type(values, WRAPPERS[model_type], where)
+    model_type = _text_type(values, where)
     architecture = architecture_of(model_type)
     if architecture.text_config:
         values = _text_values(values, model_type, where)
@@ -132,12 +130,16 @@ def hf_values(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _text_type(values: Mapping[str, object], kinds: tuple[str, ...], where: Path | str) -> str:
-    """Return the type of the text model inside a multimodal config.json.
+def _text_type(values: Mapping[str, object], where: Path | str) -> str:
+    """Return the type of the text model, which may be inside a multimodal config.json.
 
     Raises:
-        CheckpointError: There is no text model, or its type is not in ``kinds``.
+        CheckpointError: The type is unknown, or there is no text model of an allowed type.
     """
+    outer = check_model_type(values.get("model_type"), f"{where}: model_type")
+    if outer not in WRAPPERS:
+        return outer
+    kinds = WRAPPERS[outer]
     keys, inner = Keys(values, where), values.get("text_config")
     if not isinstance(inner, Mapping):
         raise keys.error("text_config", inner, "allowed: an object")

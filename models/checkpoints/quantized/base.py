@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from tilewright.errors import CheckpointError
-from tilewright.models.checkpoints.base import shown
+from tilewright.models.checkpoints.base import row_range, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,18 +38,24 @@ class QuantizedTensor(ABC):
     """A weight ``[rows, columns]`` made of stored tensors.
 
     Attributes:
-        shape: Rows and columns.
+        shape: Rows and columns, or more leading axes for experts.
         label: Scheme in the file.
         names: Stored tensors.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     label: str
     names: tuple[str, ...]
 
     @abstractmethod
     def values(self, read: Read, start: int, stop: int) -> Tensor:
         """Return float32 values of rows ``[start, stop)``."""
+
+    def slices(self, read: Read, where: tuple[slice, ...]) -> Tensor:
+        """Return float values of a slice per axis."""
+        rows, columns = where
+        start, stop = row_range(rows, self.shape[0])
+        return self.values(read, start, stop)[:, columns].contiguous()
 
     def stored_type(self, read: Read) -> str:
         """Return the label, which names the exact format, if any."""

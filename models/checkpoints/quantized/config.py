@@ -12,6 +12,7 @@ METHODS: Mapping[str, str] = {
     "fp8": "FP8",
     "gptq": "GPTQ",
     "modelopt": "modelopt",
+    "mxfp4": "MXFP4",
 }
 """Readable methods, and the name of their type in messages."""
 

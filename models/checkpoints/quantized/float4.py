@@ -42,9 +42,7 @@ class Float4Tensor(QuantizedTensor):
     def stored_type(self, read: Read) -> str:
         if self.block != MXFP4:
             return self.label
-        exponents = read(self.names[1], ())  # of products too, in bfloat16
-        is_normal = bool(((exponents >= 27) & (exponents <= 227)).all())
-        return self.label if is_normal else f"{self.label}, wide exponents"
+        return label_of(self.label, read(self.names[1], ()))
 
     def _scales(self, read: Read, rows: slice) -> Tensor:
         stored = read(self.names[1], (rows, WHOLE))
@@ -63,6 +61,12 @@ class Float4Tensor(QuantizedTensor):
                 f"tensor {self.names[1]} has a scale that is inf or NaN; allowed: finite scales"
             )
         return scales
+
+
+def label_of(label: str, exponents: Tensor) -> str:
+    """Return the label of MXFP4 weights. Exponents within bfloat16's range have the plain label."""
+    is_normal = bool(((exponents >= 27) & (exponents <= 227)).all())  # including products
+    return label if is_normal else f"{label}, wide exponents"
 
 
 def take_float4(

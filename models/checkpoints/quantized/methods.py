@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from tilewright.errors import CheckpointError
+from tilewright.models.checkpoints.quantized.alternating import read_mxfp4
 from tilewright.models.checkpoints.quantized.awq import read_awq
 from tilewright.models.checkpoints.quantized.base import RawModel
 from tilewright.models.checkpoints.quantized.compressed import read_compressed
@@ -19,6 +20,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, object], str, RawModel], None]] = 
     "fp8": read_fp8,
     "gptq": read_gptq,
     "modelopt": read_modelopt,
+    "mxfp4": read_mxfp4,
 }
 
 

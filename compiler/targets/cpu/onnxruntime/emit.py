@@ -153,6 +153,8 @@ def _emit_attention(emitter: Emitter, node: Node) -> None:
                 f"{facts.fqn}: the cpu target does not run {what} {number}; "
                 f"allowed: multiples of {multiple}"
             )
+    if given.sinks is not None:
+        raise CompileError(f"{facts.fqn}: sinks; allowed: --backend native")
     emitter.caches.append(CacheSpec(facts.state.name, num_kv_heads, head_dim))
     names = [f"{facts.state.name}{suffix}" for suffix in (KEY_SUFFIX, VALUE_SUFFIX)]
     parts = [part.name if part is not None else "" for part in given[:3]]

@@ -158,7 +158,8 @@ class _Writer:
 
 
 def _is_plain(each: typed.AttentionOp) -> bool:
-    return not each.window and not each.soft_cap and each.factor == 1.0
+    is_plain = not each.window and not each.soft_cap and each.factor == 1.0
+    return is_plain and each.sinks is None
 
 
 def _layer_of(each: typed.Instruction) -> int | None:

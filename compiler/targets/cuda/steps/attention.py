@@ -129,6 +129,7 @@ class AttentionRunner:
             window=each.window,
             has_gaps=bool(each.qkv.stride),
             is_whole=True,
+            has_sinks=each.sinks is not None,
         )
 
     def _splits_of(self, site: AttentionSite, max_rows: int) -> dict[int, Ranges[SplitKV | Spread]]:
@@ -142,6 +143,8 @@ class AttentionRunner:
     ) -> _BoundAttention:
         attend = native_attention.attend_decode if splits else attention_decode.attend_decode
         given = {"block_tables": self._state.tables, "scale": each.scale, "window": each.window}
+        if each.sinks is not None:
+            given["sinks"] = self._weights.constant(each.sinks)
         return _BoundAttention(
             self._state.pages[each.state.name],
             self._weights.constant(each.inv_freq),

@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, Gpu
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
@@ -21,6 +22,7 @@ from tilewright.compiler.targets.cuda.kernels.experts import route as native_rou
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
     FEW_PAIRS,
+    Finish,
     expert_linear,
     sum_experts,
 )
@@ -132,6 +134,10 @@ class ExpertsRunner:
             return self._gpu.why_no_cpp
         top_k = 0
         for each in plan.instructions:
+            if isinstance(each, TopKRouteOp | ExpertLinearOp | ExpertSum) and each.bias is not None:
+                return "biases"
+            if isinstance(each, ExpertLinearOp) and each.limit:
+                return "a clamped SwiGLU"
             if isinstance(each, TopKRouteOp):
                 top_k = each.top_k
                 if each.logits.width > native_route.MAX_EXPERTS:
@@ -259,12 +265,17 @@ class ExpertsRunner:
             groups=alone,
             first=each.first,
             count=each.num_experts,
+            bias=self._vector(each.bias),
+            scale=each.scale,
         )
         routing = Routing(weights, experts, tuple(parts))
         if alone is None:
             for part, groups in routing.parts():
                 group(groups, experts[part])
         return routing
+
+    def _vector(self, recipe: WeightRecipe | None) -> Tensor | None:
+        return None if recipe is None else self._weights.constant(recipe)
 
     def _tile_size(self, num_pairs: int, num_experts: int) -> int:
         return tile_size(num_pairs, num_experts, site=self._site, is_bf16=self._is_bf16)
@@ -287,7 +298,9 @@ class ExpertsRunner:
                 choice=routing.choice,
             )  # fmt: skip
         for part, groups in routing.parts():
-            expert_linear(out[part], x[part], held, groups, top_k=top_k, swiglu=swiglu)
+            finish = Finish(self._vector(each.bias), each.limit, each.alpha)
+            how = {"top_k": top_k, "swiglu": swiglu, "finish": finish}
+            expert_linear(out[part], x[part], held, groups, **how)
 
     def _sum_native(
         self,
@@ -333,11 +346,12 @@ class ExpertsRunner:
         most = min(steps_routes.PART_TOKENS, len(out))
         products = x.new_empty(most, routing.top_k * held.num_rows)  # in the operands' type
         for part, groups in routing.parts():
-            few = products[: len(x[part])]
-            expert_linear(few, x[part], held, groups, top_k=routing.top_k)
+            results = products[: len(x[part])]
+            how = {"top_k": routing.top_k, "finish": Finish(self._vector(each.bias))}
+            expert_linear(results, x[part], held, groups, **how)
             sum_experts(
                 out[part],
-                few,
+                results,
                 routing.weights[part],
                 routing.experts[part],
                 residual=each.residual,

@@ -177,9 +177,8 @@ class Mixers:
     def _convolve_step(self, instruction: Convolve, step: Buffers, where: dict[str, Any]) -> None:
         weight = self._weights.constant(instruction.weight).flatten(1)
         window = self._state.sequences[instruction.state.name]
-        causal_conv1d_step(
-            step.view(instruction.out), step.view(instruction.x), weight, window=window, **where
-        )
+        what = step.view(instruction.out), step.view(instruction.x), weight
+        causal_conv1d_step(*what, window=window, silu=instruction.silu, **where)
 
     def _delta_step(self, instruction: DeltaRuleOp, step: Buffers, where: dict[str, Any]) -> None:
         inputs = self._inputs(instruction, step, instruction.qkv)
@@ -203,7 +202,8 @@ class Mixers:
         weight = self._weights.constant(instruction.weight).flatten(1)
         what = step.view(instruction.out), step.view(instruction.x), weight
         window, keeps = self._state.sequences[instruction.state.name], self._keeps(rows)
-        causal_conv1d_prompt(*what, window=window, **_where(rows), keeps=keeps, starts=starts)
+        where = {"window": window, "silu": instruction.silu, **_where(rows)}
+        causal_conv1d_prompt(*what, **where, keeps=keeps, starts=starts)
 
     def _keeps(self, rows: TokenBatch) -> Tensor | None:
         """None where nothing is ever kept on the way: kernels are then made without it."""

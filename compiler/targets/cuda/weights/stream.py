@@ -34,6 +34,7 @@ from tilewright.compiler.targets.program.instructions import (
     LinearOp,
     NormHeads,
     NormOp,
+    TopKRouteOp,
 )
 from tilewright.errors import CheckpointError, one_line
 
@@ -81,6 +82,8 @@ def _wanted(plan: KernelProgram) -> Iterator[CudaTensorSpec]:
             yield table_of(instruction)
         elif isinstance(instruction, AttentionOp):
             yield vector_of(instruction.inv_freq)
+            if instruction.sinks is not None:
+                yield vector_of(instruction.sinks)
         elif isinstance(instruction, NormHeads):
             yield vector_of(instruction.q_norm)
             yield vector_of(instruction.k_norm)
@@ -94,6 +97,10 @@ def _wanted(plan: KernelProgram) -> Iterator[CudaTensorSpec]:
                 yield vector_of(instruction.convolve.weight)
         elif isinstance(instruction, ExpertLinearOp | ExpertSum):
             yield product_of(instruction)
+            if instruction.bias is not None:
+                yield vector_of(instruction.bias)
+        elif isinstance(instruction, TopKRouteOp) and instruction.bias is not None:
+            yield vector_of(instruction.bias)
         elif isinstance(instruction, LinearOp):
             yield product_of(instruction)
             if instruction.norm is not None:

@@ -80,6 +80,7 @@ def _check_arguments(node: Node, args: ops.RopeAttentionArguments) -> None:
     unknown = {
         "a factor of the rotation": args.factor != 1.0,
         "a soft cap of scores": args.soft_cap != 0.0,
+        "sinks of attention": args.sinks is not None,
     }
     for what, is_asked in unknown.items():
         if is_asked:

@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cpu.native.library.build import library_path
 from tilewright.compiler.targets.cpu.native.library.recipe import ARM
 from tilewright.errors import CompileError
 
-VERSION = 9
+VERSION = 10
 _ERROR_BYTES = 512
 
 ISA_NAMES = (
@@ -43,7 +43,7 @@ FUNCTIONS = ("add", "mul", "div", "tanh", "gelu", "gelu_tanh")
 WIRES = ("fp32", "bf16", "q80")
 STATES = ("keys_values", "window", "matrix")
 CACHES = ("fp32", "bf16", "bfp8")
-RESIDUAL, PAIRED, INTERLEAVED, RENORMALISE, ROUNDED, NORM_ROUNDED = 1, 2, 4, 8, 16, 32
+RESIDUAL, PAIRED, INTERLEAVED, RENORMALISE, ROUNDED, NORM_ROUNDED, LINEAR = 1, 2, 4, 8, 16, 32, 64
 """Flags of an instruction."""
 
 

@@ -158,6 +158,7 @@ def _attend(assembly: Assembly, each: AttentionOp) -> None:
         scale=each.scale,
         soft_cap=each.soft_cap,
         factor=each.factor,
+        bias=-1 if each.sinks is None else assembly.vector(each.sinks),
     )
 
 

@@ -51,6 +51,14 @@ class Assembly:
         lanes = num_panels(num_rows, paired=paired) * LANES
         return self.tensor(NativeTensorSpec(recipe, VECTOR, paired, lanes))
 
+    def expert_bias(self, recipe: WeightRecipe | None, *, paired: bool) -> int:
+        """Return the number of experts' biases ``[E, O, 1]``, or -1."""
+        if recipe is None:
+            return -1
+        num_experts, num_rows, _ = recipe.shape
+        lanes = num_experts * num_panels(num_rows, paired=paired) * LANES
+        return self.tensor(NativeTensorSpec(recipe, VECTOR, paired, lanes))
+
     def append(self, op: str, out: BufferView | None, **fields: Any) -> None:
         """Append an instruction. Unnamed fields are unused."""
         unused = dict.fromkeys(("weight", "norm", "bias", "other", "state"), -1)

@@ -71,7 +71,7 @@ class NativeTensorSpec:
         recipe: Source of the values.
         kind: Panel storage, or ``vector`` for norms, biases and constants.
         is_paired: Rows are gate then up. Their panels alternate.
-        num_lanes: Padded length of a bias. 0: not a bias.
+        num_lanes: Padded length of a bias, over all experts. 0: not a bias.
         num_taps: Taps of a convolution weight, stored tap by tap. 0: not a convolution.
     """
 
@@ -148,8 +148,8 @@ def _parts(wanted: NativeTensorSpec, get: Callable[[str], Tensor]) -> Iterator[T
         is_held_as_stored = wanted.recipe.is_stored and wanted.kind in BLOCK_KINDS
         reads_parts = is_held_as_stored or isinstance(get, ReadsParts)
         source = get if reads_parts else _LastTwoTensors(get)
-        for one in _experts(wanted.recipe):
-            yield from _panels(dataclasses.replace(wanted, recipe=one), source)
+        for expert in _experts(wanted.recipe):
+            yield from _panels(dataclasses.replace(wanted, recipe=expert), source)
     else:
         yield from _panels(wanted, get)
 
@@ -259,7 +259,10 @@ def _super_reader(
 
 
 def _bias(dense: Tensor, wanted: NativeTensorSpec) -> Tensor:
-    """Return a bias in the order of its matmul's panels."""
+    """Return a bias in the order of its matmul's panels, expert by expert."""
+    if dense.dim() > 2:
+        expert = dataclasses.replace(wanted, num_lanes=wanted.num_lanes // len(dense))
+        return torch.cat([_bias(bias.flatten(), expert) for bias in dense])
     if not wanted.is_paired:
         return padded(dense, (0, wanted.num_lanes - len(dense)))
     half = len(dense) // 2

@@ -164,7 +164,26 @@ def _add_page(
 
 
 @triton.jit
-def _combine(partial, peaks, totals, at, used, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr):
+def _with_sinks(total, peak, sinks, head):
+    """Add the sink's weight to the sum of weights of each ``head [R]``."""
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + head) * 1.4426950408889634 - peak)
+    return total
+
+
+@triton.jit
+def _combine(
+    partial,
+    peaks,
+    totals,
+    at,
+    used,
+    sinks,
+    head,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+):
     """Return the combined splits ``[R, E]`` of R heads, in order.
 
     ``at [R]`` is the first split of each head. Loads bypass the L1 cache because peer programs
@@ -189,6 +208,7 @@ def _combine(partial, peaks, totals, at, used, R: tl.constexpr, D: tl.constexpr,
         total = total * fade + tl.sum(weights * sums, 0)
         acc = acc * fade[:, None] + tl.sum(weights[:, :, None] * parts, 0)
         peak = new_peak
+    total = _with_sinks(total, peak, sinks, head)
     return acc / total[:, None]
 
 
@@ -228,7 +248,7 @@ def _enter(
 @triton.jit
 def _attend_splits(
     values, exponents, table, position, g, q, own_score, v_new, scale, first, end, each, used,
-    out, partial, peaks, totals, at, keep, k, k_shared, v, v_shared,
+    sinks, head, out, partial, peaks, totals, at, keep, k, k_shared, v, v_shared,
     WINDOW: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -271,6 +291,7 @@ def _attend_splits(
             )
             k, k_shared, v, v_shared = k_next, k_shared_next, v_next, v_shared_next
         if used == 1:
+            total = _with_sinks(total, peak, sinks, head)
             result = (acc / total[:, None]).to(out.dtype.element_ty)
             tl.store(out + r[:, None] * D + d, result, mask=keep[:, None] & (d < D))
         else:
@@ -289,6 +310,8 @@ def _finish(
     first_split,
     num_splits,
     used,
+    sinks,
+    first_head,
     REPEAT: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
@@ -303,7 +326,9 @@ def _finish(
         r = tl.arange(0, R)
         at = first_split + tl.minimum(r, REPEAT - 1) * num_splits
         d = tl.arange(0, E)[None, :]
-        result = _combine(partial, peaks, totals, at, used, R, D, E).to(out.dtype.element_ty)
+        head = first_head + tl.minimum(r, REPEAT - 1)
+        result = _combine(partial, peaks, totals, at, used, sinks, head, R, D, E)
+        result = result.to(out.dtype.element_ty)
         tl.store(out + r[:, None] * D + d, result, mask=(r < REPEAT)[:, None] & (d < D))
 
 
@@ -321,14 +346,12 @@ def _new_token(
 @triton.jit
 def _attend_decode_kernel(
     qkv, out, positions, slots, inv_freq, partial, peaks, totals, arrived,
-    scale, num_splits, out_stride, qkv_stride, values, exponents, tables, table_width,
+    scale, num_splits, out_stride, qkv_stride, sinks, values, exponents, tables, table_width,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
     HALF: tl.constexpr, L: tl.constexpr, WINDOW: tl.constexpr, INTERLEAVED: tl.constexpr,
     BFP8: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, g, z) computes the H / G heads of g in row b, for the splits z, z + Z, ... of
-    Z.
-    """
+    """Program (b, g, z) computes heads of g in row b, for the splits z, z + Z, ... of Z."""
     release_dependents(CHAINED)
     REPEAT: tl.constexpr = H // G
     ROWS: tl.constexpr = 16 if R < 16 else R
@@ -364,18 +387,20 @@ def _attend_decode_kernel(
     q, q_other, k_new, k_other, v_new = _new_token(qkv + b * qkv_stride, g, partner, H, G, D, ROWS)
     out += b * out_stride + g * REPEAT * D
     first_split, r = (b * H + g * REPEAT) * num_splits, tl.arange(0, ROWS)
+    head = g * REPEAT + tl.minimum(r, REPEAT - 1)
     if z < used:
         turned, own_score, v_new = _enter(
             values, exponents, row, stores, scale, cos, sin, q, q_other, k_new, k_other, v_new,
             G, D, E, L, BFP8)  # fmt: skip
         _attend_splits(
             values, exponents, table, position, g, turned, own_score, v_new, scale, first, end,
-            each, used, out, partial, peaks, totals, first_split + r * num_splits, r < REPEAT,
-            k, k_shared, v, v_shared, WINDOW, G, D, E, ROWS, L, BFP8, CHAINED)  # fmt: skip
+            each, used, sinks, head, out, partial, peaks, totals, first_split + r * num_splits,
+            r < REPEAT, k, k_shared, v, v_shared, WINDOW, G, D, E, ROWS, L, BFP8, CHAINED,
+        )  # fmt: skip
         if used > 1:
             _finish(
                 out, partial, peaks, totals, arrived + b * G + g, first_split, num_splits, used,
-                REPEAT, R, D, E)  # fmt: skip
+                sinks, g * REPEAT, REPEAT, R, D, E)  # fmt: skip
     elif z == 0:
         d = tl.arange(0, E)[None, :]
         tl.store(out + r[:, None] * D + d, 0.0, mask=(r < REPEAT)[:, None] & (d < D))
@@ -396,6 +421,7 @@ def attend_decode(
     interleaved: bool = False,
     scratch: DecodeScratch,
     early: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Rotate ``qkv``, store its keys and values, and attend to the cache.
 
@@ -410,6 +436,7 @@ def attend_decode(
         block_tables: Page tables, int32 ``[S, M]``.
         early: Positions, slots, tables and earlier pages were written before the first kernel of
             this chain, as in a captured step. They are read before the previous kernel ends.
+        sinks: A further score per head, float32 ``[H]``. None: none.
     """
     num_rows, num_pages = qkv.shape[0], block_tables.shape[1]
     num_kv_heads, head_dim = pages.num_kv_heads, pages.head_dim
@@ -423,9 +450,8 @@ def attend_decode(
     # The tiles of two pages are in registers at a time.
     num_warps = 4 if head_dim <= 128 and pages.values.dtype != torch.float32 else 8
     _attend_decode_kernel[(num_rows, num_kv_heads, programs)](
-        qkv, out, positions, slots, inv_freq,
-        scratch.partial, scratch.peaks, scratch.totals, scratch.arrived,
-        scale * LOG2_E, num_splits, out.stride(0), qkv.stride(0),
+        qkv, out, positions, slots, inv_freq, scratch.partial, scratch.peaks, scratch.totals,
+        scratch.arrived, scale * LOG2_E, num_splits, out.stride(0), qkv.stride(0), sinks,
         **page_arguments(pages, block_tables),
         H=num_heads, R=block_of(num_heads // num_kv_heads, least=1), HALF=inv_freq.shape[0],
         L=PAGE, WINDOW=window, INTERLEAVED=interleaved, EARLY=early,

@@ -225,16 +225,17 @@ def _share(
             its_acc = tl.load(partial + at[:, None] * D + d, mask=d < D, other=0.0)
             acc = acc * fade[:, None] + its_acc * its_fade[:, None]
             peak = new_peak
-    return total, acc, is_last
+    return peak, total, acc, is_last
 
 
 # specialization would compile some lengths at their first use
 @triton.jit(do_not_specialize=["num_tokens"])
 def _attend_prefill_kernel(
-    q, out, positions, slots, num_tokens, out_stride, scale, partial, peaks, totals, arrived,
-    values, exponents, tables, table_width, SPLITS: tl.constexpr, SPLIT_PAGES: tl.constexpr,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, WINDOW: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr,
+    q, out, positions, slots, num_tokens, out_stride, scale, sinks, partial, peaks, totals,
+    arrived, values, exponents, tables, table_width,
+    SPLITS: tl.constexpr, SPLIT_PAGES: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
+    WINDOW: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (i, h, s) computes R tokens, head h and part s of the context.
 
@@ -244,8 +245,7 @@ def _attend_prefill_kernel(
     h = tl.program_id(1)
     g = h // (H // G)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    token = block.to(tl.int64) * R + tl.arange(0, R)
-    d = tl.arange(0, E)[None, :]
+    token, d = block.to(tl.int64) * R + tl.arange(0, R), tl.arange(0, E)[None, :]
     inside = (token < num_tokens)[:, None] & (d < D)
     here = token[:, None] * (H * D) + h * D + d
     wait_for_inputs(CHAINED)
@@ -271,23 +271,14 @@ def _attend_prefill_kernel(
     )  # fmt: skip
     if SPLITS > 1:  # noqa: SIM102 (a constant, and a branch)
         if (used > 1) & (tl.program_id(2) < used):
-            total, acc, is_last = _share(
-                peak,
-                total,
-                acc,
-                used,
-                partial,
-                peaks,
-                totals,
-                arrived,
-                block * H + h,
-                R,
-                D,
-                E,
-                SPLITS,
-            )
-    seen, total = (position >= 0)[:, None], total[:, None]
-    result = tl.where(seen, acc / tl.where(seen, total, 1.0), 0.0)
+            peak, total, acc, is_last = _share(
+                peak, total, acc, used, partial, peaks, totals, arrived, block * H + h,
+                R, D, E, SPLITS,
+            )  # fmt: skip
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + h) * 1.4426950408889634 - peak)
+    total = tl.where(position >= 0, total, float("inf"))
+    result = tl.where((position >= 0)[:, None], acc / total[:, None], 0.0)
     out += token[:, None] * out_stride + h * D + d
     tl.store(out, result.to(out.dtype.element_ty), mask=inside & is_last)
 
@@ -304,6 +295,7 @@ def attend_prefill(
     window: int = 0,
     block: int = 0,
     scratch: PrefillScratch | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend causally from rotated queries to the pages.
 
@@ -321,6 +313,7 @@ def attend_prefill(
         block: Rows in a block: 64 or 128. 0: all tokens belong to one sequence.
         scratch: Buffers for splits of long contexts. None: no splits. Sliding windows have no
             splits.
+        sinks: A further score per head, float32 ``[H]``. None: none.
     """
     num_tokens, num_heads, head_dim = q.shape
     assert q.is_contiguous() and out.stride(1) == 1 and pages.head_dim == head_dim
@@ -334,7 +327,7 @@ def attend_prefill(
         (scratch.partial, scratch.peaks, scratch.totals, scratch.arrived) if scratch else (q,) * 4
     )
     _attend_prefill_kernel[(triton.cdiv(num_tokens, rows), num_heads, splits)](
-        q, out, positions, slots, num_tokens, out.stride(0), scale * LOG2_E, *left,
+        q, out, positions, slots, num_tokens, out.stride(0), scale * LOG2_E, sinks, *left,
         **page_arguments(pages, block_tables), SPLITS=splits, SPLIT_PAGES=SPLIT_PAGES,
         H=num_heads, R=rows, L=PAGE, WINDOW=window,
         num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=_FUSES, **chained(q),

@@ -43,6 +43,7 @@ class AttentionSite:
         window: Sliding window in positions. 0: none.
         has_gaps: Whether q, k and v are between other columns.
         is_whole: Whether the tokens are a prompt from its first position.
+        has_sinks: Whether each head has a further score without a value.
     """
 
     kind: str
@@ -55,10 +56,13 @@ class AttentionSite:
     window: int = 0
     has_gaps: bool = False
     is_whole: bool = False
+    has_sinks: bool = False
 
 
 def why_no_cpp(site: AttentionSite) -> str:
     """Return the reason against `CPP`. Empty: it runs."""
+    if site.has_sinks:
+        return "sinks"
     if site.has_gaps:
         return "q, k and v between other columns"
     if site.kind not in _PAGES:
@@ -76,7 +80,12 @@ def _library_rows(site: AttentionSite) -> range:
     """cuDNN is faster for long prompts without a context."""
     limits = tuning()["attention"]["library"]
     is_gpu = site.gpu.capability != (0, 0)
-    takes = site.is_whole and not site.window and site.head_dim <= limits["max_head_dim"]
+    takes = (
+        site.is_whole
+        and not site.window
+        and not site.has_sinks
+        and site.head_dim <= limits["max_head_dim"]
+    )
     return range(limits["min_rows"], EVERY.stop) if is_gpu and takes else NONE
 
 

@@ -31,7 +31,8 @@ _COUNTED = tl.constexpr(1024)  # positions loaded at a time
 def _step_kernel(
     out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr, targets_ptr,
     num_channels, out_stride, x_stride,
-    W: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    W: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
@@ -51,7 +52,9 @@ def _step_kernel(
     weights = weight_ptr + channel * W
     total = tl.sum(old * tl.load(weights[:, None] + tap, mask=held, other=0.0), 1)
     total += x * tl.load(weights + W - 1, mask=inside, other=0.0)
-    out = tl.where(position >= 0, total * tl.sigmoid(total), 0.0)
+    if SILU:
+        total *= tl.sigmoid(total)
+    out = tl.where(position >= 0, total, 0.0)
     tl.store(out_ptr + row * out_stride + channel, out, mask=inside)
     tl.debug_barrier()  # the window was read, by whichever threads
     window += (tl.load(targets_ptr + row) - slot) * num_channels * (W - 1)
@@ -67,13 +70,15 @@ def causal_conv1d_step(
     positions: Tensor,
     slots: Tensor,
     targets: Tensor | None = None,
+    silu: bool = True,
 ) -> None:
     """Convolve one token for B sequences.
 
     ``window [S, C, W - 1]`` moves on by one in the row's slot. ``positions`` and ``slots [B]``
     int64: at position 0 zeros lie before the token; at a negative one nothing is kept, and the row
     gets zeros. Rows of ``x`` and ``out`` may be further apart than they are long. ``targets`` and
-    skipped rows as :func:`.step_triton.delta_rule_step` has them.
+    skipped rows as :func:`.step_triton.delta_rule_step` has them. ``silu`` applies SiLU to the
+    result.
     """
     num_rows, num_channels = x.shape
     width = weight.shape[1]
@@ -82,7 +87,7 @@ def causal_conv1d_step(
     _step_kernel[(num_rows, triton.cdiv(num_channels, block))](
         out, x, weight, window, positions, slots, slots if targets is None else targets,
         num_channels, out.stride(0), x.stride(0),
-        W=width, TAPS=block_of(width - 1, least=1), BLOCK=block, **chained(out),
+        W=width, TAPS=block_of(width - 1, least=1), BLOCK=block, SILU=silu, **chained(out),
     )  # fmt: skip
 
 
@@ -100,6 +105,7 @@ def _first_tokens(
     x_stride,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
 ):
     """Compute the tokens that read the window."""
     for token in range(W - 1):
@@ -112,7 +118,9 @@ def _first_tokens(
             x += tl.load(at, mask=inside & (source < 0) & goes_on, other=0.0)
             total += x * tl.load(weight_ptr + channel * W + tap, mask=inside, other=0.0)
         out = out_ptr + token * out_stride + channel
-        tl.store(out, total * tl.sigmoid(total), mask=inside & (token < num_tokens))
+        if SILU:
+            total *= tl.sigmoid(total)
+        tl.store(out, total, mask=inside & (token < num_tokens))
 
 
 @triton.jit
@@ -172,7 +180,7 @@ def _prompt_kernel(
     out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr, keeps_ptr, starts_ptr,
     num_tokens, num_channels, num_pieces, out_stride, x_stride,
     W: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    KEEPS: tl.constexpr, PIECES: tl.constexpr, CHAINED: tl.constexpr,
+    KEEPS: tl.constexpr, PIECES: tl.constexpr, SILU: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (i, c) computes TOKENS tokens, at least W - 1.
 
@@ -197,19 +205,9 @@ def _prompt_kernel(
         goes_on = tl.load(positions_ptr) > 0
         window = window_ptr + tl.load(slots_ptr) * num_channels * (W - 1)
         _first_tokens(
-            out_ptr,
-            x_ptr,
-            weight_ptr,
-            window,
-            channel,
-            inside,
-            goes_on,
-            num_tokens,
-            out_stride,
-            x_stride,
-            W,
-            BLOCK,
-        )
+            out_ptr, x_ptr, weight_ptr, window, channel, inside, goes_on, num_tokens,
+            out_stride, x_stride, W, BLOCK, SILU,
+        )  # fmt: skip
         _move_window(
             window, x_ptr, positions_ptr, channel, inside, goes_on, num_tokens, x_stride, W, TAPS
         )
@@ -227,7 +225,7 @@ def _prompt_kernel(
         total += tl.load(at, mask=there, other=0.0) * weight[None, :]
     out = out_ptr + token.to(tl.int64)[:, None] * out_stride + channel[None, :]
     is_ours = ((token >= W - 1) & (token < num_tokens))[:, None] & inside[None, :]
-    tl.store(out, total * tl.sigmoid(total), mask=is_ours)
+    tl.store(out, total * tl.sigmoid(total) if SILU else total, mask=is_ours)
 
 
 def causal_conv1d_prompt(
@@ -240,6 +238,7 @@ def causal_conv1d_prompt(
     slots: Tensor,
     keeps: Tensor | None = None,
     starts: Tensor | None = None,
+    silu: bool = True,
 ) -> None:
     """Convolve T prompt tokens; see :func:`causal_conv1d_step`.
 
@@ -280,6 +279,7 @@ def causal_conv1d_prompt(
         BLOCK=block,
         KEEPS=keeps is not None,
         PIECES=num_pieces and block_of(num_pieces, least=1),
+        SILU=silu,
         num_warps=_PROMPT_WARPS,
         **chained(out),
     )

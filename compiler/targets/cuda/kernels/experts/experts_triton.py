@@ -60,6 +60,30 @@ class Tiling:
     num_stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Operations after the sums of a product.
+
+    Attributes:
+        bias: Biases ``[E, O, 1]`` float32, or ``[E, 2 O, 1]`` with SwiGLU. None: none.
+        limit: Bound of :func:`ops.dense.clamped_swiglu`. 0: plain SwiGLU.
+        alpha: Factor of :func:`ops.dense.clamped_swiglu`.
+    """
+
+    bias: Tensor | None = None
+    limit: float = 0.0
+    alpha: float = 1.0
+
+    def checked(self, num_rows: int, *, swiglu: bool) -> tuple[Tensor | None, float, float]:
+        """Return the kernel arguments for ``num_rows`` over all experts."""
+        assert self.bias is None or self.bias.numel() == num_rows * (1 + swiglu)
+        assert swiglu or not self.limit
+        return self.bias, self.limit, self.alpha
+
+
+PLAIN = Finish()
+
+
 @triton.jit
 def _tile(tiles_ptr, num_tiles):
     """Return a program's expert, its first pair and its end, in pair order."""
@@ -81,23 +105,43 @@ def _store_pairs(
     num_rows,
     out_stride,
     out_each,
+    bias_ptr,
+    expert,
+    limit,
+    alpha,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     SWIGLU: tl.constexpr,
+    CLAMPED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Store ``sums [ROWS, PAIRS]`` of the rows from ``first_row``, or the SwiGLU of their gate and
     up.
+
+    ``bias_ptr`` has the rows of all experts. An expert's gate rows precede its up rows.
     """
     if SWIGLU:
         # Permute row 16 p + 8 s + g to [p, g, pair, s]: gate and up become neighbors.
         sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, PAIRS), (0, 2, 3, 1))
         gate, up = tl.split(sides)
-        y = (gate * tl.sigmoid(gate) * up).reshape(ROWS // 2, PAIRS)
         place = first_row // 2 + tl.arange(0, ROWS // 2)
+        gate, up = gate.reshape(ROWS // 2, PAIRS), up.reshape(ROWS // 2, PAIRS)
+        if bias_ptr is not None:
+            inside, bias = place < num_rows, bias_ptr + expert * num_rows * 2
+            gate += tl.load(bias + place, mask=inside, other=0.0)[:, None]
+            up += tl.load(bias + num_rows + place, mask=inside, other=0.0)[:, None]
+        if CLAMPED:
+            gate = tl.where(gate > limit, limit, gate)
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+            y = gate * tl.sigmoid(gate * alpha) * (up + 1.0)
+        else:
+            y = gate * tl.sigmoid(gate) * up
     else:
         y = sums
         place = first_row + tl.arange(0, ROWS)
+        if bias_ptr is not None:
+            bias = bias_ptr + expert * num_rows
+            y += tl.load(bias + place, mask=place < num_rows, other=0.0)[:, None]
     target = out_ptr + token[None, :] * out_stride + choice[None, :] * out_each + place[:, None]
     y = rounded(y, out_ptr.dtype.element_ty, CHAINED)
     tl.store(target, y, mask=(place < num_rows)[:, None] & is_pair[None, :])
@@ -122,11 +166,15 @@ def _expert_linear_kernel(
     x_stride,
     x_each,
     scale,
+    bias_ptr,
+    limit,
+    alpha,
     KIND: tl.constexpr,
     STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     SWIGLU: tl.constexpr,
+    CLAMPED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Program (i, n) computes rows i of the expert of tile n.
@@ -153,8 +201,9 @@ def _expert_linear_kernel(
             weights = tile_weights(data_ptr, words_ptr, held_row, step, all_row_tiles, STEPS, KIND)
             sums = product(weights, x, sums, CHAINED)
         _store_pairs(
-            out_ptr, sums * scale, token, choice, is_pair, tl.program_id(0) * ROWS,
-            num_rows, out_stride, out_each, ROWS, PAIRS, SWIGLU, CHAINED,
+            out_ptr, sums * scale, token, choice, is_pair, tl.program_id(0) * ROWS, num_rows,
+            out_stride, out_each, bias_ptr, expert, limit, alpha,
+            ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED,
         )  # fmt: skip
 
 
@@ -175,11 +224,15 @@ def _expert_linear_large_kernel(
     x_stride,
     x_each,
     scale,
+    bias_ptr,
+    limit,
+    alpha,
     STEPS: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SWIGLU: tl.constexpr,
+    CLAMPED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Compute `_expert_linear_kernel` for bfloat16 weights loaded by TMA, with the same order of
@@ -203,20 +256,10 @@ def _expert_linear_large_kernel(
             x = tl.load(x_rows + at + column, mask=at + column < num_columns, other=0.0)
             sums = product(weights.load([expert * held_rows + row, at]), x, sums, CHAINED)
         _store_pairs(
-            out_ptr,
-            sums * scale,
-            token,
-            choice,
-            place < last,
-            row,
-            num_rows,
-            out_stride,
-            out_each,
-            ROWS,
-            PAIRS,
-            SWIGLU,
-            CHAINED,
-        )
+            out_ptr, sums * scale, token, choice, place < last, row, num_rows,
+            out_stride, out_each, bias_ptr, expert, limit, alpha,
+            ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED,
+        )  # fmt: skip
 
 
 def expert_linear(
@@ -228,6 +271,7 @@ def expert_linear(
     top_k: int,
     swiglu: bool = False,
     tiling: Tiling | None = None,
+    finish: Finish = PLAIN,
 ) -> None:
     """Multiply each token with the weights of its K experts, with float32 sums.
 
@@ -240,6 +284,7 @@ def expert_linear(
         held: Packed weights with C columns and O rows for each expert. Up to 7 rows are padding.
         swiglu: The weight has paired gate and up rows, and the result is silu(gate) * up.
         tiling: Tile sizes. None: :func:`tiling_of`. The bits do not depend on them.
+        finish: Biases, and the bound of SwiGLU.
     """
     num_tokens, num_columns = x.shape[0], held.num_columns
     num_rows, rest = divmod(out.shape[1], top_k)
@@ -247,29 +292,28 @@ def expert_linear(
     assert not rest and held_rows - 8 < num_rows <= held_rows and held.is_paired == swiglu
     assert out.shape[0] == num_tokens and out.stride(1) == 1 == x.stride(1)
     own = x.shape[1] == top_k * num_columns and top_k > 1
-    assert own or x.shape[1] >= num_columns
     tiling = tiling or tiling_of(held, groups.tile_size, x.dtype)
-    num_tiles = groups.tiles.shape[1]
-    grid = (triton.cdiv(held.num_row_tiles * TILE_ROWS, tiling.rows), num_tiles)
+    num_tiles, padded_rows = groups.tiles.shape[1], held.num_row_tiles * TILE_ROWS
+    grid = (triton.cdiv(padded_rows, tiling.rows), num_tiles)
     strides = out.stride(0), num_rows, x.stride(0), num_columns if own else 0
-    sizes = {"ROWS": tiling.rows, "PAIRS": groups.tile_size, "SWIGLU": swiglu}
-    sizes |= {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, **chained(out)}
+    act = finish.checked(held.num_experts * num_rows, swiglu=swiglu)
+    sizes = {"ROWS": tiling.rows, "PAIRS": groups.tile_size, "CLAMPED": finish.limit > 0}
+    sizes |= {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, "SWIGLU": swiglu}
+    assert (own or x.shape[1] >= num_columns) and (held.kind == "bf16" or not tiling.columns)
     if tiling.columns:
-        assert held.kind == "bf16"
-        block = [tiling.rows, tiling.columns]
+        weights = TensorDescriptor.from_tensor(held.data, [tiling.rows, tiling.columns])
         _expert_linear_large_kernel[grid](
-            out, x, TensorDescriptor.from_tensor(held.data, block), groups.order, groups.tiles,
-            num_rows, num_columns, held.num_row_tiles * TILE_ROWS, num_tiles, top_k,
-            *strides, held.scale,
-            STEPS=held.data.shape[1] // tiling.columns, COLUMNS=tiling.columns, **sizes,
+            out, x, weights, groups.order, groups.tiles, num_rows, num_columns,
+            padded_rows, num_tiles, top_k, *strides, held.scale, *act,
+            STEPS=held.data.shape[1] // tiling.columns, COLUMNS=tiling.columns,
+            **sizes, **chained(out),
         )  # fmt: skip
         return
     _expert_linear_kernel[grid](
         out, x, held.data, None if held.kind == "bf16" else words_of(held),
-        groups.order, groups.tiles,
-        num_rows, num_columns, held.num_row_tiles, held.num_experts * held.num_row_tiles,
-        num_tiles, top_k, *strides, held.scale,
-        KIND=held.kind, STEPS=held.num_column_tiles, **sizes,
+        groups.order, groups.tiles, num_rows, num_columns,
+        held.num_row_tiles, held.num_experts * held.num_row_tiles, num_tiles, top_k, *strides,
+        held.scale, *act, KIND=held.kind, STEPS=held.num_column_tiles, **sizes, **chained(out),
     )  # fmt: skip
 
 

@@ -76,6 +76,8 @@ def _route_kernel(
     logits_stride,
     own_first,
     own_count,
+    bias_ptr,
+    scale,
     E: tl.constexpr,
     K: tl.constexpr,
     RENORMALISE: tl.constexpr,
@@ -87,18 +89,30 @@ def _route_kernel(
     expert, choice = tl.arange(0, E), tl.arange(0, K)
     inside = expert < num_experts
     logits = tl.load(logits_ptr + token * logits_stride + expert, mask=inside, other=-float("inf"))
-    shares = tl.exp(logits - tl.max(logits, 0))
-    left = tl.where(inside, shares / tl.sum(shares, 0), -1.0)
+    if bias_ptr is not None:
+        shares = tl.sigmoid(logits)
+        bias = tl.load(bias_ptr + expert, mask=inside, other=0.0)
+        left = tl.where(inside, shares + bias, -float("inf"))
+    else:
+        shares = tl.exp(logits - tl.max(logits, 0))
+        shares = shares / tl.sum(shares, 0)
+        left = tl.where(inside, shares, -1.0)
     weights = tl.zeros((K,), tl.float32)
     chosen = tl.zeros((K,), tl.int32)
     for index in range(top_k):
         best = tl.argmax(left, 0)
-        weights = tl.where(choice == index, tl.max(left, 0), weights)
+        if bias_ptr is not None:
+            likely = tl.sum(tl.where(expert == best, shares, 0.0), 0)
+        else:
+            likely = tl.max(left, 0)
+        weights = tl.where(choice == index, likely, weights)
         # With NaN logits any expert may be selected, but it must exist.
         chosen = tl.where(choice == index, tl.minimum(best, num_experts - 1), chosen)
-        left = tl.where(expert == best, -1.0, left)
+        left = tl.where(expert == best, -1.0 if bias_ptr is None else -float("inf"), left)
     if RENORMALISE:
         weights = weights / tl.sum(weights, 0)
+    if bias_ptr is not None:
+        weights *= scale
     chosen -= own_first
     is_own = (chosen >= 0) & (chosen < own_count)
     chosen = tl.where(is_own & (tl.load(positions_ptr + token) >= 0), chosen, -1)
@@ -122,6 +136,8 @@ def route(
     groups: Groups | None = None,
     first: int = 0,
     count: int | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
 ) -> None:
     """Select experts as :data:`ops.router`.
 
@@ -133,6 +149,8 @@ def route(
         groups: Also group a single token's pairs.
         first, count: This rank's experts, which are numbered from 0. Experts on peers
             become -1. None: all experts.
+        bias: float32 ``[E]`` for a sigmoid router. None: softmax.
+        scale: Factor for the weights of a sigmoid router.
     """
     num_tokens, num_experts = logits.shape
     top_k = weights.shape[1]
@@ -153,6 +171,8 @@ def route(
         logits.stride(0),
         first,
         count,
+        bias,
+        scale,
         E=block_of(num_experts),
         K=block_of(top_k, least=1),
         RENORMALISE=renormalise,

@@ -280,7 +280,9 @@ struct Rows {
     void finish() {
         for (int64_t row = 0; row < count; row++) {
             float* out = worker.at(layer.each.out, token(row)) + query(row) * layer.state.head_dim;
-            worker.kernels().divide(scratch.all + row * dim, scratch.all_sum[row], layer.state.head_dim, out);
+            float sum = scratch.all_sum[row];
+            if (layer.each.bias >= 0) sum += std::exp(worker.vector(layer.each.bias)[query(row)] - scratch.all_largest[row]);
+            worker.kernels().divide(scratch.all + row * dim, sum, layer.state.head_dim, out);
             if (layer.each.flags & TW_ROUNDED) worker.kernels().round_bf16(out, layer.state.head_dim);
         }
     }

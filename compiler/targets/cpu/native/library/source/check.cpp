@@ -33,6 +33,7 @@ void check_attend(const Checked& checked, const TwInstruction& each) {
     const TwTensor& frequencies = checked.tensor(each.other, "frequencies");
     checked.holds(frequencies.kind == TW_VECTOR && 2 * (int64_t)frequencies.rows <= dim, "frequencies");
     checked.holds(each.window >= 0, "window");
+    if (each.bias >= 0) checked.vector(each.bias, heads, "sinks");
 }
 
 void check_norm_heads(const Checked& checked, const TwInstruction& each) {

@@ -66,6 +66,8 @@ struct Checked {
     }
 };
 
+constexpr int32_t kMostChosen = 64;  // experts of a token
+
 // The experts that tokens have, from a Route on.
 struct Routed {
     int32_t num_experts = 0, top_k = 0;  // 0: none

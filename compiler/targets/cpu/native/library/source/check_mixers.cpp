@@ -5,12 +5,11 @@
 namespace tw {
 namespace {
 
-constexpr int32_t kMostChosen = 64;  // experts of a token
-
 void check_route(const Checked& checked, const TwInstruction& each, Routed& routed) {
     checked.place(each.x, "x");
     checked.holds(is_between(each.num_experts, 1, 1 << 16) && each.x.width == each.num_experts, "experts");
     checked.holds(each.top_k >= 1 && each.top_k <= kMostChosen && each.top_k <= each.num_experts, "experts of a token");
+    if (each.bias >= 0) checked.vector(each.bias, each.num_experts, "bias");
     routed = {each.num_experts, each.top_k};
 }
 
@@ -26,6 +25,7 @@ void check_experts(const Checked& checked, const TwInstruction& each, const Rout
     const uint64_t wanted = num_panels(rows, paired) * panel_size(weight.kind, weight.columns).total * each.num_experts;
     checked.holds(weight.num_bytes == wanted, "bytes of its weight");
     checked.arithmetics(each, weight.kind);
+    if (each.bias >= 0) checked.vector(each.bias, num_panels(rows, paired) * kLanes * each.num_experts, "bias");
     if (each.y.buffer < 0 || !sums) return;
     checked.place(each.y, "shared");
     checked.place(each.gate, "gate");

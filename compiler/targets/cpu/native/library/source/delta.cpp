@@ -86,7 +86,8 @@ void run_convolve(Worker& worker, const TwInstruction& each) {
         const bool keeps = worker.engine.row_states;
         for (int64_t token = first; token < first + num_tokens; token += keeps ? 1 : num_tokens) {
             const Convolution given{worker.at(each.x, token) + at, worker.vector(each.weight) + at, worker.at(each.out, token) + at, window,
-                                    worker.stride(each.x), channels, worker.stride(each.out), stride, keeps ? 1 : num_tokens, state.head_dim + 1};
+                                    worker.stride(each.x), channels, worker.stride(each.out), stride, keeps ? 1 : num_tokens, state.head_dim + 1,
+                                    !(each.flags & TW_LINEAR_TAPS)};
             worker.kernels().convolve(given, count);
             for (int64_t row = 0; keeps && row < state.head_dim; row++)
                 std::memcpy(worker.engine.kept_after(each.state, token) + at + row * stride, window + row * stride, count * 4);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "check.h"
 #include "prepared.h"
 
 namespace tw {
@@ -13,27 +14,35 @@ namespace {
 constexpr int kFewSlots = 8;  // up to this size, every thread prepares its own rows
 constexpr int kFewTokens = 2; // up to this size, a single thread routes
 
-// Select a token's most probable experts. The first wins a tie.
+// Select a token's most probable experts. The first wins a tie. With biases, weights are sigmoids,
+// and the biases count for the selection only.
 void choose(Worker& worker, const TwInstruction& each, int64_t token) {
     Routing& routing = worker.engine.routing;
-    float* likely = (float*)worker.scratch();
-    worker.kernels().softmax(worker.at(each.x, token), each.num_experts, likely);
+    float *likely = (float*)worker.scratch(), ranks[kMostChosen];
+    const float *x = worker.at(each.x, token), *bias = each.bias >= 0 ? worker.vector(each.bias) : nullptr;
+    if (!bias) worker.kernels().softmax(x, each.num_experts, likely);
+    else for (int32_t expert = 0; expert < each.num_experts; expert++) likely[expert] = 1.0f / (1.0f + std::exp(-x[expert]));
     int32_t* experts = routing.experts.data() + token * each.top_k;
     float* weights = routing.weights.data() + token * each.top_k;
     for (int32_t expert = 0, held = 0; expert < each.num_experts; expert++) {
-        if (held == each.top_k && !(likely[expert] > weights[held - 1])) continue;
+        const float rank = bias ? likely[expert] + bias[expert] : likely[expert];
+        if (held == each.top_k && !(rank > ranks[held - 1])) continue;
         int32_t at = held < each.top_k ? held++ : held - 1;
-        for (; at > 0 && likely[expert] > weights[at - 1]; at--) {
+        for (; at > 0 && rank > ranks[at - 1]; at--) {
             experts[at] = experts[at - 1];
             weights[at] = weights[at - 1];
+            ranks[at] = ranks[at - 1];
         }
         experts[at] = expert;
         weights[at] = likely[expert];
+        ranks[at] = rank;
     }
-    if (!(each.flags & TW_RENORMALISE)) return;
-    float sum = 0.0f;
-    for (int32_t i = 0; i < each.top_k; i++) sum += weights[i];
-    for (int32_t i = 0; i < each.top_k; i++) weights[i] /= sum;
+    if (each.flags & TW_RENORMALISE) {
+        float sum = 0.0f;
+        for (int32_t i = 0; i < each.top_k; i++) sum += weights[i];
+        for (int32_t i = 0; i < each.top_k; i++) weights[i] /= sum;
+    }
+    if (bias) for (int32_t i = 0; i < each.top_k; i++) weights[i] *= each.scale;
 }
 
 void sort(Worker& worker, const TwInstruction& each) {
@@ -138,6 +147,7 @@ struct Product {
         const uint8_t* ahead = first + 2 * size.total;
         const PanelPair panels{weight.kind, weight.columns, first, first + size.total, {ahead, nullptr}};
         for (int64_t i = 0; i < count; i++) scratch.offsets[i] = offset_of(routing.entries[begin + i]);
+        if (each.bias >= 0) result.bias = worker.vector(each.bias) + panel * kLanes;
         result.offsets = scratch.offsets;
         multiply(worker.kernels(), arithmetic, panels, rows_of(prepared, rows.single ? 0 : begin), count, result, scratch.product);
     }
@@ -147,6 +157,8 @@ Result result_of(const TwInstruction& each, float* out, int64_t pair, int64_t wi
     Result result{};
     result.swiglu = each.flags & TW_PAIRED;
     result.rounds = each.flags & TW_ROUNDED;
+    result.limit = each.soft_cap;
+    result.alpha = each.factor;
     const int64_t first = result.swiglu ? pair * kLanes : pair * 2 * kLanes;
     result.first = out;
     result.second = out + kLanes;

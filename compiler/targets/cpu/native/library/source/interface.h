@@ -9,7 +9,7 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum { TW_VERSION = 9 };
+enum { TW_VERSION = 10 };
 
 enum TwOp : int32_t {
     TW_EMBED, TW_LINEAR, TW_ATTEND, TW_GATHER, TW_SWIGLU, TW_NORM_HEADS, TW_NORM, TW_ELEMENTWISE,
@@ -18,8 +18,10 @@ enum TwOp : int32_t {
 };
 
 // ROUNDED: round outputs to bfloat16, stored in float. NORM_ROUNDED: round a matmul's fused norm.
+// LINEAR: a convolution without SiLU.
 enum TwFlag : int32_t {
-    TW_RESIDUAL = 1, TW_PAIRED = 2, TW_INTERLEAVED = 4, TW_RENORMALISE = 8, TW_ROUNDED = 16, TW_NORM_ROUNDED = 32
+    TW_RESIDUAL = 1, TW_PAIRED = 2, TW_INTERLEAVED = 4, TW_RENORMALISE = 8, TW_ROUNDED = 16, TW_NORM_ROUNDED = 32,
+    TW_LINEAR_TAPS = 64
 };
 
 // Weight storage: see panels.h. FP32 is also used for norms, biases and constants.
@@ -41,7 +43,10 @@ struct TwPlace {
     int32_t buffer, first, width;
 };
 
-// Unused tensor indices are -1. Unused columns have buffer -1.
+// Unused tensor indices are -1. Unused columns have buffer -1. `bias` is also attention's sinks per
+// query head, a router's bias per expert (its weights are then sigmoids times `scale`), and biases of
+// experts in the order of their panels. A `soft_cap` of paired experts selects the clamped SwiGLU with
+// `factor`.
 struct TwInstruction {
     int32_t op, flags;
     int32_t arithmetic[2];                    // prefill, decode

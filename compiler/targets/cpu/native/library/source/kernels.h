@@ -24,6 +24,7 @@ struct Result {
     int32_t num_first, num_second;  // written lanes
     const float* bias;    // first panel, then second panel; or null
     bool adds, swiglu, rounds;
+    float limit, alpha;   // clamped SwiGLU, if limit > 0
     const int64_t* offsets;  // per row in floats, for scattered rows; or null
 };
 
@@ -65,6 +66,7 @@ struct Convolution {
     const float *x, *taps;  // taps [num_taps][layer channels]
     float *out, *window;
     int64_t x_stride, taps_stride, out_stride, window_stride, num_tokens, num_taps;
+    bool silu;
 };
 
 // A delta rule head over a sequence's tokens: keys and queries [tokens][key_dim] with length 1,

@@ -25,6 +25,17 @@ inline vf sigmoid(vf x) {
     return div(spread(1.0f), add(spread(1.0f), exponential(sub(zeros(), x))));
 }
 
+// A NaN stays NaN.
+inline vf at_most(vf x, vf limit) { return if_less(limit, x, limit, x); }
+
+inline vf clamped_silu_times(vf gate, vf up, float limit, float alpha) {
+    const vf least = spread(-limit);
+    gate = at_most(gate, spread(limit));
+    up = at_most(up, spread(limit));
+    up = if_less(up, least, least, up);
+    return mul(add(up, spread(1.0f)), mul(gate, sigmoid(mul(gate, spread(alpha)))));
+}
+
 inline vf silu_times(vf gate, vf up) {
     return mul(div(gate, add(spread(1.0f), exponential(sub(zeros(), gate)))), up);
 }

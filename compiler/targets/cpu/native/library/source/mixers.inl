@@ -53,7 +53,7 @@ void convolve(const Convolution& given, int64_t count) {
             vf sum = zeros();
             for (int64_t tap = 0; tap <= past; tap++)
                 sum = fma(value(token - past + tap, at, lanes), load_some(given.taps + tap * given.taps_stride + at, lanes), sum);
-            store_some(given.out + token * given.out_stride + at, silu_times(sum, spread(1.0f)), lanes, false);
+            store_some(given.out + token * given.out_stride + at, given.silu ? silu_times(sum, spread(1.0f)) : sum, lanes, false);
         });
     by_lanes(count, [&](int64_t at, int lanes) {  // oldest first: reads are ahead of writes
         for (int64_t i = 0; i < past; i++)

@@ -45,7 +45,8 @@ template <int M> inline void finish(Tile<M>& tile, const Result& result, int64_t
         }
         int64_t at = result.offsets ? result.offsets[row + m] : (row + m) * result.stride;
         if (result.swiglu) {
-            store_some(result.first + at, silu_times(first, second), result.num_first, result.adds, result.rounds);
+            vf y = result.limit > 0.0f ? clamped_silu_times(first, second, result.limit, result.alpha) : silu_times(first, second);
+            store_some(result.first + at, y, result.num_first, result.adds, result.rounds);
         } else {
             store_some(result.first + at, first, result.num_first, result.adds, result.rounds);
             if (result.num_second) store_some(result.second + at, second, result.num_second, result.adds, result.rounds);
