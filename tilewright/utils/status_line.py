@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -77,5 +78,6 @@ class StatusLine:
         return f"\x1b[2m{text}\x1b[0m" if is_dim else text
 
     def _write(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
+            sys.stderr.write(text)
+            sys.stderr.flush()
