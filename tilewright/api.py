@@ -10,7 +10,7 @@ from tilewright.compiler.artifacts.start import MAX_BYTES, DamagedStartError
 from tilewright.compiler.targets.interface.base import Progress
 from tilewright.compiler.targets.interface.compiled import Compiled, silent
 from tilewright.errors import CheckpointError
-from tilewright.loading.program import compile_program
+from tilewright.loading.program import begin_kernels, compile_program
 from tilewright.loading.source import ModelHandle, open_compiled, open_started, source_of
 from tilewright.loading.start import find_start
 from tilewright.models import FoundModel, find_model_or_shape, load_model
@@ -24,6 +24,7 @@ def load(
     rank: int = 0,
     use_cache: bool = True,
     progress: Progress = silent,
+    config: ResolvedConfig | None = None,
 ) -> ModelHandle:
     """Open a checkpoint, a shape or a compiled directory. Weights are read later.
 
@@ -34,6 +35,7 @@ def load(
         rank: Number of the program in a compiled directory of several ranks.
         use_cache: Whether to read the start index.
         progress: Receives ``(what, done, total)`` if a model is built.
+        config: The later configuration of `compile`. Its missing CPU kernels are built meanwhile.
 
     Raises:
         CheckpointError: for a path without a model, or a damaged model.
@@ -51,6 +53,8 @@ def load(
                 return open_started(named, start)
         except (DamagedStartError, CheckpointError) as error:
             notes = (str(error),)
+    if config is not None:
+        begin_kernels(config)
     progress("opening the model", 0, 1)
     return replace(source_of(load_model(named), named), notes=notes)
 

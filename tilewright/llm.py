@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, cast, overload
 from tilewright.api import compile, load
 from tilewright.compiler.sampling.params import sampling_of
 from tilewright.compiler.targets.interface.base import Progress
-from tilewright.compiler.targets.interface.compiled import Compiled, silent
+from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.errors import RequestError, allowed
 from tilewright.images.decode import ImageLimits
 from tilewright.images.parts import has_images, take_images
@@ -31,6 +31,7 @@ from tilewright.runtime.pooling import MEAN, POOLINGS, Pooling, normalized
 from tilewright.runtime.request import FAILED
 from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.runtime.speculative.config import draft_note
+from tilewright.utils.status_line import StatusLine
 
 if TYPE_CHECKING:
     import numpy as np
@@ -132,7 +133,8 @@ class LLM:
         model: a directory, a file, a name on the Hugging Face hub, ``shape:NAME``, or a directory
             of ``tilewright compile``. None: the default model.
         config: a YAML file of options, or an `EngineConfig`. A keyword replaces its value.
-        progress: receives ``(what, done, total)`` during compilation.
+        progress: receives ``(what, done, total)`` during compilation. None: standard error has a
+            line about slow work.
         options: fields of `EngineConfig`, for example ``target``, ``precision``, ``max_num_seqs``
             (default: 8), ``max_model_len`` and ``tensor_parallel_size``.
 
@@ -146,7 +148,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         config: str | Path | EngineConfig | None = None,
-        progress: Progress = silent,
+        progress: Progress | None = None,
         **options: Any,
     ) -> None:
         values = options if model is None else {"model": model, **options}
@@ -156,10 +158,17 @@ class LLM:
             from_file = {} if config is None else read_config_file(config)
             made = EngineConfig.of(values, {**LOCAL, **from_file})
         resolved = resolve(made)
-        source = load(resolved.path, use_cache=made.use_cache, progress=progress)
+        status = StatusLine()
+        report = progress or status.progress
+        try:
+            how: Any = {"use_cache": made.use_cache, "progress": report}
+            source = load(resolved.path, config=resolved, **how)
+            compiled = compile(source, resolved, progress=report)
+        finally:
+            status.clear()
         for note in source.notes:
             warnings.warn(note, stacklevel=2)
-        self._begin(source, compile(source, resolved, progress=progress), made)
+        self._begin(source, compiled, made)
 
     @classmethod
     def of_compiled(cls, source: ModelHandle, compiled: Compiled, config: EngineConfig) -> Self:

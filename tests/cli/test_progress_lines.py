@@ -6,15 +6,15 @@ import time
 
 import pytest
 
-from tilewright.cli.arguments import ask
+from tilewright.utils import status_line
 
 
 def test_progress_without_a_terminal_is_plain_lines_about_slow_work(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ask, "_NEW_LINE_S", 0.05)
-    monkeypatch.setattr(ask, "_SAME_LINE_S", 0.2)
-    sign = ask.Sign()
+    monkeypatch.setattr(status_line, "_NEW_LINE_S", 0.05)
+    monkeypatch.setattr(status_line, "_SAME_LINE_S", 0.2)
+    sign = status_line.StatusLine()
     sign.progress("trace", 0, 1)
     sign.clear()  # quick work is not said
     sign.progress("building", 0, 1)

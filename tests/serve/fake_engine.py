@@ -20,6 +20,7 @@ from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.runtime.messages import (
     AbortRequest,
     EngineReady,
+    EngineStarting,
     FromEngine,
     Heartbeat,
     NewTokens,
@@ -120,6 +121,8 @@ def main(folder: Path) -> None:
     """Say that we are ready, and serve."""
     transport = SocketTransport(folder)
     byte_tokenizer(256, "fake").save(folder / TOKENIZER)  # grammars are compiled from it
+    transport.send([EngineStarting("weights", 1, 4), EngineStarting("a note")])
+    transport.send([EngineStarting("weights", 1, 4)])
     time.sleep(float(os.environ.get("FAKE_LATE", "0")))
     precision = os.environ.get("FAKE_PRECISION", "{}")
     facts = {"name": "fake", "target": "null", "precision": precision, "weights": "random"}

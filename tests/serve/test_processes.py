@@ -83,6 +83,15 @@ def test_sigterm_lets_answers_finish_and_takes_no_more(start: Start, where: Path
     assert server.process.wait(10) == 0 and not folders(where)
 
 
+def test_a_slow_start_is_reported_in_plain_lines(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_LATE", "1.5")
+    lines = start().log.read_text().splitlines()
+    assert "weights ..." in lines and "tilewright: a note" in lines
+    assert lines.count("weights ...") == 1 and "weights 25 %" not in lines
+
+
 @pytest.mark.parametrize("how", ["timeout", "signal"])
 def test_what_takes_too_long_to_drain_gets_an_error_event(start: Start, how: str) -> None:
     server = start("drain_timeout=0.3" if how == "timeout" else "drain_timeout=60")

@@ -17,6 +17,7 @@ from tilewright.runtime.messages import (
     AbortRequest,
     EngineReady,
     EngineStartFailed,
+    EngineStarting,
     FromEngine,
     Heartbeat,
     NewTokens,
@@ -173,7 +174,7 @@ class BatchEngine:
             )
 
     def _hear(self, message: FromEngine, ended: list[FinishedRequest]) -> None:
-        if isinstance(message, EngineReady | EngineStartFailed | Heartbeat):
+        if isinstance(message, EngineReady | EngineStarting | EngineStartFailed | Heartbeat):
             return
         asked = self._asked.get(message.request_id)
         if asked is None:

@@ -75,6 +75,14 @@ def settle_backend(resolved: ResolvedConfig, progress: Progress) -> ResolvedConf
     return settled
 
 
+def begin_kernels(resolved: ResolvedConfig) -> None:
+    """Build the CPU kernels of this configuration, if missing, while the caller reads a model."""
+    if resolved.is_auto or resolved.target == CPU_BACKENDS["native"]:
+        from tilewright.compiler.targets.cpu.native.library.build import begin_build
+
+        begin_build()
+
+
 def compile_alone(
     source: ModelHandle, resolved: ResolvedConfig, options: CompileOptions, progress: Progress
 ) -> Compiled:

@@ -62,6 +62,14 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     facts: dict[str, str] = {}
 
 
+class EngineStarting(msgspec.Struct, frozen=True, tag=True):
+    """Progress of a start. ``total`` 0: ``text`` is a note for the operator."""
+
+    text: str
+    done: int = 0
+    total: int = 0
+
+
 class EngineStartFailed(msgspec.Struct, frozen=True, tag=True):
     """The engine cannot start. ``message`` is the reason on a single line."""
 
@@ -148,6 +156,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 ToEngine: TypeAlias = EngineRequest | AbortRequest | ResetPrefixCache | Shutdown
 FromEngine: TypeAlias = (
     EngineReady
+    | EngineStarting
     | EngineStartFailed
     | RequestStarted
     | NewTokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tilewright.compiler.targets.program.plan import make_plan
 from tilewright.errors import CompileError, ConfigError
 from tilewright.models.architectures.table import model_types
 from tilewright.options.engine_config import EngineConfig
+from tilewright.options.resolve import resolve
 
 has_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -122,3 +124,35 @@ def test_a_wheel_asks_for_kernels_with_1_alone() -> None:
     for text in ("yes", "true", " 1"):
         with pytest.raises(ValueError, match=f"^A='{text}'; allowed: 0 or 1$"):
             read("A", False, {"A": text})
+
+
+def test_first_use_compiles_only_the_best_instruction_set(
+    unbuilt: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    info = tmp_path / "cpuinfo"
+    unbuilt.setattr(recipe, "_PROCESSOR", info)
+    unbuilt.setattr(recipe.platform, "machine", lambda: "x86_64")
+    for flags, expected in (("sse2 avx2 fma f16c", {"isa_avx2"}), ("sse2", None)):
+        info.write_text(f"model name\t: X\nflags\t\t: {flags}\n")
+        tables = {each.stem for each in recipe.own_units() if each.stem.startswith("isa_")}
+        assert tables == (expected or {"isa_avx512", "isa_avx2", "isa_scalar"})
+    commands = recipe.commands(["c++"], tmp_path, tmp_path / "library.so", recipe.own_units()[:3])
+    sources = [each for each in recipe.own_units()[:3] if not each.stem.startswith("isa_")]
+    assert all(any(str(each) in words for words in commands) for each in sources)
+    assert len(commands) == 2  # units without an instruction set share a command
+
+
+@has_compiler
+def test_loading_a_model_begins_to_build_missing_kernels(
+    unbuilt: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\ntouch $(dirname $0)/began\nexit 1\n")
+    compiler.chmod(0o755)
+    unbuilt.setenv("CXX", str(compiler))
+    resolved = resolve(EngineConfig(model="shape:tiny", backend="native"))
+    tilewright.load("shape:tiny", config=resolved)
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "began").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (tmp_path / "began").exists()

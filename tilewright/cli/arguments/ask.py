@@ -7,10 +7,6 @@ standard error. Imports no heavy module before the first progress line.
 from __future__ import annotations
 
 import gc
-import os
-import sys
-import threading
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,14 +32,11 @@ from tilewright.options.config_file import (
 )
 from tilewright.options.engine_config import SCHEDULER, SINGLE, EngineConfig
 from tilewright.options.resolve import ResolvedConfig, resolve
+from tilewright.utils.status_line import StatusLine
 
 if TYPE_CHECKING:
     from tilewright.llm import LLM, Answer
     from tilewright.loading.source import ModelHandle
-
-_REDRAW_S = 0.1
-_NEW_LINE_S, _SAME_LINE_S = 1.0, 5.0
-"""Seconds before the first line about a kind of work, and between lines about the same work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,77 +89,12 @@ def messages_of(system: str | None) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-class Sign:
-    """A dim progress line on standard error. The next line replaces it.
-
-    Without a terminal, `note` writes plain lines. A thread also writes a line for each kind of work
-    that takes over a second, and then a line every five seconds.
-    """
-
-    def __init__(self) -> None:
-        self._shown_at = 0.0
-        self._work = self._how_far = ""
-        self._stop: threading.Event | None = None
-
-    def show(self, text: str) -> None:
-        """Show the present work until the next call."""
-        if not sys.stderr.isatty():
-            self.clear()
-        else:
-            self._write(f"\r\x1b[K{self._dim(text[:100])}\r")
+class Sign(StatusLine):
+    """A status line that names the model."""
 
     def opening(self, model: object) -> None:
-        """Show the opening of a model. None: the default model."""
+        """Show that a model is opened. None: the default model."""
         self.show(f"opening {model or DEFAULT_MODEL}")
-
-    def progress(self, what: str, done: int, total: int) -> None:
-        """Report the progress of a compilation, at most ten times a second on a terminal."""
-        now, self._work = time.monotonic(), what
-        self._how_far = f"{what} {100 * done // max(total, 1)} %"
-        if sys.stderr.isatty():
-            if now - self._shown_at > _REDRAW_S:
-                self._shown_at = now
-                self.show(self._how_far)
-        elif self._stop is None:
-            self._stop = threading.Event()
-            threading.Thread(target=self._tell, args=(self._stop,), daemon=True).start()
-
-    def _tell(self, stop: threading.Event) -> None:
-        told, told_at = "", 0.0
-        while not stop.wait(_NEW_LINE_S):
-            now = time.monotonic()
-            if self._work != told:
-                told, told_at = self._work, now
-                self._write(f"{told} ...\n")
-            elif now - told_at >= _SAME_LINE_S:
-                told_at = now
-                self._write(f"{self._how_far}\n")
-
-    def note(self, text: str) -> None:
-        """Print a line above the progress line."""
-        self.clear()
-        self._write(f"{self._dim(' '.join(text.split()))}\n")
-
-    def write_lines(self, text: str) -> None:
-        """Print requested lines, such as the table of ``--figures``."""
-        self.clear()
-        self._write(f"{text}\n")
-
-    def clear(self) -> None:
-        """Remove the progress line, and end the plain lines about slow work."""
-        if self._stop is not None:
-            self._stop.set()
-            self._stop = None
-        if sys.stderr.isatty():
-            self._write("\r\x1b[K")
-
-    def _dim(self, text: str) -> str:
-        is_dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-        return f"\x1b[2m{text}\x1b[0m" if is_dim else text
-
-    def _write(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
 
 
 def open_asked(asked: PromptArgs, sign: Sign) -> ModelHandle:
@@ -175,8 +103,8 @@ def open_asked(asked: PromptArgs, sign: Sign) -> ModelHandle:
     with _collected_later():
         from tilewright.api import load
 
-        use_cache = asked.model.config.use_cache
-        source = load(asked.model.path, use_cache=use_cache, progress=sign.progress)
+        how: Any = {"use_cache": asked.model.config.use_cache, "progress": sign.progress}
+        source = load(asked.model.path, config=asked.model, **how)
     for note in source.notes:
         sign.note(note)
     if source.weights == "random":

@@ -35,7 +35,8 @@ from tilewright.serve.web.server_log import say
 
 def open_batch_source(options: BatchOptions) -> ModelHandle:
     """Open the model of a batch with the requested tokenizer. Reads no weights."""
-    source = load(options.model.path, use_cache=options.model.config.use_cache)
+    use_cache = options.model.config.use_cache
+    source = load(options.model.path, use_cache=use_cache, config=options.model)
     for note in source.notes:
         say(note)
     if options.tokenizer is None:

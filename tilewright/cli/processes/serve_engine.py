@@ -9,9 +9,10 @@ import contextlib
 import json
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilewright.cli.arguments.serve import (
     MODEL,
@@ -21,10 +22,12 @@ from tilewright.cli.arguments.serve import (
 from tilewright.cli.terminal.notes import without_details
 from tilewright.compiler.sampling.params import SamplingParams, plain_names
 from tilewright.errors import ConfigError, RankError, RequestError, TilewrightError
-from tilewright.runtime.messages import EngineStartFailed
+from tilewright.runtime.messages import EngineStartFailed, EngineStarting
 from tilewright.serve.engines.client import TOKENIZER
 from tilewright.serve.engines.sockets import SocketTransport
 from tilewright.utils.garbage import collect_seldom
+
+_REPORT_S = 0.1
 
 if TYPE_CHECKING:
     from tilewright.compiler.targets.interface.compiled import Compiled
@@ -56,32 +59,50 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     from tilewright.runtime.grammar.matchers import grammars_of
     from tilewright.runtime.service import EngineService
     from tilewright.runtime.speculative.config import draft_note
-    from tilewright.serve.web.server_log import say
 
-    config = options.model.config
-    source = load(options.model.path, use_cache=config.use_cache)
+    config, report = options.model.config, _StartReport(transport)
+    how: Any = {"use_cache": config.use_cache, "progress": report.progress}
+    source = load(options.model.path, config=options.model, **how)
     for note in source.notes:
-        say(note)
+        report.note(note)
     # Writing a mapped file takes seconds in the engine, and saves the API server as many.
     write = save if source.tokenizer.is_mapped else type(source.tokenizer).save
     write(source.tokenizer, folder / TOKENIZER)
-    compiled = compile(source, options.model, ends_process=True)
+    compiled = compile(source, options.model, progress=report.progress, ends_process=True)
     for note in without_details(compiled.notes, is_verbose=options.verbose):
-        say(note)
+        report.note(note)
     executable = compiled.executable
     limits = executable.capabilities
     promises_no_bits = limits.invariant == "none" or bool(limits.invariant_rows)
     policy = config.scheduler_config(cache_output=promises_no_bits)
     without_drafts = draft_note(policy.speculative, limits)
     if without_drafts is not None:
-        say(without_drafts)
+        report.note(without_drafts)
     grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
+    report.progress("preparing steps", 0, 1)
     service.loop.warm_up()
     grammars.prepare()
     transport.send([service.ready(_facts(source, compiled, options))])
     with contextlib.closing(executable):
         service.run()
+
+
+class _StartReport:
+    """Sends the progress of a start to the API server: every kind of work, and ten times a second."""
+
+    def __init__(self, transport: SocketTransport) -> None:
+        self._transport = transport
+        self._told, self._told_at = "", 0.0
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if what != self._told or now - self._told_at > _REPORT_S:
+            self._told, self._told_at = what, now
+            self._transport.send([EngineStarting(what, done, max(total, 1))])
+
+    def note(self, text: str) -> None:
+        self._transport.send([EngineStarting(" ".join(text.split()))])
 
 
 def _facts(source: ModelHandle, compiled: Compiled, options: ServeOptions) -> dict[str, str]:

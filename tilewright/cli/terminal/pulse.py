@@ -14,9 +14,8 @@ _SECONDS = 10.0
 
 
 class PulsingSign(Sign):
-    """A sign whose last word is repeated every ten seconds, with the seconds since its beginning,
-    where standard error is no terminal. A thread says it, so that one who is long busy with a
-    thing is heard of too.
+    """A status line that writes plain lines without a terminal: every ten seconds, and for another
+    kind of work after a second. A thread writes them, with the seconds since the start.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class PulsingSign(Sign):
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Say how far a compilation has come, ten times a second at the most."""
-        self._doing = lambda: f"{what} {100 * done // max(total, 1)} %"
+        self._work, self._doing = what, lambda: f"{what} {100 * done // max(total, 1)} %"
         if sys.stderr.isatty():
             super().progress(what, done, total)
 
@@ -52,6 +51,10 @@ class PulsingSign(Sign):
         self._doing = doing
 
     def _pulse(self) -> None:
-        began = time.monotonic()
-        while not self._has_ended.wait(_SECONDS):
-            self._write(f"{time.monotonic() - began:.0f} s: {self._doing()}\n")
+        began = told_at = time.monotonic()
+        told = ""
+        while not self._has_ended.wait(min(_SECONDS, 1.0)):
+            now, work = time.monotonic(), self._work
+            if work != told or now - told_at >= _SECONDS:
+                told, told_at = work, now
+                self._write(f"{now - began:.0f} s: {self._doing()}\n")

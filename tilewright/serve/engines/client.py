@@ -14,7 +14,13 @@ import msgspec
 
 from tilewright.errors import ConfigError
 from tilewright.runtime.memory.pages import chain_keys
-from tilewright.runtime.messages import EngineReady, NewTokens, ResetPrefixCache, ToEngine
+from tilewright.runtime.messages import (
+    EngineReady,
+    EngineStarting,
+    NewTokens,
+    ResetPrefixCache,
+    ToEngine,
+)
 from tilewright.runtime.pooling import MEAN
 from tilewright.runtime.request import EngineRequest
 from tilewright.serve.engines.process import (
@@ -30,6 +36,7 @@ from tilewright.serve.engines.run_folders import MeetingFolder
 from tilewright.serve.web.errors import ApiError
 from tilewright.serve.web.server_log import say
 from tilewright.serve.web.settings import Replica
+from tilewright.utils.status_line import StatusLine
 
 TOKENIZER = "tokenizer"
 """Name of the directory in which the engine saves its tokenizer for the API server."""
@@ -70,7 +77,7 @@ class EngineClient:
         self._on_ready = on_ready
         router = ReplicaRouter(len(replicas))
         self._tracker = RequestTracker(self._place, self._send, router, limits or Limits())
-        self._has_begun = False
+        self._has_begun, self._status = False, StatusLine()
         self._beginning = asyncio.Lock()
         self._folder = MeetingFolder()
         self.engines = tuple(
@@ -130,6 +137,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """End the engine processes, first by message, and remove their directory."""
+        self._status.clear()
         await asyncio.gather(*(each.close() for each in self.engines))
         self._folder.remove()
 
@@ -171,8 +179,20 @@ class EngineClient:
                 _check_alike(self.engines[engine].name, ready, known)
             await self._on_ready(engine, folder, ready)
 
+    def starting(self, engine: int, message: EngineStarting) -> None:
+        """See `EngineEvents`."""
+        loading = [each.number for each in self.engines if each.state == LOADING]
+        if loading[:1] != [engine]:  # replicas do the same work
+            return
+        if message.total:
+            self._status.progress(message.text, message.done, message.total)
+        else:
+            self._status.clear()
+            say(message.text)
+
     def began(self, engine: int) -> None:
         """See `EngineEvents`."""
+        self._status.clear()
         known = [each.ready for each in self.engines if each.ready is not None]
         self.ready = _together(known)
         self._has_begun |= all(each.state == READY for each in self.engines)
@@ -193,6 +213,7 @@ class EngineClient:
 
     def gone(self, engine: int, said: str) -> None:
         """See `EngineEvents`."""
+        self._status.clear()
         reason = said.partition(" ")[2]
         if self._has_begun and any(each.state != DOWN for each in self.engines):
             self.lost(engine, reason)

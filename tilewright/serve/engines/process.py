@@ -20,6 +20,7 @@ from tilewright.errors import TilewrightError, one_line
 from tilewright.runtime.messages import (
     EngineReady,
     EngineStartFailed,
+    EngineStarting,
     FromEngine,
     Heartbeat,
     NewTokens,
@@ -44,6 +45,9 @@ class EngineEvents(Protocol):
 
     async def begin(self, engine: int, folder: Path, ready: EngineReady) -> None:
         """Prepare for a started engine with its files in ``folder``. An exception ends it."""
+
+    def starting(self, engine: int, message: EngineStarting) -> None:
+        """Hear how far its start is."""
 
     def began(self, engine: int) -> None:
         """Handle that the engine accepts requests."""
@@ -181,6 +185,8 @@ class EngineProcess:
             self.beat, self._last_beat = message, time.monotonic()
         elif isinstance(message, EngineReady):
             self._tasks.append(asyncio.ensure_future(self._begin(message, folder)))
+        elif isinstance(message, EngineStarting):
+            self._listener.starting(self.number, message)
         elif isinstance(message, EngineStartFailed):
             self.give_up(f"2 {message.message}")
         else:

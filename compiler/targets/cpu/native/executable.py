@@ -59,7 +59,7 @@ class NativeExecutable(HostExecutable):
             hidden_size=packed.hidden_size,
             max_drafts=_max_drafts(options, has_own),
         )
-        found = lib.library()
+        found = lib.library(every_isa=isa >= 0)
         used = found.tw_best_isa() if isa < 0 else isa
         self.device_detail = _described(lib.ISA_NAMES[used], options.num_threads or 1)
         self._library = found

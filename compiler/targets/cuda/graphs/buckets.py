@@ -32,7 +32,7 @@ def prepared_rows_of(plan: KernelProgram, options: CompileOptions) -> int | None
     """
     if options.least_batch is None or options.parallel.tensor > 1 or has_mixers(plan):
         return None
-    return max(options.least_batch, options.strict_rows)
+    return options.least_batch
 
 
 class Buckets:

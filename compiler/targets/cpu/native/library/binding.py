@@ -191,13 +191,13 @@ class TwStep(Structure):
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-    """Load the library. Build it if necessary.
+def library(*, every_isa: bool = False) -> ctypes.CDLL:
+    """Load the library. Build it if necessary, for this processor or with ``every_isa``.
 
     Raises:
         CompileError: It cannot be built or loaded, or has another version.
     """
-    path = library_path()
+    path = library_path(every_isa=every_isa)
     try:
         found = ctypes.CDLL(str(path))
         found.tw_version.restype = c_int32
@@ -240,7 +240,7 @@ def open_engine(program: TwProgram) -> int:
         CompileError: The program is inconsistent, or memory is insufficient.
     """
     said = ctypes.create_string_buffer(_ERROR_BYTES)
-    engine = library().tw_open(ctypes.byref(program), said, _ERROR_BYTES)
+    engine = library(every_isa=program.isa >= 0).tw_open(ctypes.byref(program), said, _ERROR_BYTES)
     if not engine:
         raise CompileError(f"backend native: {said.value.decode()}")
     return int(engine)

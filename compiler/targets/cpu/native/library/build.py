@@ -6,18 +6,27 @@ compiler and flags.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tilewright.compiler.targets.cpu.native.library.recipe import commands, digest, packaged_name
+from tilewright.compiler.targets.cpu.native.library.recipe import (
+    commands,
+    digest,
+    own_units,
+    packaged_name,
+    units,
+)
 from tilewright.compiler.targets.cpu.native.settings import compiler_words
-from tilewright.errors import CompileError, one_line
+from tilewright.errors import CompileError, TilewrightError, one_line
 from tilewright.utils.files import cache_dir
 
 _COMPILERS = ("g++", "clang++", "c++")
@@ -45,7 +54,9 @@ def is_built() -> bool:
     if packaged_library().exists() and not compiler_words("CXXFLAGS"):
         return True
     compiler = find_compiler()
-    return compiler is not None and _cached_library(compiler).exists()
+    return compiler is not None and any(
+        _cached_library(compiler, each).exists() for each in (units(), _own_units())
+    )
 
 
 def packaged_library() -> Path:
@@ -53,17 +64,25 @@ def packaged_library() -> Path:
     return Path(__file__).parent / packaged_name()
 
 
-def _cached_library(compiler: Sequence[str]) -> Path:
-    """Return the path of the cached library, built or not."""
+def _own_units() -> list[Path]:
+    """Return the units to compile on first use. ``CXXFLAGS`` may disable instruction sets."""
+    return units() if compiler_words("CXXFLAGS") else own_units()
+
+
+def _cached_library(compiler: Sequence[str], own: Sequence[Path]) -> Path:
+    """Return the path of the cached library of these units, built or not."""
     named = os.environ.get("TILEWRIGHT_NATIVE")
     folder = Path(named) if named else cache_dir() / "native"
-    return folder / f"{_key(compiler)}.so"
+    return folder / f"{_key(compiler, own)}.so"
 
 
 @functools.cache
-def library_path() -> Path:
+def library_path(*, every_isa: bool = False) -> Path:
     """Return the shared library: from the package if its sources match, else from the cache, else
     built.
+
+    A library that is built here has this processor's best instruction set only. ``every_isa``: it
+    has every instruction set, for comparisons.
 
     Raises:
         CompileError: There is no compiler, or compilation fails.
@@ -79,7 +98,11 @@ def library_path() -> Path:
             f"backend native: no C++ compiler{sought}; allowed: --backend onnxruntime, or g++ or "
             "clang++ of C++20 (CXX=path)"
         )
-    path = _cached_library(compiler)
+    own = units()
+    path = _cached_library(compiler, own)
+    if not every_isa and not path.exists():
+        own = _own_units()
+        path = _cached_library(compiler, own)
     folder = path.parent
     if path.exists():
         return path
@@ -88,43 +111,55 @@ def library_path() -> Path:
         with (folder / ".lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
+                for left in folder.glob("tmp*"):  # of a process that was killed
+                    shutil.rmtree(left, ignore_errors=True)
                 with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                    built = compile_library(compiler, Path(temporary))
+                    built = compile_library(compiler, Path(temporary), own)
                     os.replace(built, path)
     except OSError as error:
         raise CompileError(f"{folder}: the native library cannot be kept ({error})") from None
     return path
 
 
-def compile_library(compiler: Sequence[str], folder: Path) -> Path:
-    """Compile all units in parallel and link them in ``folder``.
+def begin_build() -> None:
+    """Build a missing library in a thread, while a model is read. Errors are left to
+    `library_path`.
+    """
+    if not is_built() and find_compiler() is not None:
+        threading.Thread(target=_build_quietly, name="kernels", daemon=True).start()
+
+
+def _build_quietly() -> None:
+    with contextlib.suppress(TilewrightError):
+        library_path()
+
+
+def compile_library(
+    compiler: Sequence[str], folder: Path, own: Sequence[Path] | None = None
+) -> Path:
+    """Compile ``own`` units (None: all), one a processor, and link them in ``folder``.
 
     Raises:
         CompileError: Compilation fails. The message has the compiler's first output.
     """
     library = folder / "library.so"
-    *objects, link = commands(compiler, folder, library)
-    for together in (objects, [link]):
-        running = [
-            subprocess.Popen(each, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-            for each in together
-        ]
-        for process in running:
-            _finish(process)
+    *objects, link = commands(compiler, folder, library, own)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(_run, objects))
+    _run(link)
     return library
 
 
-def _finish(process: subprocess.Popen[bytes]) -> None:
+def _run(command: Sequence[str]) -> None:
     try:
-        _, said = process.communicate(timeout=_MOST_SECONDS)
+        done = subprocess.run(command, capture_output=True, timeout=_MOST_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        process.kill()
         raise CompileError(
             f"backend native: the C++ compiler took more than {_MOST_SECONDS} s; "
             "allowed: --backend onnxruntime"
         ) from None
-    if process.returncode:
-        lines = said.decode(errors="replace").splitlines()
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").splitlines()
         first = next((line for line in lines if "error" in line), "".join(lines[:1]))
         raise CompileError(
             f"backend native: the C++ compiler failed ({one_line(RuntimeError(first))}); "
@@ -132,11 +167,11 @@ def _finish(process: subprocess.Popen[bytes]) -> None:
         )
 
 
-def _key(compiler: Sequence[str]) -> str:
-    """Return a hash over sources, compiler and flags."""
+def _key(compiler: Sequence[str], own: Sequence[Path] | None = None) -> str:
+    """Return a hash over sources, units, compiler and flags."""
     said = _version_of(tuple(compiler), os.stat(compiler[0]).st_mtime_ns)
     named = " ".join((*compiler, *compiler_words("CXXFLAGS")))
-    return digest(said + named.encode())[:32]
+    return digest(said + named.encode(), own)[:32]
 
 
 @functools.cache

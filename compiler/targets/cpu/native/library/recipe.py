@@ -33,6 +33,13 @@ _OF_MACHINES = {
 }
 
 
+_FEATURES = {
+    "isa_avx512": "avx512f avx512bw avx512vl avx512dq avx512cd avx512_vnni avx512_bf16",
+    "isa_avx2": "avx2 fma f16c",
+}
+_PROCESSOR = Path("/proc/cpuinfo")
+
+
 def units(machine: str | None = None) -> list[Path]:
     """Return the translation units for a machine's processors. None: this machine."""
     own = _OF_MACHINES.get(machine or platform.machine(), ())
@@ -41,6 +48,23 @@ def units(machine: str | None = None) -> list[Path]:
         for each in sorted(SOURCES.glob("*.cpp"))
         if each.stem in own or each.stem not in _ISA_FLAGS
     ]
+
+
+def own_units() -> list[Path]:
+    """Return the translation units for this processor only: its best instruction set.
+
+    All units if the processor's instruction sets are unknown.
+    """
+    found = units()
+    try:
+        lines = _PROCESSOR.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return found
+    has = set(next((line for line in lines if line.startswith("flags")), "").split())
+    best = next((name for name, needed in _FEATURES.items() if has.issuperset(needed.split())), "")
+    if not best:
+        return found
+    return [each for each in found if each.stem == best or not each.stem.startswith("isa_")]
 
 
 def flags_of(unit: Path) -> tuple[str, ...]:
@@ -81,27 +105,36 @@ def words(name: str, environ: Mapping[str, str] = os.environ) -> list[str]:
     return found
 
 
-def commands(compiler: Sequence[str], folder: Path, library: Path) -> list[list[str]]:
-    """Return the compile commands for all units into ``folder``, then the link command.
+def commands(
+    compiler: Sequence[str], folder: Path, library: Path, own: Sequence[Path] | None = None
+) -> list[list[str]]:
+    """Return the compile commands for ``own`` units into ``folder``, then the link command.
 
-    ``compiler`` has its words. ``CXXFLAGS`` precede the library's own flags, so the latter win.
+    Instruction sets have a command each, the slowest first. The other units share a command, and
+    so the time for system headers. ``own`` None: all units. ``compiler`` has its words.
+    ``CXXFLAGS`` precede the library's own flags, so the latter win.
 
     Raises:
         ValueError: See :func:`words`.
     """
     given = [*compiler, *words("CXXFLAGS")]
-    objects = [(unit, str(folder / f"{unit.stem}.o")) for unit in units()]
-    compiling = [
-        [*given, *flags_of(unit), "-c", str(unit), "-o", target] for unit, target in objects
-    ]
-    names = [target for _, target in objects]
+    chosen = units() if own is None else own
+    tables = [each for each in chosen if each.stem.startswith("isa_")]
+    first, *others = [each for each in chosen if each not in tables]
+    together = [word for each in others for word in ("-include", str(each))]
+    compiling, names = [], []
+    for unit, more in [*((each, []) for each in tables), (first, together)]:
+        names.append(str(folder / f"{unit.stem}.o"))
+        compiling.append([*given, *flags_of(unit), *more, "-c", str(unit), "-o", names[-1]])
     return [*compiling, [*given, "-shared", "-pthread", *names, "-o", str(library)]]
 
 
-def digest(compiler: bytes = b"") -> str:
-    """Return a hash over sources, flags, processor and ``compiler``."""
+def digest(compiler: bytes = b"", own: Sequence[Path] | None = None) -> str:
+    """Return a hash over sources, flags of ``own`` units, processor and ``compiler``. ``own`` None:
+    all units.
+    """
     found = hashlib.sha256(compiler + platform.machine().encode())
-    for unit in units():
+    for unit in units() if own is None else own:
         found.update(repr(flags_of(unit)).encode())
     for path in sorted(SOURCES.iterdir()):
         if path.suffix in (".cpp", ".h", ".inl"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -138,6 +139,7 @@ def create_engine(
     executor = FAMILY.on_gpu if place.type == "cuda" else FAMILY.on_cpu
     engine = Engine(executor(tensors, settings, place), settings)
     engine.rehearse()
+    gc.collect()  # else the first calls may have to
     return engine
 
 

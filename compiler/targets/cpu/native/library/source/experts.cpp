@@ -71,13 +71,13 @@ void sort(Worker& worker, const TwInstruction& each) {
     routing.num_chosen = count;
 }
 
-// Rows of an expert matmul: `own` has a row per entry, otherwise a row per token.
-struct Rows {
+// ExpertRows of an expert matmul: `own` has a row per entry, otherwise a row per token.
+struct ExpertRows {
     int64_t num_tokens, num_slots, columns, wide;
     int32_t top_k;
     bool own, single;
 
-    Rows(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens)
+    ExpertRows(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens)
         : num_tokens(num_tokens), columns(weight.columns), wide(rounded(weight.columns, kBlock)), top_k(each.top_k) {
         own = each.x.width != columns;
         single = !own && num_tokens == 1;  // a common row for all experts
@@ -88,7 +88,7 @@ struct Rows {
 };
 
 // Prepare rows in expert order.
-void prepare_token(Worker& worker, const TwInstruction& each, const Rows& rows, const Prepared& to, int32_t arithmetic, int64_t token) {
+void prepare_token(Worker& worker, const TwInstruction& each, const ExpertRows& rows, const Prepared& to, int32_t arithmetic, int64_t token) {
     const int32_t* slots = worker.engine.routing.slots.data() + token * rows.top_k;
     const float* x = worker.at(each.x, token);
     if (rows.single) return prepare(worker.kernels(), x, rows.columns, nullptr, 0.0f, false, to, arithmetic, 0, nullptr);
@@ -111,13 +111,13 @@ Operand rows_of(const Prepared& rows, int64_t slot) {
 }
 
 // A thread's scratch: prepared rows, matmul scratch, row offsets, and results to weight.
-struct Scratch {
+struct ExpertScratch {
     uint8_t *rows, *product;
     int64_t* offsets;
     float* products;
     int64_t num_bytes;
 
-    Scratch(uint8_t* memory, const Rows& each) {
+    ExpertScratch(uint8_t* memory, const ExpertRows& each) {
         rows = memory;
         product = rows + rounded(kFewSlots * each.wide * 5 + 256, 64);
         offsets = (int64_t*)(product + each.wide * 128);
@@ -131,9 +131,9 @@ struct Product {
     Worker& worker;
     const TwInstruction& each;
     const TwTensor& weight;
-    const Rows& rows;
+    const ExpertRows& rows;
     const Prepared& prepared;
-    const Scratch& scratch;
+    const ExpertScratch& scratch;
     int32_t arithmetic;
     int64_t num_pairs;
 
@@ -209,11 +209,11 @@ void share_sums(Worker& worker, const Product& product) {
 }  // namespace
 
 int64_t experts_scratch(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens) {
-    return Scratch(kNowhere, Rows(weight, each, num_tokens)).num_bytes;
+    return ExpertScratch(kNowhere, ExpertRows(weight, each, num_tokens)).num_bytes;
 }
 
 int64_t experts_operand(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens) {
-    return Rows(weight, each, num_tokens).wide * 5 * num_tokens * each.top_k + 4096;
+    return ExpertRows(weight, each, num_tokens).wide * 5 * num_tokens * each.top_k + 4096;
 }
 
 void run_route(Worker& worker, const TwInstruction& each) {
@@ -232,8 +232,8 @@ void run_route(Worker& worker, const TwInstruction& each) {
 void run_experts(Worker& worker, const TwInstruction& each) {
     const TwTensor& weight = worker.engine.tensors[each.weight];
     const int32_t arithmetic = each.arithmetic[worker.step.decodes ? 1 : 0];
-    const Rows rows(weight, each, worker.num_rows);
-    const Scratch scratch(worker.scratch(), rows);
+    const ExpertRows rows(weight, each, worker.num_rows);
+    const ExpertScratch scratch(worker.scratch(), rows);
     const Prepared prepared(rows.few() ? scratch.rows : worker.engine.operand.data(), rows.num_slots, rows.wide, arithmetic, weight.kind);
     auto prepare = [&](int64_t token) { prepare_token(worker, each, rows, prepared, arithmetic, token); };
     if (rows.few()) {

@@ -104,9 +104,11 @@ struct Kernels {
     void (*delta_rule)(const DeltaHead&);
 };
 
-const Kernels* scalar_kernels();
-const Kernels* avx2_kernels();
-const Kernels* avx512_kernels();
-const Kernels* neon_kernels();
+// Null in a library without the instruction set's unit.
+#define TW_OPTIONAL __attribute__((weak, visibility("default")))
+TW_OPTIONAL const Kernels* scalar_kernels();
+TW_OPTIONAL const Kernels* avx2_kernels();
+TW_OPTIONAL const Kernels* avx512_kernels();
+TW_OPTIONAL const Kernels* neon_kernels();
 
 }  // namespace tw

@@ -69,15 +69,14 @@ const Kernels* choose(int32_t isa) {
 #endif
     if (isa < -1 || isa > best)
         throw Refused((is_between(isa, 0, 3) ? names[isa] : "instruction set " + std::to_string(isa)) + " is not on this machine; allowed: " + names[best] + ", or -1 for it");
-#if defined(__x86_64__)
-    switch (isa < 0 ? best : isa) {
-        case 2: return avx512_kernels();
-        case 1: return avx2_kernels();
-    }
-#elif defined(__aarch64__)
-    if (isa && best) return neon_kernels();
+#if defined(__aarch64__)
+    const Kernels* (*const tables[])() = {scalar_kernels, neon_kernels};
+#else
+    const Kernels* (*const tables[])() = {scalar_kernels, avx2_kernels, avx512_kernels};
 #endif
-    return scalar_kernels();
+    const int32_t used = isa < 0 ? best : isa;
+    if (!tables[used]) throw Refused(names[used] + " is not in this library; allowed: -1");
+    return tables[used]();
 }
 
 constexpr double kMostState = 0x1p46;  // bytes; sums of more might not fit their integers

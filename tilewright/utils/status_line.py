@@ -1,0 +1,83 @@
+"""Terminal progress on standard error. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+
+_REDRAW_S = 0.1
+_NEW_LINE_S, _SAME_LINE_S = 1.0, 5.0
+"""Seconds before a plain line about another kind of work, and between lines about the same."""
+
+
+class StatusLine:
+    """A dim line about the current work. The next line replaces it.
+
+    Without a terminal, `note` writes plain lines, and a thread writes lines about slow work: a line
+    for each kind of work of over a second, and a line every five seconds.
+    """
+
+    def __init__(self) -> None:
+        self._shown_at = 0.0
+        self._work = self._how_far = ""
+        self._stop: threading.Event | None = None
+
+    def show(self, text: str) -> None:
+        """Replace the line by ``text``."""
+        if not sys.stderr.isatty():
+            self.clear()
+        else:
+            self._write(f"\r\x1b[K{self._dim(text[:100])}\r")
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Report compile progress. A terminal is redrawn at most ten times a second."""
+        now, self._work = time.monotonic(), what
+        self._how_far = f"{what} {100 * done // max(total, 1)} %"
+        if sys.stderr.isatty():
+            if now - self._shown_at > _REDRAW_S:
+                self._shown_at = now
+                self.show(self._how_far)
+        elif self._stop is None:
+            self._stop = threading.Event()
+            threading.Thread(target=self._tell, args=(self._stop,), daemon=True).start()
+
+    def _tell(self, stop: threading.Event) -> None:
+        told, told_at = "", 0.0
+        while not stop.wait(_NEW_LINE_S):
+            now = time.monotonic()
+            if self._work != told:
+                told, told_at = self._work, now
+                self._write(f"{told} ...\n")
+            elif now - told_at >= _SAME_LINE_S:
+                told_at = now
+                self._write(f"{self._how_far}\n")
+
+    def note(self, text: str) -> None:
+        """Print a line above the current work."""
+        self.clear()
+        self._write(f"{self._dim(' '.join(text.split()))}\n")
+
+    def write_lines(self, text: str) -> None:
+        """Print lines of text."""
+        self.clear()
+        self._write(f"{text}\n")
+
+    def clear(self) -> None:
+        """Remove the line and stop plain lines about slow work."""
+        if self._stop is not None:
+            self._stop.set()
+            self._stop = None
+        if sys.stderr.isatty():
+            self._write("\r\x1b[K")
+
+    def _dim(self, text: str) -> str:
+        is_dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        return f"\x1b[2m{text}\x1b[0m" if is_dim else text
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
+            sys.stderr.write(text)
+            sys.stderr.flush()
