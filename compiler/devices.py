@@ -200,13 +200,14 @@ def check_ranks(target: str, num_ranks: int) -> None:
     if target == CPU_BACKENDS["onnxruntime"]:
         raise ConfigError(
             f"{num_ranks} ranks of backend onnxruntime: it exchanges nothing between ranks; "
-            "allowed: --backend native (a C++ compiler), or without --tensor-parallel"
+            "allowed: --backend native (a C++ compiler), or without --tensor-parallel-size"
         )
     if target in BOARDS:
         chips = ", ".join(f"{each} ({DEVICES[each].num_chips})" for each in BOARDS)
         raise ConfigError(
             f"{num_ranks} ranks of target {target}: a board deals a model over its own chips; "
-            f"allowed: without --tensor-parallel, and as --target a board by its chips: {chips}"
+            "allowed: without --tensor-parallel-size, and as --target a board by its chips: "
+            f"{chips}"
         )
 
 

@@ -13,6 +13,8 @@ from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.table import get_target
 from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.cases.cases import CASES
+from tilewright.options.arguments import declared
+from tilewright.options.engine_config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,6 +53,26 @@ def test_the_tables_themselves_propose() -> None:
         _ = CASES["acuracy-ci-1"]
     with pytest.raises(ConfigError, match="did you mean 'dllama'"):
         load_precision("dlama")
+
+
+RENAMED = {
+    *("--tensor-parallel", "--expert-parallel", "--exchange", "--wire", "--peer-limit"),
+    *("--max-seats", "--max-context", "--step-tokens", "--memory-fraction", "--copies"),
+    *("--arithmetic", "--step-ms", "--no-prefix-cache", "--cache-replies", "--host-cache"),
+}
+"""Older flags of `EngineConfig` that no command has as its own."""
+
+
+def test_texts_name_options_by_their_names_in_the_help() -> None:
+    """Errors, notes and help: every text of the product but the declaration of the old names."""
+    aliases = {alias for made in declared(EngineConfig).values() for alias in made.aliases}
+    assert aliases >= RENAMED
+    for folder in ("compiler", "models", "tilewright"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name == "engine_config.py" and path.parent.name == "options":
+                continue
+            said = set(re.findall(r"--[a-z][a-z-]*[a-z]", path.read_text(encoding="utf-8")))
+            assert not said & RENAMED, path
 
 
 def test_what_is_said_to_be_installed_is_there_to_install() -> None:

@@ -36,13 +36,13 @@ def own_part(folder: Path, manifest: Manifest, options: CompileOptions) -> Path:
         if parallel.tensor > 1:
             raise CompileError(
                 f"{folder}: a program of one device for {parallel.tensor} ranks; allowed: the "
-                "checkpoint, or a folder compiled with --tensor-parallel"
+                "checkpoint, or a folder compiled with --tensor-parallel-size"
             )
         return folder
     if parallel.tensor != group.tensor:
         raise CompileError(
             f"{folder}: programs of {group.tensor} ranks for {parallel.tensor}; allowed: "
-            f"--tensor-parallel {group.tensor}"
+            f"--tensor-parallel-size {group.tensor}"
         )
     for name, asked, held in (
         ("expert-parallel", parallel.expert, group.expert),

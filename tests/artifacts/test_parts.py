@@ -97,8 +97,8 @@ def test_a_rank_reads_no_other_rank_s_part(model: SimpleNamespace, tmp_path: Pat
 @pytest.mark.parametrize(
     ("parallel", "said"),
     [
-        (Parallel(), "programs of 2 ranks for 1; allowed: --tensor-parallel 2"),
-        (Parallel(3), "programs of 2 ranks for 3; allowed: --tensor-parallel 2"),
+        (Parallel(), "programs of 2 ranks for 1; allowed: --tensor-parallel-size 2"),
+        (Parallel(3), "programs of 2 ranks for 3; allowed: --tensor-parallel-size 2"),
         (
             Parallel(2, wire="q80"),
             "--wire q80 with {}, which was compiled with bf16; allowed: without --wire",

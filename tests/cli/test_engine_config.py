@@ -107,7 +107,7 @@ def test_flag_replaces_the_value_of_the_file_and_says_so(
     options = read_serve_options(
         ["--config", str(file), "--max-seats", "4", "--target", "reference"]
     )
-    assert (options.model.config.max_num_seqs, options.port) == (4, 9)
+    assert (options.model.config.max_num_seqs, options.server.port) == (4, 9)
     assert capsys.readouterr().err.splitlines() == [
         f"tilewright: {file}: target: replaced by the command line",
         f"tilewright: {file}: max_num_seqs: replaced by the command line",

@@ -289,9 +289,10 @@ def test_option_of_several_values_given_twice_keeps_all(tiny_gguf: Path) -> None
     for name in names:
         argv += [name, "a", name, "b", "c"]
     found = read_serve_options(argv)
-    for values in (found.api_key, found.served_model_name, found.cors_origins):
+    server = found.server
+    for values in (server.api_key, server.served_model_name, server.cors_origins):
         assert values == ("a", "b", "c")
-    assert read_serve_options(argv[:1]).api_key == (), "nothing is kept of the last command line"
+    assert read_serve_options(argv[:1]).server.api_key == (), "of the last command line"
     with pytest.raises(ConfigError, match="--api-key"):
         read_serve_options([*argv, "--api-key", ""])
 
@@ -327,6 +328,6 @@ def test_single_value_given_twice_is_an_error(again: list[str]) -> None:
 def test_options_of_a_replica_replace_those_of_its_server(tiny_gguf: Path) -> None:
     argv = [str(tiny_gguf), "--replicas", "2", "--threads", "4", "--replicas", "1", "--threads=2"]
     found = read_serve_options(argv, last_wins=True)
-    assert (found.replicas, found.model.config.num_threads) == (1, 2)
+    assert (found.server.replicas, found.model.config.num_threads) == (1, 2)
     with pytest.raises(ConfigError, match="data-parallel-size: given twice"):
         read_serve_options(argv)

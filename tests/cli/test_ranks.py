@@ -146,8 +146,8 @@ def test_a_board_is_refused_ranks_before_anything_is_opened(
 ) -> None:
     said = (
         "2 ranks of target n300: a board deals a model over its own chips; allowed: without "
-        "--tensor-parallel, and as --target a board by its chips: n150 (1), n300 (2), t3k (8), "
-        "tg (32), p100 (1), p150 (1), p300 (2), qb2 (4), loudbox (8), bh-galaxy (32)"
+        "--tensor-parallel-size, and as --target a board by its chips: n150 (1), n300 (2), "
+        "t3k (8), tg (32), p100 (1), p150 (1), p300 (2), qb2 (4), loudbox (8), bh-galaxy (32)"
     )
     given = ["--target", "n300", "--tensor-parallel", "2"]
     nowhere, shape = str(tmp_path / "none"), "shape:llama-3.2-1b"
@@ -168,7 +168,7 @@ def test_onnxruntime_is_refused_ranks_before_anything_is_opened(
 ) -> None:
     said = (
         "2 ranks of backend onnxruntime: it exchanges nothing between ranks; allowed: "
-        "--backend native (a C++ compiler), or without --tensor-parallel"
+        "--backend native (a C++ compiler), or without --tensor-parallel-size"
     )
     given = ["--backend", "onnxruntime", "--tensor-parallel", "2"]
     nowhere, shape = str(tmp_path / "none"), "shape:llama-3.2-1b"

@@ -28,7 +28,7 @@ from tilewright.runtime.messages import (
 from tilewright.runtime.request import EngineRequest
 from tilewright.serve.engines.client import EngineClient
 from tilewright.serve.engines.process import READY
-from tilewright.serve.engines.request_tracker import Limits, RequestTracker
+from tilewright.serve.engines.request_tracker import RequestTracker
 from tilewright.serve.engines.routing import ReplicaRouter
 from tilewright.serve.front import Front
 from tilewright.serve.prompt.structured import GrammarValidator
@@ -71,7 +71,8 @@ class ScriptedClient(EngineClient):
         self.coder, self.asked = coder, list[EngineRequest]()
         self.engines = ()
         self.ready = EngineReady(coder.vocab_size, 4, 4096, 4096, facts={"name": "scripted"})
-        self._tracker = RequestTracker(lambda request: 0, self._send, ReplicaRouter(1), Limits())
+        router = ReplicaRouter(1)
+        self._tracker = RequestTracker(lambda _: 0, self._send, router, ServerConfig())
 
     @property
     def state(self) -> str:

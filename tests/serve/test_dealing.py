@@ -24,7 +24,7 @@ def of_options(argv: list[str]) -> tuple[Replica, ...]:
     given = read_serve_options(argv)
     model, threads = given.model, given.model.config.num_threads
     dealing = {"devices": given.devices, "threads": threads}
-    return replicas_of(given.replicas, model.target, model.grouping, **dealing)
+    return replicas_of(given.server.replicas, model.target, model.grouping, **dealing)
 
 
 def dealt(*argv: str, cores: tuple[int, ...] = (), monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -106,7 +106,7 @@ def test_an_engine_reads_its_own_share_behind_the_users_options() -> None:
     user = ["shape:tiny", "--replicas", "2", "--tensor-parallel", "2", "--threads", "8"]
     for own in of_options(user):
         options = read_serve_options([*user, *own.arguments], last_wins=True)
-        assert (options.replicas, options.model.config.num_threads) == (1, 2)
+        assert (options.server.replicas, options.model.config.num_threads) == (1, 2)
         assert options.model.grouping.parallel.tensor == 2
 
 

@@ -16,7 +16,7 @@ from tests.serve.fronts import Running, running_front, wait_until
 from tests.serve.test_fronts import chat, is_idle, raw
 from tilewright.serve.web.settings import Replica, ServerConfig
 
-TWO = ServerConfig(replicas=(Replica(), Replica()))
+TWO = ServerConfig(engines=(Replica(), Replica()))
 LONG = "x" * 200
 """Two full pages and a half, of the 64 tokens by which prompts are told apart."""
 
@@ -50,7 +50,7 @@ def read_until(client: socket.socket, mark: bytes) -> bytes:
 
 def test_it_is_healthy_once_all_are_up_and_says_who_is_missing() -> None:
     late = Replica(environment={"FAKE_LATE": "1.5"})
-    with running_front(ServerConfig(replicas=(Replica(), late)), waits=False) as running:
+    with running_front(ServerConfig(engines=(Replica(), late)), waits=False) as running:
         wait_until(lambda: running.front.client.engines[0].state == "ready")
         assert health(running) == (503, {"status": "loading", "replicas": 2, "missing": [1]})
         assert running.post("/v1/chat/completions", chat("a"))[1]["error"]["code"] == "loading"
@@ -122,7 +122,7 @@ def test_the_last_replica_serves_alone_and_ends_the_server_with_it() -> None:
 
 def test_a_replica_that_serves_another_thing_is_refused() -> None:
     other = Replica(environment={"FAKE_PRECISION": "{other}", "FAKE_LATE": "0.3"})
-    with running_front(ServerConfig(replicas=(Replica(), other)), waits=False) as running:
+    with running_front(ServerConfig(engines=(Replica(), other)), waits=False) as running:
         wait_until(running.front.client.ended.done)
         said = "2 replica 1: precision {other}; allowed: {}, as the others have"
         assert running.front.client.ended.result() == said
@@ -131,7 +131,7 @@ def test_a_replica_that_serves_another_thing_is_refused() -> None:
 def test_replicas_have_arguments_variables_and_cores_of_their_own() -> None:
     core = min(os.sched_getaffinity(0))
     replicas = (Replica(), Replica(arguments=("--one",), environment={"A": "b"}, cores=(core,)))
-    with running_front(ServerConfig(replicas=replicas)) as running:
+    with running_front(ServerConfig(engines=replicas)) as running:
         first, second = (each.pid for each in running.front.client.engines)
         assert os.sched_getaffinity(second) == {core}
         assert os.sched_getaffinity(first) == os.sched_getaffinity(0)

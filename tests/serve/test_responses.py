@@ -29,7 +29,7 @@ TOOLS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def hermes() -> Iterator[Scripted]:
-    with scripted(HERMES, template_variables={"enable_thinking": False}) as found:
+    with scripted(HERMES, default_chat_template_kwargs={"enable_thinking": False}) as found:
         yield found
 
 
@@ -219,7 +219,7 @@ def test_bad_requests_are_refused_in_one_line(hermes: Scripted, body: Any, said:
 
 def test_log_probabilities_failures_and_keys() -> None:
     """On an engine process of its own: what the fake one scores, fails and serves."""
-    with running_front(ServerConfig(api_keys=("one", "two"))) as front:
+    with running_front(ServerConfig(api_key=("one", "two"))) as front:
         one, two = (
             openai.OpenAI(base_url=f"{front.url}/v1", api_key=key, max_retries=0)
             for key in ("one", "two")

@@ -17,12 +17,12 @@ from tilewright.serve.web.settings import ServerConfig
 @pytest.fixture(scope="module")
 def front() -> Iterator[Running]:
     settings = ServerConfig(
-        api_keys=("one", "two"),
-        names=("first", "second"),
+        api_key=("one", "two"),
+        served_model_name=("first", "second"),
         strict_model=True,
         cors_origins=("https://friend.example",),
-        has_admin=True,
-        metrics_prefix="vllm",
+        admin=True,
+        metrics_names="vllm",
     )
     with running_front(settings) as running:
         yield running

@@ -39,7 +39,7 @@ CALLS = (
 
 @pytest.fixture(scope="module")
 def hermes() -> Iterator[Scripted]:
-    with scripted(HERMES, template_variables={"enable_thinking": False}) as found:
+    with scripted(HERMES, default_chat_template_kwargs={"enable_thinking": False}) as found:
         yield found
 
 

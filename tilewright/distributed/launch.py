@@ -212,7 +212,7 @@ def _wait(
             missing = ", ".join(str(r) for r in range(1, size) if r not in found)
             raise ConfigError(
                 f"ranks {missing} of {size} did not come within {LOADING_SECONDS:g} s; allowed: "
-                "all of them started with the same --tensor-parallel and --master-addr"
+                "all of them started with the same --tensor-parallel-size and --master-addr"
             )
     return found
 

@@ -1,6 +1,6 @@
 """A follower of rank 0: a process that loads its part of a model and runs the steps it is sent.
 
-Rank 0 starts it (`--tensor-parallel`), or torchrun, or a further machine of a group does.
+Rank 0 starts it (`--tensor-parallel-size`), or torchrun, or a further machine of a group does.
 """
 
 from __future__ import annotations

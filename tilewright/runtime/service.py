@@ -178,8 +178,8 @@ class EngineService:
         self._has_warned = True
         print(
             f"tilewright: {scheduler.num_preempted} of {scheduler.num_arrived} requests have been "
-            "preempted for want of pages; fewer --max-seats, or a larger --memory-fraction, "
-            "avoids it",
+            "preempted for want of pages; fewer --max-num-seqs, or a larger "
+            "--gpu-memory-utilization, avoids it",
             file=sys.stderr,
         )
 

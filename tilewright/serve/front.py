@@ -16,7 +16,6 @@ from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.messages import EngineReady
 from tilewright.serve.engines.client import TOKENIZER, EngineClient
 from tilewright.serve.engines.process import LOADING
-from tilewright.serve.engines.request_tracker import Limits
 from tilewright.serve.job_maker import JobMaker
 from tilewright.serve.jobs import Served, fingerprint_of
 from tilewright.serve.metrics import Metrics
@@ -54,26 +53,19 @@ class Front(JobMaker):
         self.coder: TextCoder | None = None
         self.template = TemplateFacts()
         self.template_variables = settings.template_variables
-        self.image_limits = settings.image_limits
+        self.image_limits = settings.limit_mm_per_prompt
         self.trials: GrammarValidator | None = None
         self.fingerprint = ""
         self.responses = ResponseStore()
         self.defaults = dict(settings.defaults)
         self._load_coder = load_coder
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="texts")
-        limits = Limits(max_queue=settings.max_queue, queue_timeout=settings.queue_timeout)
-        self.client = EngineClient(
-            command,
-            self._take_ready,
-            replicas=settings.replicas,
-            limits=limits,
-            hung_seconds=settings.hung_seconds,
-        )
+        self.client = EngineClient(command, self._take_ready, settings)
         self.metrics = self._metrics("")
 
     def _metrics(self, model: str) -> Metrics:
         pids = [partial(getattr, each, "pid") for each in self.client.engines]
-        return Metrics(self.settings.metrics_prefix, model, pids)
+        return Metrics(self.settings.metrics_names, model, pids)
 
     async def close(self) -> None:
         """End the engines. Unfinished texts are dropped."""
@@ -101,7 +93,7 @@ class Front(JobMaker):
 
     def names(self, ready: EngineReady) -> tuple[str, ...]:
         """Return the names of the model. Responses contain the first name."""
-        return self.settings.names or (ready.facts.get("name", "model"),)
+        return self.settings.served_model_name or (ready.facts.get("name", "model"),)
 
     async def in_thread(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
         """Run a slow function in a thread."""

@@ -57,7 +57,7 @@ def _route(lowering: LoweringState, node: Node) -> None:
     if own and not lowering.needs.deals_experts:
         raise CompileError(
             f"{info(node).fqn}: whole experts on some of the ranks have no kernel on target "
-            f"{lowering.needs.target}; allowed: --expert-parallel 1"
+            f"{lowering.needs.target}; allowed: --expert-parallel-size 1"
         )
     assert isinstance(first, int) and (count is None or isinstance(count, int))
     bias = more[0] if more else None

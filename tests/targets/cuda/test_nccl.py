@@ -179,7 +179,7 @@ class Met:
         (None, 2, True, None),
         ("peers", 2, True, None),
         (None, 2, False, "rank 1 is on another machine"),
-        ("nccl", 2, True, "--exchange nccl"),
+        ("nccl", 2, True, "--collective-backend nccl"),
         (None, 9, True, "9 ranks are more than 8"),
     ],
 )

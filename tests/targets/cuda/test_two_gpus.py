@@ -101,7 +101,7 @@ def test_logits_are_those_of_one_gpu(compute: str, least_equal: float, most_kl: 
     assert torch.equal(found, again)
     with engine("--compute", compute, "--tensor-parallel", "2", "--exchange", "nccl") as two:
         notes = " ".join(two.executable.notes)
-        assert "exchange through NCCL (--exchange nccl)" in notes
+        assert "exchange through NCCL (--collective-backend nccl)" in notes
         for _ in range(2):  # as captured, and replayed
             assert torch.equal(forced(two, num_steps), found)
     divergences = torch.cat([divergence(*each) for each in zip(expected, found, strict=True)])

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilewright.cli.arguments.sampling import SamplingOptions
+from tilewright.compiler.sampling.params import SamplingParams, sampling_of
 from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import ACCURACY_TEXT, CASES, DEFAULT_CASE, Case
 from tilewright.evaluate.cases.prompts import (
@@ -27,7 +29,6 @@ from tilewright.options.arguments import (
     names_of,
     option,
     read_prompt,
-    real,
     values_of,
 )
 from tilewright.options.config_file import (
@@ -108,6 +109,7 @@ class RunOptions:
     case: Case
     is_case_changed: bool
     model: ResolvedConfig
+    sampling: SamplingParams
     prompts: tuple[BenchPrompt, ...]
     text: str
     accuracy_text: AccuracyText
@@ -117,24 +119,6 @@ class RunOptions:
     )
     verbose: bool = option("print the compiler's notes", "-v", "--verbose", default=False)
     explain_time: bool = option("print the predicted step time by part (boards)", default=False)
-    temperature: float = option(
-        "sampling temperature, 0: greedy", default=0.0, group="sampling", type=real(0, 100)
-    )
-    top_k: int = option(
-        "sample from the K likeliest tokens, 0: off",
-        default=0,
-        group="sampling",
-        type=integer(0, (1 << 31) - 1),
-    )
-    top_p: float = option(
-        "sample from this share of probability, 1: off, 0: greedy",
-        default=1.0,
-        group="sampling",
-        type=real(0, 1),
-    )
-    seed: int = option(
-        "seed for sampling", default=0, group="sampling", type=integer(0, (1 << 63) - 1)
-    )
     results: Path | None = option(
         f"JSON lines file for the result (default: {DEFAULT_RESULTS})",
         default=DEFAULT_RESULTS,
@@ -161,6 +145,7 @@ def parser() -> argparse.ArgumentParser:
         "tilewright bench --nodes --help (distributed-llama).",
     )
     add_options(found, PathArguments, ConfigArguments, _BenchArgs, _CaseChanges, RunOptions)
+    add_options(found, SamplingOptions, without=("max_tokens",))
     add_options(found, EngineConfig, only=_ENGINE)
     return found
 
@@ -189,6 +174,7 @@ def read_options(argv: Sequence[str], sign: Sign | None = None) -> RunOptions | 
         prompts = tuple(sample_prompts(case.prompts))
     accuracy_on = _accuracy_text(arguments.accuracy_text, case)
     given = values_of(RunOptions, arguments)
+    sampling = values_of(SamplingOptions, arguments)
     if arguments.no_results:
         given["results"] = None
     else:
@@ -197,6 +183,7 @@ def read_options(argv: Sequence[str], sign: Sign | None = None) -> RunOptions | 
         case=case,
         is_case_changed=case != named or not accuracy_on.is_standard,
         model=resolve(config, default=named.precision),
+        sampling=sampling_of({name: v for name, v in sampling.items() if v is not None}),
         prompts=prompts,
         text=text,
         accuracy_text=accuracy_on,

@@ -159,7 +159,7 @@ def main(argv: list[str], prog: str = "tilewright run --nodes") -> int:
     """Run the nodes and return the exit code."""
     words = (
         "Continue a prompt on several CPU nodes, with the options and the token counts of "
-        "distributed-llama. Without these options, --nodes is --tensor-parallel."
+        "distributed-llama. Without these options, --nodes is --tensor-parallel-size."
     )
     if "--help" in argv:  # --nodes has an optional number here
         argv = ["--help"]

@@ -54,43 +54,25 @@ def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
     from tilewright.serve.engines.replicas import replicas_of
     from tilewright.serve.web.server import serve
     from tilewright.serve.web.server_log import tell
-    from tilewright.serve.web.settings import ServerConfig
 
-    settings = ServerConfig(
-        host=options.host,
-        port=options.port,
-        api_keys=options.api_key,
-        names=options.served_model_name,
-        strict_model=options.strict_model,
-        cors_origins=options.cors_origins,
-        template_variables=options.template_variables,
-        tool_format=options.tool_format,
-        defaults=options.defaults,
-        replicas=replicas_of(
-            options.replicas,
-            options.model.target,
-            options.model.grouping,
-            devices=options.devices,
-            threads=options.model.config.num_threads,
-        ),
-        max_queue=options.max_queue,
-        queue_timeout=options.queue_timeout,
-        drain_timeout=options.drain_timeout,
-        pooling=options.pooling,
-        image_limits=options.image_limits,
-        metrics_prefix=options.metrics_names,
-        has_admin=options.admin,
+    engines = replicas_of(
+        options.server.replicas,
+        options.model.target,
+        options.model.grouping,
+        devices=options.devices,
+        threads=options.model.config.num_threads,
     )
+    settings = replace(options.server, engines=engines)
 
     def tell_address(port: int) -> None:
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        defaults = ", ".join(f"{name} {value:g}" for name, value in options.defaults.items())
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        defaults = ", ".join(f"{name} {value:g}" for name, value in settings.defaults.items())
         said = f"requests that say nothing: {defaults or 'as generation_config.json says'}"
         sign.clear()
         tell(f"{_ADDRESS}{host}:{port} ({said})")
 
     def load(folder: Path) -> Tokenizer:
-        return _load_tokenizer(folder, options.chat_template)
+        return _load_tokenizer(folder, settings.chat_template)
 
     command = ["-m", "tilewright.cli.processes.serve_engine", "{}", *argv]
     return serve(settings, command, load, on_listening=tell_address)
@@ -130,9 +112,9 @@ def _detach(options: ServeOptions, argv: list[str], sign: Sign) -> int:
     try:
         while child.poll() is None:
             # another server may have the port: ours has said that it listens
-            if _listens(path, start) and is_healthy(options.host, options.port):
+            if _listens(path, start) and is_healthy(options.server.host, options.server.port):
                 sign.clear()
-                print(f"tilewright: pid {child.pid}, port {options.port}, log {path}")
+                print(f"tilewright: pid {child.pid}, port {options.server.port}, log {path}")
                 return 0
             time.sleep(_LOOK_SECONDS)
     except KeyboardInterrupt:

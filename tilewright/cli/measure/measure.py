@@ -6,7 +6,7 @@ import re
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from tilewright.cli.arguments.bench import RunOptions
 from tilewright.compiler.devices import DEVICES, describe_cpu
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.precision import PrecisionSummary, load_precision
-from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled
@@ -89,14 +88,7 @@ def plan_jobs(source: ModelHandle, options: RunOptions, *, max_groups: int = 1) 
                 f"prompt {index + 1} has {len(tokens)} tokens and {wanted} are to be generated; "
                 f"allowed by this model's context: {limit} together"
             )
-        sampling = SamplingParams(
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-            max_tokens=wanted,
-            stop_token_ids=end_tokens,
-        )
+        sampling = replace(options.sampling, max_tokens=wanted, stop_token_ids=end_tokens)
         jobs.append(TimedRequest(tuple(tokens), sampling))
     context = max(len(job.prompt) + job.sampling.max_tokens for job in jobs)
     if case.token_accuracy:

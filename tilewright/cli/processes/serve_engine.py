@@ -14,17 +14,14 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.cli.arguments.serve import (
-    MODEL,
-    ServeOptions,
-    read_serve_options,
-)
+from tilewright.cli.arguments.serve import ServeOptions, read_serve_options
 from tilewright.cli.terminal.notes import without_details
 from tilewright.compiler.sampling.params import SamplingParams, plain_names
 from tilewright.errors import ConfigError, RankError, RequestError, TilewrightError
 from tilewright.runtime.messages import EngineStartFailed, EngineStarting
 from tilewright.serve.engines.client import TOKENIZER
 from tilewright.serve.engines.sockets import SocketTransport
+from tilewright.serve.web.settings import MODEL
 from tilewright.utils.garbage import collect_seldom
 
 _REPORT_S = 0.1
@@ -112,7 +109,7 @@ def _facts(source: ModelHandle, compiled: Compiled, options: ServeOptions) -> di
     max_num_seqs = compiled.executable.capabilities.max_num_seqs
     invariance = options.model.config.invariance(options.model.target, max_num_seqs)
     facts = served_facts(source, compiled, invariance=invariance)
-    if options.sampling_defaults == MODEL:
+    if options.server.sampling_defaults == MODEL:
         facts["sampling"] = json.dumps(_own_sampling(source.path))
     return facts
 

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.sampling.params import SamplingParams, plain_names
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.evaluate.results.record import Repeat
 from tilewright.runtime.loop import EngineLoop, OnToken
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 _WARM_UP_TOKENS = 8
+_NEUTRAL = SamplingParams()
 OFFLINE = SchedulerConfig(reuses=False, prompts_first=True)
 """Scheduling of timed runs: compute all prompts without a prefix cache, then decode together."""
 
@@ -38,10 +39,16 @@ class TimedRun:
 
 
 def sampling_text(sampling: SamplingParams) -> str:
-    """Return the sampling parameters as text for a record. Empty: greedy."""
-    if sampling.is_greedy:
+    """Return the sampling parameters as text for a record. Empty: greedy, without penalties."""
+    if sampling.is_greedy and not sampling.is_penalised:
         return ""
-    return f"temperature {sampling.temperature:g}, top-k {sampling.top_k}, top-p {sampling.top_p:g}"
+    shown = [f"temperature {sampling.temperature:g}", f"top-k {sampling.top_k}"]
+    shown += [f"top-p {sampling.top_p:g}"]
+    for name in plain_names():
+        value = getattr(sampling, name)
+        if name not in ("temperature", "top_k", "top_p") and value != getattr(_NEUTRAL, name):
+            shown.append(f"{name.replace('_', '-')} {value:g}")
+    return ", ".join(shown)
 
 
 def time_jobs(

@@ -23,19 +23,13 @@ from tilewright.runtime.messages import (
 )
 from tilewright.runtime.pooling import MEAN
 from tilewright.runtime.request import EngineRequest
-from tilewright.serve.engines.process import (
-    DOWN,
-    HUNG_SECONDS,
-    LOADING,
-    READY,
-    EngineProcess,
-)
-from tilewright.serve.engines.request_tracker import Answer, Limits, RequestHandle, RequestTracker
+from tilewright.serve.engines.process import DOWN, LOADING, READY, EngineProcess
+from tilewright.serve.engines.request_tracker import Answer, RequestHandle, RequestTracker
 from tilewright.serve.engines.routing import ReplicaRouter
 from tilewright.serve.engines.run_folders import MeetingFolder
 from tilewright.serve.web.errors import ApiError
 from tilewright.serve.web.server_log import say
-from tilewright.serve.web.settings import Replica
+from tilewright.serve.web.settings import ServerConfig
 from tilewright.utils.status_line import StatusLine
 
 TOKENIZER = "tokenizer"
@@ -55,7 +49,7 @@ class EngineClient:
         command: arguments after ``python``. ``{}`` is the directory of the engine.
         on_ready: receives the number of an engine, its directory and its properties after each
             start. An exception ends that engine.
-        replicas: resources of each engine.
+        settings: engine resources, queue limits and timeouts.
 
     Attributes:
         ready: properties of all engines together. Slots, pages and bytes are sums, lengths are
@@ -67,16 +61,14 @@ class EngineClient:
         self,
         command: Sequence[str],
         on_ready: Callable[[int, Path, EngineReady], Awaitable[None]],
-        *,
-        replicas: Sequence[Replica] = (Replica(),),
-        limits: Limits | None = None,
-        hung_seconds: float = HUNG_SECONDS,
+        settings: ServerConfig,
     ) -> None:
         self.ready: EngineReady | None = None
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._on_ready = on_ready
+        replicas = settings.engines
         router = ReplicaRouter(len(replicas))
-        self._tracker = RequestTracker(self._place, self._send, router, limits or Limits())
+        self._tracker = RequestTracker(self._place, self._send, router, settings)
         self._has_begun, self._status = False, StatusLine()
         self._beginning = asyncio.Lock()
         self._folder = MeetingFolder()
@@ -88,7 +80,7 @@ class EngineClient:
                 replica,
                 folder=self._folder.path / str(number),
                 listener=self,
-                hung_seconds=hung_seconds,
+                hung_seconds=settings.hung_seconds,
             )
             for number, replica in enumerate(replicas)
         )

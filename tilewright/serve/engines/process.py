@@ -34,7 +34,7 @@ from tilewright.serve.web.settings import Replica
 from tilewright.utils.child_process import PYTHON, Child, ChildExit
 
 LOADING, READY, DOWN = "loading", "ready", "down"
-HEALTHY_SECONDS, HUNG_SECONDS = 10.0, 60.0
+HEALTHY_SECONDS = 10.0
 _LOOK_SECONDS, _MOST_OF_A_LOOK = 0.1, 0.5  # the second bounds a look while this process runs
 _ENDING_SECONDS = 3.0
 _MAX_RESTARTS, _RESTART_WINDOW = 3, 600.0
@@ -89,7 +89,7 @@ class EngineProcess:
         *,
         folder: Path,
         listener: EngineEvents,
-        hung_seconds: float = HUNG_SECONDS,
+        hung_seconds: float,
     ) -> None:
         self.number, self.name = number, name
         self.state = LOADING

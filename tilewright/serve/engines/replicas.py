@@ -93,14 +93,14 @@ def _with_cores(count: int, ranks: int, threads: int | None) -> tuple[Replica, .
         most = threads // ranks
         raise ConfigError(
             f"--replicas {count} of {ranks} ranks with {threads} threads; allowed: up to {most} "
-            "replicas, or more --threads"
+            "replicas, or more --num-threads"
         )
     own = _dealt(cores[:threads], count)
     if len(cores) < count:
         say(f"{count} replicas share {len(cores)} cores")
         own = [()] * count
     return tuple(
-        Replica(arguments=(*_ALONE, "--threads", str(len(mine) // ranks)), cores=pinned)
+        Replica(arguments=(*_ALONE, "--num-threads", str(len(mine) // ranks)), cores=pinned)
         for mine, pinned in zip(_dealt(range(threads), count), own, strict=True)
     )
 

@@ -24,20 +24,12 @@ from tilewright.runtime.messages import (
 from tilewright.runtime.request import EngineRequest
 from tilewright.serve.engines.routing import ReplicaRouter
 from tilewright.serve.web.errors import ApiError
+from tilewright.serve.web.settings import ServerConfig
 
 Answer: TypeAlias = RequestStarted | NewTokens | RequestFinished | RequestFailed
 _MAX_RETRY_SECONDS = 600
 _LOOK_SECONDS, _LOOK_SHARE = 1.0, 0.1  # between searches for requests above the queue timeout
 _OLD, _NEW = 0.9, 0.1  # weights of the known rate and of a new measurement
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of the queue: requests, prompt tokens in full contexts, and seconds."""
-
-    max_queue: int = 1024
-    max_queued_contexts: int = 64
-    queue_timeout: float = 600.0
 
 
 @dataclass(slots=True)
@@ -172,9 +164,9 @@ class RequestTracker:
         place: Callable[[EngineRequest], int | None],
         send: Callable[[int, ToEngine], None],
         router: ReplicaRouter,
-        limits: Limits,
+        settings: ServerConfig,
     ) -> None:
-        self._place, self._send, self.router, self._limits = place, send, router, limits
+        self._place, self._send, self.router, self._settings = place, send, router, settings
         self._asked: dict[int, PendingRequest] = {}
         self._num_tokens_waiting = 0
         self._rate = 0.0
@@ -304,9 +296,9 @@ class RequestTracker:
             self._send(engine, message)
 
     def _check_room(self, messages: Sequence[EngineRequest], max_context: int) -> None:
-        most = self._limits.max_queued_contexts * max_context
+        most = self._settings.max_queued_contexts * max_context
         tokens = self._num_tokens_waiting + sum(len(message.prompt) for message in messages)
-        is_full = self.num_waiting + len(messages) > self._limits.max_queue
+        is_full = self.num_waiting + len(messages) > self._settings.max_queue
         if is_full or (self.num_waiting and tokens > most):
             seconds = self._num_tokens_waiting / self._rate if self._rate else 1.0
             after = str(min(_MAX_RETRY_SECONDS, max(1, round(seconds))))
@@ -325,15 +317,15 @@ class RequestTracker:
 
     def _look_later(self) -> None:
         """Start a single timer for all requests, because a thousand may wait."""
-        seconds = min(_LOOK_SECONDS, self._limits.queue_timeout * _LOOK_SHARE)
+        seconds = min(_LOOK_SECONDS, self._settings.queue_timeout * _LOOK_SHARE)
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
     def _expire(self) -> None:
         """Fail the requests above the queue timeout."""
-        latest = time.perf_counter() - self._limits.queue_timeout
+        latest = time.perf_counter() - self._settings.queue_timeout
         for request_id, asked in list(self._asked.items()):
             if not asked.has_started and asked.since <= latest:
-                said = f"waited {self._limits.queue_timeout:g} s in the queue"
+                said = f"waited {self._settings.queue_timeout:g} s in the queue"
                 self._fail(request_id, "queue_timeout", said)
         self._timer = None
         if self._asked:

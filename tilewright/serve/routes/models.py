@@ -63,7 +63,7 @@ def _card(front: Front, name: str) -> dict[str, Any]:
 
 
 def _image_limits(front: Front) -> dict[str, int]:
-    limits = front.settings.image_limits
+    limits = front.settings.limit_mm_per_prompt
     return {
         "max_images": limits.max_images,
         "max_image_bytes": limits.max_bytes,

@@ -45,7 +45,7 @@ def make_app(front: Front) -> web.Application:
     """Make the web application; its maker starts and ends ``front``."""
     app = web.Application(middlewares=[guard], client_max_size=MAX_IMAGE_BODY)
     app[FRONT] = front
-    found = routes(has_admin=front.settings.has_admin)
+    found = routes(has_admin=front.settings.admin)
     paths = [path for _, path, _ in found]
     for method, path, handler in found:
         pattern = _without_names(path, paths)

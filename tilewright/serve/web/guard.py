@@ -111,7 +111,7 @@ def _missing(request: web.Request, error: web.HTTPException) -> ApiError:
 
 
 def _check_key(request: web.Request, front: Front) -> None:
-    keys = front.settings.api_keys
+    keys = front.settings.api_key
     if not keys or request.path in _OPEN:
         return
     given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")

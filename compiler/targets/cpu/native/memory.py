@@ -102,9 +102,9 @@ def check_room(
     positions = chunks[fitting - 1] if fitting else 0
     allowed = []
     if memory // slot:
-        allowed.append(f"up to {memory // slot} sequences (--max-seats, max_batch)")
+        allowed.append(f"up to {memory // slot} sequences (--max-num-seqs)")
     if positions:
-        allowed.append(f"up to {positions} positions (--max-context, max_context)")
+        allowed.append(f"up to {positions} positions (--max-model-len)")
     raise CompileError(
         f"backend native: {max_num_seqs} sequences of {max_context} positions keep "
         f"{slot * max_num_seqs / 1e9:,.1f} GB, and the machine has {memory / 1e9:,.1f} GB; "

@@ -187,7 +187,7 @@ def meet(
     """
     from tilewright.compiler.targets.cuda.collectives.peer_memory import UnreachedError
 
-    why = f"--exchange {NCCL}"
+    why = f"--collective-backend {NCCL}"
     if asked is None and met.size > MOST_GPUS:
         why = f"{met.size} ranks are more than {MOST_GPUS}"
     elif asked != NCCL:
