@@ -1,6 +1,6 @@
-"""The text of engine.py: a header, then the parts one after another, around a plan.
+"""Writes engine.py: a header and the parts, around a plan.
 
-What no part of the file uses is left out, so that it holds the kernels of its program and no more.
+Unused definitions are omitted, so that the file has only the kernels of its program.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _NATIVE = {
     "../../kernels/delta_rule/delta_step": ("_DeltaStep", "columns_of_a_block"),
     "native": (),
 }
-"""Sections of files with `NativeChoices` alone; what is taken of modules that are no parts."""
+"""Sections of files with `NativeChoices` only, with the definitions of other modules."""
 _NOTED = ("kernels", "mixer_kernels")
-"""Sections under whose headings the docstrings of their parts stand."""
+"""Sections with the docstrings of their parts."""
 _PRODUCTS = {"triton": "TritonProducts", "cuda": "CudaProducts"}
 _ROOTS = ("create_engine", "Engine", "main", "PLAN", "CHOICES", "FAMILY")
 _CHOICES = "@dataclass(frozen=True)\nclass Choices"
@@ -66,17 +66,17 @@ _EXECUTOR = 'class NativeExecutor({bases}):\n    """Steps on a GPU."""'
 _HEADER = '''"""An engine for {title}.
 
 Written by Tilewright {version}, from the typed program of this model: {layers} layers that
-compute what PLAN below says, in its order. It needs torch, and Triton where there is a GPU; nothing
-of Tilewright's.
+run the instructions of PLAN below in order. It needs torch, and Triton on a GPU. It does not need
+Tilewright.
 
     engine = create_engine(model_config, weight_dir, device="cuda")   # or "cpu"
     logits = engine.prefill([7, 8], [tokens_of_7, tokens_of_8])       # [2, vocab]: last tokens'
     logits = engine.decode([8, 7], torch.tensor([12, 34]))            # one more token each
     engine.remove([7])
 
-It takes any sizes that a configuration of this form names, computes in float16 (bfloat16 where
-``torch_dtype`` says so) on a GPU and in float32 on a CPU, and rounds where plain torch does. To
-check it against the eager reference at its end:
+It accepts all sizes of a configuration in this form. It computes in float16 (bfloat16 if
+``torch_dtype`` requests it) on a GPU and in float32 on a CPU, and rounds as plain torch does.
+Compare it with the eager reference at the end of the file:
 
     python engine.py --self-test [--config model_config.json --weights FOLDER] [--device cpu]
 """
@@ -84,7 +84,7 @@ check it against the eager reference at its end:
 
 
 def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) -> str:
-    """A whole engine.py. ``title``: what it is an engine for; ``num_layers``: of that model."""
+    """Return a complete engine.py. ``title``: model name. ``num_layers``: its layers."""
     is_native = isinstance(choices, NativeChoices)
     names = [name for name in _SECTIONS if is_native or name not in _NATIVE]
     texts = {name: (_PARTS / f"{name}.py").read_text(encoding="utf-8") for name in names}
@@ -131,7 +131,7 @@ def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) ->
 
 @dataclass(frozen=True)
 class _SourceDefinition:
-    """A definition with its decorators, comments and docstring; ``gap``: empty lines before it."""
+    """A definition with decorators, comments and docstring. ``gap``: empty lines before it."""
 
     text: str
     gap: int
@@ -140,7 +140,7 @@ class _SourceDefinition:
 def _with_own_names(
     bodies: dict[str, list[_SourceDefinition]],
 ) -> dict[str, list[_SourceDefinition]]:
-    """Rename the names of an included module that an earlier section binds, too."""
+    """Rename an included module's names if an earlier section binds them too."""
     bound: set[str] = set()
     renamed = {}
     for section, body in bodies.items():
@@ -155,7 +155,7 @@ def _with_own_names(
 
 
 def _with_fields(piece: _SourceDefinition, choices: Choices, used: str) -> _SourceDefinition:
-    """`Choices` without fields that the file does not read and that have their default."""
+    """Return `Choices` without unread fields at their defaults."""
     if not piece.text.startswith(_CHOICES):
         return piece
     usual = {each.name: each.default for each in dataclasses.fields(Choices)}
@@ -166,13 +166,13 @@ def _with_fields(piece: _SourceDefinition, choices: Choices, used: str) -> _Sour
 
 
 def _sources_text(native: tuple[str, ...]) -> str:
-    """The sources of some choices as a constant."""
+    """Return the sources for some choices as a constant."""
     found = (f'    "{name}": r"""\n{text}""",\n' for name, text in sources(native).items())
     return f"SOURCES = {{\n{''.join(found)}}}"
 
 
 def _bases(family: str, native: tuple[str, ...]) -> tuple[str, ...]:
-    """What an executor with the kernels of some choices is made of."""
+    """Return the base classes for an executor with the kernels for some choices."""
     known = {
         "attention": "NativeAttention",
         "experts": "NativeExperts",
@@ -183,20 +183,20 @@ def _bases(family: str, native: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _replaced(piece: _SourceDefinition, texts: Mapping[str, str]) -> _SourceDefinition:
-    """Return the piece with the text whose key begins it, if there is one."""
+    """Return the replacement for a definition by its beginning, or the definition."""
     text = next((text for begin, text in texts.items() if piece.text.startswith(begin)), piece.text)
     return replace(piece, text=text)
 
 
 def _body(source: str) -> list[_SourceDefinition]:
-    """The definitions of a part as they stand."""
+    """Return a part's definitions."""
     lines, found = source.splitlines(), list[_SourceDefinition]()
     nodes = ast.parse(source).body
     for index, node in enumerate(nodes):
         if isinstance(node, ast.Import | ast.ImportFrom) or (_is_text(node) and index == 0):
             continue
         stop = node.end_lineno
-        if _is_text(node):  # what is said of the name above
+        if _is_text(node):  # documentation of the name above
             said = "\n".join(lines[node.lineno - 1 : stop])
             found[-1] = _SourceDefinition(f"{found[-1].text}\n{said}", found[-1].gap)
             continue
@@ -209,7 +209,7 @@ def _body(source: str) -> list[_SourceDefinition]:
 
 
 def _first_paragraphs(text: str) -> str:
-    """A definition whose docstrings end after a paragraph, but `create_engine`'s."""
+    """Cut docstrings after the first paragraph, except in `create_engine`."""
     lines, tree = text.splitlines(), ast.parse(text)
     kinds = ast.ClassDef | ast.FunctionDef
     nodes = [each for each in ast.walk(tree) if isinstance(each, kinds)]
@@ -228,7 +228,7 @@ def _first_paragraphs(text: str) -> str:
 
 
 def _joined(body: Iterable[_SourceDefinition]) -> str:
-    """Pieces behind a heading, as far apart as they were, or a formatter wants them."""
+    """Join definitions after a heading, with the formatter's distances."""
     text, was_block = "", False
     for each in body:
         is_block = each.text.startswith(("def ", "class ", "@", "async "))
@@ -243,7 +243,7 @@ def _is_text(node: ast.stmt) -> bool:
 
 
 def _reached(texts: Iterable[str], roots: Iterable[str] = _ROOTS) -> set[str]:
-    """The definitions that the roots use, directly or not."""
+    """Return the definitions that the roots use, directly or indirectly."""
     by_name: dict[str, list[str]] = {}
     for text in texts:
         for name in _defined(ast.parse(text).body):
@@ -259,7 +259,7 @@ def _reached(texts: Iterable[str], roots: Iterable[str] = _ROOTS) -> set[str]:
 
 
 def _defined(body: Iterable[ast.stmt]) -> set[str]:
-    """Names that statements bind at the top of a file."""
+    """Return the names that top-level statements bind."""
     found: set[str] = set()
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -278,18 +278,18 @@ def _defined(body: Iterable[ast.stmt]) -> set[str]:
 
 
 def _read(text: str) -> set[str]:
-    """Every name that stands in a definition, annotations included."""
+    """Return every name in a definition, with annotations."""
     return {each.id for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name)}
 
 
 def _comment(source: str) -> str:
-    """What a part's docstring says, as a comment under its heading."""
+    """Return a part's docstring as a comment for its heading."""
     said = ast.get_docstring(ast.parse(source)) or ""
     return "\n" + "\n".join(f"# {line}".rstrip() for line in said.splitlines())
 
 
 def _imports(sources: Iterable[str], text: str) -> str:
-    """The imports of the parts that the text uses, standard ones first."""
+    """Return the used imports of the parts, standard library first."""
     used = {each.id for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name)}
     plain, members = set(), dict[str, set[str]]()
     for source in sources:
@@ -320,7 +320,7 @@ def _bound(alias: ast.alias) -> str:
 
 
 def _literal(value: Any, indent: int = 0) -> str:
-    """A dataclass, or a tuple of them, as Python source; fields at their defaults are left out."""
+    """Return a dataclass, or a tuple of them, as source. Default fields are omitted."""
     if dataclasses.is_dataclass(value):
         given = [
             f"{each.name}={_literal(getattr(value, each.name), indent + 4)}"

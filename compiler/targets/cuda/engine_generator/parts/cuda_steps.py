@@ -1,4 +1,4 @@
-"""The plan on a GPU: kernels in graphs, one graph for each size of step."""
+"""The plan on a GPU: kernels in CUDA graphs, one graph per size of step."""
 
 from __future__ import annotations
 
@@ -59,24 +59,24 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.steps import (
 )
 
 MOST_TOKENS, MOST_PROMPTS = 8192, 16
-"""Tokens of prompts that are computed together, and prompts; a longer prompt goes alone."""
+"""Maximum prompt tokens and prompts per step. A longer prompt has its own step."""
 
 SPLIT_FROM = 512
-"""Positions from which decode attention is cut into parts."""
+"""Minimum positions for split decode attention."""
 
 QUERIES = 16, 32, 64
-"""Tokens of a prompt that a program of attention may be compiled for."""
+"""Prompt tokens per attention program, as compiled."""
 
 NUM_SLOTS = 16
-"""Slots with memory in a new engine, and the number that is added at a time."""
+"""Initial slots with memory, and the increment."""
 
 IN_FLIGHT, MESSAGE = 32, 8192
-"""Copies to the device that may wait for it, and the numbers in the longest of them."""
+"""Maximum pending copies to the device, and maximum numbers per copy."""
 
 
 @dataclass
 class CudaSequence:
-    """``slot``: its row in the table of pages."""
+    """``slot``: row in the page table."""
 
     slot: int
     pages: list[int]
@@ -85,7 +85,7 @@ class CudaSequence:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph, the tensor that it reads and the value that it leaves."""
+    """A graph with its input tensor and its result."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
@@ -93,7 +93,7 @@ class Captured:
 
 
 def shown(tensor: Tensor) -> Tensor:
-    """A tensor without a claim on its memory: graphs of one pool use the same."""
+    """Return a tensor without ownership, because graphs of a pool share memory."""
     place = {"data": (tensor.data_ptr(), False), "typestr": "|u1", "version": 3}
     held = SimpleNamespace(__cuda_array_interface__={"shape": (tensor.nbytes,), **place})
     return torch.as_tensor(held, device=tensor.device).view(tensor.dtype).view(tensor.shape)
@@ -101,16 +101,16 @@ def shown(tensor: Tensor) -> Tensor:
 
 @cache
 def side_stream(device: torch.device) -> Any:
-    """The stream of a process that captures. Torch would make 128 streams, which take memory."""
+    """Return the process's stream for captures. Torch would create 128 streams with memory."""
     found = ctypes.c_void_p()
     call("cuStreamCreate", ctypes.byref(found), 1)
     return torch.cuda.ExternalStream(found.value, device=device)
 
 
 class CudaExecutor(CudaKernels):
-    """Sequences in pages; steps padded to the sizes that graphs were captured for.
+    """Sequences in pages. Steps are padded to captured sizes.
 
-    ``prompt_sizes``: those of the graphs for prompts, in tokens.
+    ``prompt_sizes``: sizes of prefill graphs in tokens.
     """
 
     prompt_sizes: tuple[int, ...] = CHOICES.prompts
@@ -131,11 +131,11 @@ class CudaExecutor(CudaKernels):
                 self._prepare()
 
     def _prepare(self) -> None:
-        """Compile every kernel and capture every graph, the largest first: others fit into it."""
+        """Compile kernels and capture graphs, largest first, so that memory is shared."""
         slots = torch.empty(IN_FLIGHT, MESSAGE, dtype=torch.int64, pin_memory=True)
         self._messages = cycle([(slot, torch.cuda.Event()) for slot in slots])
         self._graph_memory = torch.cuda.graph_pool_handle()
-        gc.collect()  # nothing that goes may be freed while a graph is captured
+        gc.collect()  # objects must not be freed during captures
         torch.cuda.synchronize(self.device)
         with torch.cuda.stream(side_stream(self.device)):
             for rows in CHOICES.batches:
@@ -148,26 +148,26 @@ class CudaExecutor(CudaKernels):
                 for splits in {1, self._splits(rows, self.settings.max_positions)}:
                     self._captured("decode", rows, splits)
             for each in self._graphs.values():
-                each.graph.replay()  # the first time takes longer
+                each.graph.replay()  # the first replay takes longer
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
     def rehearsals(self) -> Iterable[tuple[int, int]]:
-        """Those that fit into a new engine."""
+        """Return the calls that fit a new engine."""
         most, room = self.settings.max_positions - 2, self.pages.size
         calls = [(n, min(size // n, most)) for size in self.trial_sizes() for n in CHOICES.batches]
         return [(n, k) for n, k in calls if 0 < k < (room // n - 1 - SPARE_PAGES) * PAGE]
 
     def trial_sizes(self) -> Iterable[int]:
-        """Tokens of prompts to try: a size for each graph."""
+        """Return prompt sizes for a trial, one per graph."""
         return self.prompt_sizes
 
     def _rows_of(self, queries: int) -> int:
-        """Tokens of prompts from which a program attends for so many of them."""
+        """Return the minimum prompt tokens for ``queries`` tokens per program."""
         return queries * -(-self.num_processors // self.settings.num_heads)
 
     def _time_products(self, rows: int) -> None:
-        """Find the way of each product with which a decode step of so many rows is fastest."""
+        """Select each matmul by the time of a decode step with ``rows`` rows."""
         products = [each for each in self.program if isinstance(each.does, Linear)]
         for shape, each in {self._shape(each, rows): each for each in products}.items():
             ways = self.ways(each, rows)
@@ -181,7 +181,7 @@ class CudaExecutor(CudaKernels):
             WAYS[shape] = min(times, key=lambda way: times[way])
 
     def _is_right(self, way: str, each: Bound, rows: int) -> bool:
-        """Whether a way of a product is right on random rows: the library's."""
+        """Return whether a matmul agrees with the library on random rows."""
         weight, does = each.weight, each.does
         assert weight is not None
         x = torch.randn(rows, weight.shape[1], device=self.device).to(weight.dtype)
@@ -194,7 +194,7 @@ class CudaExecutor(CudaKernels):
         return bool((ours - expected).abs().max() <= 0.02 * expected.abs().max())
 
     def _step_time(self, rows: int) -> float:
-        """Milliseconds of a few decode steps of so many rows, by the ways that are chosen now."""
+        """Return milliseconds of some decode steps with the selected matmuls."""
         graph = self._capture("decode", rows, 1).graph
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for index in range(7):
@@ -205,7 +205,7 @@ class CudaExecutor(CudaKernels):
         end.synchronize()
         return float(begin.elapsed_time(end))
 
-    # Prompts: whole, from position 0, side by side in one step.
+    # Prompts: complete, from position 0, concatenated in a step.
 
     def prefill(self, prompts: Sequence[Tensor]) -> tuple[list[CudaSequence], Tensor]:
         with self._here():
@@ -247,9 +247,9 @@ class CudaExecutor(CudaKernels):
     def _staged(
         self, sequences: Sequence[CudaSequence], prompts: Sequence[Tensor], size: int
     ) -> Tensor:
-        """Of a step of prompts, ``[4, size]``: tokens, starts, places, and the last row of each.
+        """Return a prefill step's ``[4, size]``: tokens, starts, places, and last rows.
 
-        Arrays of the standard library's: many small tensors take the host longer.
+        Arrays of the standard library are faster on the host than many small tensors.
         """
         tokens, starts, places, lasts = array("q"), array("q"), array("q"), array("q")
         for prompt in prompts:
@@ -268,7 +268,7 @@ class CudaExecutor(CudaKernels):
             part.extend([0] * (size - len(part)))
         return torch.frombuffer(tokens + starts + places + lasts, dtype=torch.int64).view(4, size)
 
-    # Decode: one token of each sequence.
+    # Decode: a token per sequence.
 
     def decode(self, sequences: Sequence[CudaSequence], tokens: Tensor) -> Tensor:
         with self._here():
@@ -305,7 +305,7 @@ class CudaExecutor(CudaKernels):
         return self.run(self.program, {}, batch)["logits"]
 
     def _splits(self, rows: int, longest: int) -> int:
-        """Parts of decode attention: enough to fill the device, where there is enough to do."""
+        """Return parts of decode attention that fill the device, if the work suffices."""
         if longest < SPLIT_FROM:
             return 1
         wanted = 2 * self.num_processors // (rows * self.settings.num_kv_heads)
@@ -314,14 +314,14 @@ class CudaExecutor(CudaKernels):
     # Graphs.
 
     def _captured(self, kind: str, size: int, splits: int) -> Captured:
-        """The graph of a step of this size."""
+        """Return the graph for a size."""
         key = kind, size, splits
         if key not in self._graphs:
             self._graphs[key] = self._capture(kind, size, splits, self._graph_memory)
         return self._graphs[key]
 
     def _inputs(self, kind: str, size: int) -> Tensor:
-        """The tensor that a graph reads, with rows of padding."""
+        """Return a graph's input tensor with padding."""
         inputs = torch.zeros(3 if kind == "decode" else 4, size, dtype=torch.int64)
         if kind == "decode":
             inputs[1] = -1
@@ -330,7 +330,7 @@ class CudaExecutor(CudaKernels):
         return inputs.to(self.device)
 
     def _capture(self, kind: str, size: int, splits: int, *pool: Any) -> Captured:
-        """``pool``: of memory that graphs share, which live as long as the engine."""
+        """Capture a step. ``pool``: shared memory of graphs with the engine's lifetime."""
         inputs = self._inputs(kind, size)
 
         def step() -> Tensor:
@@ -340,9 +340,9 @@ class CudaExecutor(CudaKernels):
 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(side_stream(self.device)):
-            step()  # compiles what is new
+            step()  # compiles new kernels
             torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()  # also memory of earlier graphs that were only timed
+            torch.cuda.empty_cache()  # frees memory of graphs that were timed only
             graph.capture_begin(*pool)
             try:
                 value = step()
@@ -355,13 +355,13 @@ class CudaExecutor(CudaKernels):
         return found.value
 
     def _here(self) -> Any:
-        """Kernels go to the current device, which need not be the engine's."""
+        """Select the engine's device, because kernels launch on the current device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     # Slots and pages.
 
     def _make_slots(self, state_bytes: int = 0) -> None:
-        """The table of pages, by slots. ``state_bytes``: memory of a slot beside its row."""
+        """Create the page table. ``state_bytes``: additional memory per slot."""
         width = -(-self.settings.max_positions // PAGE)
         self._slots = Rows(NUM_SLOTS, NUM_SLOTS, 8 * width + state_bytes, self.device)
         self._table = self._slots.tensor((width,), torch.int64)
@@ -382,7 +382,7 @@ class CudaExecutor(CudaKernels):
                 self._slots.give([each.slot])
 
     def _upload_pages(self, sequences: Sequence[CudaSequence], only_last: bool = False) -> None:
-        """Write the places of sequences' pages to their rows of the table."""
+        """Write the page numbers of sequences to the table."""
         at, places, width = array("q"), array("q"), self._table.shape[1]
         for each in sequences:
             first = len(each.pages) - 1 if only_last else 0
@@ -392,7 +392,7 @@ class CudaExecutor(CudaKernels):
         self._table.view(-1).index_copy_(0, *found)
 
     def _send(self, values: Tensor, to: Tensor | None = None) -> Tensor:
-        """Copy numbers of the host's to the device, without waiting for what the device does."""
+        """Copy host numbers to the device without waiting."""
         if to is None:
             to = torch.empty_like(values, device=self.device)
         if self.device.type != "cuda" or values.numel() > MESSAGE:
@@ -406,7 +406,7 @@ class CudaExecutor(CudaKernels):
 
 
 def _cuts(lengths: Sequence[int]) -> list[int]:
-    """Where a list of prompts is cut, so that a step has few enough prompts and tokens."""
+    """Return cuts of a list of prompts into steps within the limits."""
     cuts, total, first = [], 0, 0
     for index, length in enumerate(lengths):
         if total and (total + length > MOST_TOKENS or index - first == MOST_PROMPTS):
@@ -417,15 +417,17 @@ def _cuts(lengths: Sequence[int]) -> list[int]:
 
 
 FEW_PAIRS = 64
-"""Pairs of a row and an expert up to which each reads its expert's weights by itself."""
+"""Maximum row-expert pairs with separate reads of expert weights."""
 
 WARMING, MOST_WARMING = (1, 12, 200, 1100), 2048
-"""Tokens of prompts that are run once so that their kernels are compiled; the most of others."""
+"""Prompt tokens of compiling runs, and the maximum of others."""
 
 
 class HybridCudaExecutor(MixedExecutor, CudaExecutor):
-    """``windows [slots, linear layers, channels, taps - 1]`` and ``memories [slots, linear layers,
-    heads, K, V]``, float32. Prompts are launched, not captured: their sequences differ in number.
+    """State of linear attention in float32, and uncaptured prompts with any number of sequences.
+
+    ``windows [slots, linear layers, channels, taps - 1]`` and ``memories [slots, linear layers,
+    heads, K, V]``.
     """
 
     settings: HybridSettings
@@ -509,7 +511,7 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         return mixed
 
     def _convolve_prompts(self, each: BoundMixer, x: Tensor, starts: Tensor, place: int) -> Tensor:
-        """``[T, channels]``; before a prompt lie zeros, and its last columns are its window."""
+        """Convolve ``[T, channels]`` with zeros before each prompt. Store its last columns."""
         s = self.settings
         own, weight = x[:, : s.mixed_width].float(), each.tensors["convolution"][:, 0]
         row, total = torch.arange(len(x), device=self.device), own * weight[:, -1]
@@ -566,7 +568,7 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         *,
         is_first: bool,
     ) -> None:
-        """Of gates and ups, where it ``is_first``, or of what comes of them."""
+        """Compute gates and ups (``is_first``), or the last matmul."""
         alone, width = len(out) <= FEW_PAIRS, x.shape[1]
         outputs = 8 if alone else 32
         groups = len(out) if alone else self.settings.num_experts

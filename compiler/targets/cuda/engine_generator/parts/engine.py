@@ -1,4 +1,4 @@
-"""The engine: request ids, checks and the contract's three calls."""
+"""The engine: request ids, checks, and the three calls of the contract."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load
 
 
 class Engine:
-    """Requests by id, each with what it remembers. Calls may name any of them in any order."""
+    """Requests by id with their state. Calls name requests in any order."""
 
     def __init__(self, executor: Executor, settings: Settings) -> None:
         self._executor, self._settings = executor, settings
@@ -28,12 +28,12 @@ class Engine:
 
     @torch.no_grad()
     def prefill(self, request_ids: Sequence[int], input_ids: Sequence[Tensor]) -> Tensor:
-        """Begin requests, or begin them anew, with whole prompts: logits ``[B, vocab]`` of the last
-        tokens. Other requests are not touched, and none is where the call fails.
+        """Start or restart requests with whole prompts: last-token logits ``[B, vocab]``.
+
+        Other requests are unchanged. A failed call starts no request.
 
         Raises:
-            ValueError: an id that is named twice, a prompt that is empty, too long, or no row of
-                whole numbers.
+            ValueError: a doubled id, or a prompt that is empty, too long, or no row of integers.
         """
         self._check(request_ids, len(input_ids), "prompts")
         for request, tokens in zip(request_ids, input_ids, strict=True):
@@ -47,11 +47,11 @@ class Engine:
 
     @torch.no_grad()
     def decode(self, request_ids: Sequence[int], token_ids: Tensor) -> Tensor:
-        """One more token ``[B]`` for each request: logits ``[B, vocab]`` behind them.
+        """Append a token ``[B]`` to each request: logits ``[B, vocab]``.
 
         Raises:
-            KeyError: an id that is not alive.
-            ValueError: an id that is named twice, a token that is none, a request that is full.
+            KeyError: an unknown id.
+            ValueError: a doubled id, an invalid token, or a full request.
         """
         sequences = []
         for request in request_ids:
@@ -70,14 +70,14 @@ class Engine:
         return self._executor.decode(sequences, token_ids.long())
 
     def remove(self, request_ids: Sequence[int]) -> None:
-        """End requests; ids that are not alive are passed over."""
+        """End requests. Unknown ids are ignored."""
         for request in request_ids:
             sequence = self._sequences.pop(request, None)
             if sequence is not None:
                 self._executor.release(sequence)
 
     def rehearse(self) -> None:
-        """Make calls with tokens of both devices: the first of a kind takes longer."""
+        """Make calls with tokens on both devices, because first calls take longer."""
         for count, length in self._executor.rehearsals():
             for device in ("cpu", self._executor.device):
                 prompts, ids = torch.zeros(count, length, device=device).long(), range(count)
@@ -104,9 +104,7 @@ class Engine:
             raise EngineError(f"{what} has {len(tokens)} tokens; allowed: 1 to {most}")
 
     def _check_tokens(self, what: str, tokens: Tensor) -> None:
-        """Their values are looked at where that waits for no device: a GPU reads an id that is no
-        token as zeros.
-        """
+        """Check token values without waiting for a device. A GPU reads invalid ids as zeros."""
         if tokens.dim() != 1 or tokens.dtype not in (torch.int64, torch.int32):
             raise EngineError(
                 f"{what}: {tokens.dtype} of shape {list(tokens.shape)}; allowed: int64, one axis"
@@ -122,16 +120,15 @@ class Engine:
 def create_engine(
     model_config: Mapping[str, Any], weight_dir: str, device: str | torch.device = "cuda"
 ) -> Engine:
-    """Load a model and prepare all that its requests will need; its memory goes with the engine.
+    """Load a model and prepare all memory and graphs. The memory lives as long as the engine.
 
     Args:
-        model_config: keys as in a Hugging Face Llama's config.json.
-        weight_dir: a folder with ``model.pt``, or another file of weights.
+        model_config: keys of a Hugging Face Llama config.json.
+        weight_dir: a directory with ``model.pt``, or another file of weights.
         device: ``cuda``, ``cuda:N`` or ``cpu``.
 
     Raises:
-        EngineError: for a configuration or weights that cannot be read, or a device that is not
-            there.
+        EngineError: an invalid configuration, invalid weights, or a missing device.
     """
     place = read_device(device)
     settings = FAMILY.read_settings(model_config, place)
@@ -144,7 +141,7 @@ def create_engine(
 
 
 def read_device(device: str | torch.device) -> torch.device:
-    """A device by its name; it need not be there."""
+    """Return a device by its name. It need not exist."""
     if not re.fullmatch("(cpu|cuda)(:[1-9]?[0-9])?", str(device)):
         raise EngineError(f"device {str(device)!r}; allowed: cuda, cuda:N, cpu")
     return torch.device(device)

@@ -1,8 +1,8 @@
-"""Triton kernels. B rows of a decode step, T tokens of prompts, H query heads, G key/value heads, D
-channels of a head, E the power of two above D.
+"""Triton kernels. B: decode rows, T: prompt tokens, H: query heads, G: key/value heads, D: channels
+per head, E: power of 2 above D.
 
-Every kernel waits for those ahead of it before it touches what they write; until then, where they
-are ``CHAINED``, it may only read weights.
+Every kernel waits for earlier kernels before it accesses their outputs. Before the wait, a
+``CHAINED`` kernel may read weights only.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from types import SimpleNamespace
 try:
     import triton
     import triton.language as tl
-except ImportError:  # torch for CPUs comes without it, and no kernel is launched there
+except ImportError:  # CPU builds of torch lack Triton, and launch no kernel
     triton, tl = None, SimpleNamespace(constexpr=None)
 
-# one kernel for all numbers of rows that fit it
+# A single kernel serves every fitting row count.
 COUNTS = ["num_rows", "num_tokens", "num_pairs"]
 jit = partial(triton.jit, do_not_specialize=COUNTS) if triton else lambda kernel: kernel
 
 
 def power(size: int) -> int:
-    """The power of two that a kernel's block over ``size`` elements has, 16 or more."""
+    """Return a kernel's block for ``size`` elements: a power of two, at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 @jit
 def begin(CHAINED: tl.constexpr):
-    """The kernel behind may be placed beside this one; what is ahead has ended after this."""
+    """Allow the next kernel to launch, and wait for the previous kernels."""
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -38,7 +38,7 @@ def begin(CHAINED: tl.constexpr):
 def embed_kernel(
     out, tokens, table, vocab, width, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
-    """Program t: the row of ``table`` for token t; zeros for what is no token."""
+    """Program t: load token t's row in ``table``, zeros for an invalid token."""
     begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + row)
@@ -53,7 +53,7 @@ def embed_kernel(
 def norm_kernel(
     out, x, weight, width, eps, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
-    """Program t: RMSNorm of row t, all at once, in float32, rounded, then times ``weight``."""
+    """Program t: RMSNorm for row t in float32, rounded, then multiplied by ``weight``."""
     at = tl.arange(0, BLOCK)
     dtype = out.dtype.element_ty
     factors = tl.load(weight + at, mask=at < width, other=0.0).to(tl.float32)
@@ -67,7 +67,7 @@ def norm_kernel(
 
 @jit
 def silu_times(gate, up, dtype: tl.constexpr):
-    """silu(gate) * up of float32 sums, rounded where torch rounds."""
+    """Return silu(gate) * up for float32 sums, rounded as in torch."""
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     return (silu * up).to(dtype)
@@ -75,7 +75,7 @@ def silu_times(gate, up, dtype: tl.constexpr):
 
 @jit
 def swiglu_kernel(out, gate_up, width, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
-    """Program (t, i): a block of columns of row t, whose gates lie before its ups."""
+    """Program (t, i): SwiGLU for a column block in row t. Gates precede ups."""
     begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -89,7 +89,7 @@ def swiglu_kernel(out, gate_up, width, BLOCK: tl.constexpr, CHAINED: tl.constexp
 def norm_scales(
     values, here_x, is_row, column, eps, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """What RMSNorm multiplies each row by; ``values [P, B, C]``: its first columns."""
+    """Return the RMSNorm factor per row. ``values [P, B, C]``: its first columns."""
     squares = tl.sum(tl.sum(values.to(tl.float32) * values.to(tl.float32), 2), 0)
     for first in range(COLUMNS, WIDTH, COLUMNS):
         wanted = is_row[None, :, None] & (first + column < WIDTH)[:, None, :]
@@ -102,9 +102,10 @@ def norm_scales(
 def multiplied(
     sums, values, tile, factors, scale, dtype: tl.constexpr, NORM: tl.constexpr, ONE: tl.constexpr
 ):  # fmt: skip
-    """``tile [P, O, C]`` times ``values [P, B, C]`` added to ``sums [P, O, B]``, or product by
-    product to ``sums [P, O, C]`` for ``ONE`` row. RMSNorm of the values, where there is one, comes
-    first: ``scale [B]`` of the rows, ``factors [P, C]``.
+    """Add ``tile [P, O, C]`` times ``values [P, B, C]`` to ``sums [P, O, B]``.
+
+    For ``ONE`` row, ``sums [P, O, C]`` has unsummed products. The values' RMSNorm comes first:
+    ``scale [B]`` per row, ``factors [P, C]``.
     """
     if NORM:
         normed = (values.to(tl.float32) * scale[None, :, None]).to(dtype).to(tl.float32)
@@ -118,13 +119,13 @@ def multiplied(
 
 @jit
 def joined(sums, ONE: tl.constexpr):
-    """The sums of all parts, ``[O, B]``."""
+    """Return the sums over all parts, ``[O, B]``."""
     return tl.sum(tl.sum(sums, 2), 0)[:, None] if ONE else tl.sum(sums, 0)
 
 
 @jit
 def put(here, values, kept, ADDED: tl.constexpr):
-    """Store values, or add them to what is there."""
+    """Store values, or add them."""
     if ADDED:
         before = tl.load(here, mask=kept, other=0.0).to(tl.float32)
         values = (before + values.to(tl.float32)).to(values.dtype)
@@ -137,9 +138,11 @@ def product_kernel(
     OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr,
     RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program i: ``OUTPUTS`` columns of ``out [B, outputs] = x [B, width] weight^T`` for all rows,
-    at most ``ROWS``; each weight is read once, the first before the kernels ahead have ended, the
-    next while those before are multiplied. Warps share the columns, in ``PARTS``, not the outputs.
+    """Program i: ``OUTPUTS`` columns of ``out [B, outputs] = x [B, width] weight^T``.
+
+    A program takes all rows, up to ``ROWS``, and reads each weight once. The first read precedes
+    the wait, and reads overlap with multiplies. Warps split the columns into ``PARTS``, not the
+    outputs.
     """
     dtype = out.dtype.element_ty
     EACH: tl.constexpr = COLUMNS // PARTS
@@ -187,8 +190,9 @@ def product_kernel(
 def turned_heads(
     x, inside, turns, D: tl.constexpr, E: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """The heads ``[N, E]`` that begin at ``x [N, 1]``, those ``inside``, rotated by the cosines and
-    sines at ``turns``, of each or of all.
+    """Return heads ``[N, E]`` from ``x [N, 1]``, rotated by cosines and sines at ``turns``.
+
+    ``inside`` masks heads. ``turns`` is per head or common.
     """
     d = tl.arange(0, E)[None, :]
     real = inside & (d < D)
@@ -215,8 +219,10 @@ def remember_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
     INTERLEAVED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, h): head h of a block of tokens. q and k are rotated into ``turned [T, H + G,
-    D]``; k and v go to the tokens' places in their pages, unless those are -1.
+    """Program (i, h): head h in a token block.
+
+    Rotate q and k into ``turned [T, H + G, D]``. Store k and v at the tokens' places in their
+    pages, except for places of -1.
     """
     begin(CHAINED)
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -232,7 +238,7 @@ def remember_kernel(
         tl.store(turned + ((row * (H + G) + head) * D)[:, None] + d, value, mask=real)
     else:
         value = tl.load(x + d, mask=real, other=0.0)
-    if head >= H:  # keys of a layer's page lie before its values, a head's positions together
+    if head >= H:  # keys of a layer's page precede its values, by head and position
         here = cache + (layer_offset + place + (head - H) * PAGE * D)[:, None] + d
         tl.store(here, value, mask=real & (place != -1)[:, None])
 
@@ -242,8 +248,9 @@ def attend_prompt_kernel(
     out, turned, qkv, starts, num_tokens, scale, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, h): a block of tokens of head h, each on those from the start of its own prompt
-    to itself. The last block, which has most to do, is begun first.
+    """Program (i, h): causal attention for a token block and head h within its own prompts.
+
+    The last block has the most work and starts first.
     """
     begin(CHAINED)
     block, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -281,7 +288,7 @@ def attend_prompt_kernel(
 
 @jit
 def page_of(pages, position, stop, KEYS: tl.constexpr, PAGE: tl.constexpr):
-    """Where the page of a position below ``stop`` begins; of several pages, each key's."""
+    """Return the page address for a position below ``stop``, per key for several pages."""
     position += tl.arange(0, KEYS) if KEYS > PAGE else 0
     return tl.load(pages + position // PAGE, mask=position < stop, other=0)
 
@@ -291,9 +298,9 @@ def remembered(
     layer, page, first, stop, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys, values ``[KEYS, E]`` of a head from ``first``, of ``page``, on; zeros from ``stop``."""
+    """Return a head's keys, values ``[KEYS, E]`` from ``first`` in ``page``, zero from ``stop``."""
     at, d = tl.arange(0, KEYS)[:, None], tl.arange(0, E)[None, :]
-    aligned = page // 16 * 16  # which it is; said so that loads are wide
+    aligned = page // 16 * 16  # always true; tells the compiler to use wide loads
     aligned = aligned[:, None] - at // PAGE * PAGE * D if KEYS > PAGE else aligned
     here = layer + aligned + (first % PAGE) * D + at * D + d
     real = (first + at < stop) & (d < D)
@@ -303,7 +310,7 @@ def remembered(
 
 @jit
 def attended(peak, total, sums, q, k, v, num_keys, scale, KEYS: tl.constexpr):
-    """The running softmax of ``q [R, E]`` with ``num_keys`` of these keys and values added."""
+    """Update the running softmax for ``q [R, E]`` with ``num_keys`` keys and values."""
     seen = (tl.arange(0, KEYS) < num_keys)[None, :]
     scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, -1.0e30)
     new_peak = tl.maximum(peak, tl.max(scores, 1))
@@ -315,7 +322,7 @@ def attended(peak, total, sums, q, k, v, num_keys, scale, KEYS: tl.constexpr):
 
 @jit
 def leave_part(here, peak, total, sums, is_head, E: tl.constexpr):
-    """A running softmax for `join_parts_kernel`: sums, peak and total of each head."""
+    """Store a running softmax for `join_parts_kernel`: sums, peak and total of each head."""
     tl.store(here + tl.arange(0, E)[None, :], sums, mask=is_head)
     tl.store(here + E, peak[:, None], mask=is_head)
     tl.store(here + E + 1, total[:, None], mask=is_head)
@@ -328,9 +335,10 @@ def attend_token_kernel(
     KEYS: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, g, s): part s of what row b's token attends to in the ``R`` or fewer heads of
-    group g; the token itself is of part 0, which also remembers its k and v. A negative position is
-    a row of padding. What earlier steps have remembered is read before the wait.
+    """Program (b, g, s): part s of row b's attention in the ``R`` or fewer heads of group g.
+
+    Part 0 includes the token, and stores its k and v. A negative position is padding. Reads of
+    earlier steps' keys precede the wait.
     """
     row, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     known = tl.load(positions + row)
@@ -378,7 +386,7 @@ def join_parts_kernel(
     out, parts, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, h): the parts that `attend_token_kernel` left become one head's result."""
+    """Program (b, h): join the parts of `attend_token_kernel` for a head."""
     begin(CHAINED)
     row, head = tl.program_id(0), tl.program_id(1)
     d, split = tl.arange(0, E), tl.arange(0, SPLITS)

@@ -1,4 +1,4 @@
-"""What each instruction launches: kernels of ours, and for many rows the library's products."""
+"""Launches for each instruction: own kernels, and the library's matmuls for many rows."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ BLOCK = 1024
 FEW_ROWS: TritonProducts | CudaProducts = TritonProducts()
 
 LIBRARY = "library"
-"""The way of a product by torch; others are those of `FEW_ROWS`."""
+"""Name of torch's matmul. `FEW_ROWS` has the others."""
 
 WAYS: dict[tuple[Any, ...], str] = {}
-"""Those that were the fastest, by shape; of the whole process, for other engines."""
+"""Fastest matmuls by shape, for all engines of the process."""
 
 TOKENS = 8
-"""Tokens of a prompt that a program rotates a head of."""
+"""Prompt tokens per rotating program."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """``tokens [T]`` and whose they are, int64.
+    """``tokens [T]`` and their sequences, int64.
 
-    Of prompts, ``starts [T]``: the row where each token's prompt begins; ``places [T]``: where its
-    keys go, in elements from the pages' base; ``lasts``: rows whose logits are asked for. Of a
-    decode step, ``positions`` and ``slots [T]``: rows of ``table [slots, pages]``; attention is cut
-    into ``splits`` parts.
+    For prompts, ``starts [T]`` has the first row in each token's prompt. ``places [T]`` has the
+    destination of its keys, in elements from the pages' base. ``lasts`` has the rows with logits.
+    For decode steps, ``positions`` and ``slots [T]`` select rows of ``table [slots, pages]``.
+    Attention has ``splits`` parts.
     """
 
     tokens: Tensor
@@ -68,7 +68,7 @@ class Tokens:
 
 
 class CudaKernels(Executor):
-    """The instructions on a GPU (in Triton's interpreter on a CPU); graphs are made above it."""
+    """The instructions on a GPU (in Triton's interpreter on a CPU), without graphs."""
 
     pages: Pages
 
@@ -85,19 +85,19 @@ class CudaKernels(Executor):
             self.chained = CHOICES.chained and found.major >= 9
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        """Run a kernel of Triton's."""
+        """Run a Triton kernel."""
         if self.chained:
             options["launch_pdl"] = True
         kernel[grid](*arguments, CHAINED=self.chained, **options)
 
     def _heads(self, **options: Any) -> dict[str, Any]:
-        """Sizes that the kernels of attention are compiled for."""
+        """Return the compile-time sizes for attention kernels."""
         s = self.settings
         sizes = {"H": s.num_heads, "G": s.num_kv_heads, "D": s.head_dim, "E": power(s.head_dim)}
         return {**sizes, **options}
 
     def _layer_offset(self, each: Bound) -> int:
-        """Where a layer's keys lie in a page."""
+        """Return a layer's key offset in a page."""
         return self.settings.place_of(each.layer) * self.pages.layer_size
 
     def embed(self, each: Bound, values: Values, batch: Tokens) -> Tensor:
@@ -121,11 +121,11 @@ class CudaKernels(Executor):
         return self.product_by(way, each, x, residual)
 
     def ways(self, each: Bound, num_rows: int) -> tuple[str, ...]:
-        """Those in which a product of so many rows can be computed."""
+        """Return the possible matmuls for ``num_rows`` rows."""
         return (*FEW_ROWS.ways(each, num_rows), LIBRARY)
 
     def product_by(self, way: str, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
-        """A product in one of the ways that there are."""
+        """Run a matmul by the named kernel."""
         weight, swiglu = each.weight, each.does.swiglu
         assert weight is not None
         if way != LIBRARY:
@@ -144,14 +144,14 @@ class CudaKernels(Executor):
         return out
 
     def _shape(self, each: Bound, num_rows: int) -> tuple[Any, ...]:
-        """What the time of a product depends on."""
+        """Return the key for a matmul's time."""
         weight, does = each.weight, each.does
         assert weight is not None
         has_norm = each.norm is not None
         return (num_rows, *weight.shape, weight.dtype, has_norm, does.residual, does.swiglu)
 
     def gather(self, each: Bound, values: Values, batch: Tokens) -> Tensor:
-        x = values[each.does.x]  # every row of a decode step is a request's last
+        x = values[each.does.x]  # all rows of a decode step are last rows
         return x if batch.lasts is None else x.index_select(0, batch.lasts)
 
     def attended(self, each: Bound, qkv: Tensor, batch: Tokens) -> Tensor:

@@ -1,5 +1,5 @@
-"""Triton kernels of mixers. Besides the legend above: N sequences, K and V channels of a key and of
-a value of linear attention, C experts that a row chooses, P pairs of a row and one of them.
+"""Triton kernels for mixers. N: sequences, K and V: channels per key and value in linear attention,
+C: experts per row, P: row-expert pairs. The module above explains the other letters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def norm_heads_kernel(
     out, x, q_norm, k_norm, x_width, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, h): head h of q, k and v side by side; those of q and k pass an RMSNorm."""
+    """Program (t, h): copy head h in q, k and v, with an RMSNorm for q and k."""
     begin(CHAINED)
     row, head, d = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, E)
     value = tl.load(x + row * x_width + head * D + d, mask=d < D, other=0.0).to(tl.float32)
@@ -34,7 +34,7 @@ def norm_heads_kernel(
 def gate_kernel(
     out, x, gates, width, gates_stride, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
-    """Program (t, i): a block of columns of row t, times the sigmoid of its gates."""
+    """Program (t, i): multiply a column block in row t by the sigmoid of its gates."""
     begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -49,8 +49,9 @@ def convolve_token_kernel(
     out, x, weight, windows, slots, positions, width, x_width, slot_size, layer_offset,
     TAPS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, i): a block of channels of row b's token, convolved with the window of its slot,
-    which moves on by one unless the row is of padding.
+    """Program (b, i): convolve a channel block in row b's token with its slot's window.
+
+    The window moves by a token, except for padding.
     """
     begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -77,10 +78,10 @@ def delta_kernel(
     V: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, FRESH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, h): head h of sequence n, token after token, on its memory ``[K, V]``.
+    """Program (n, h): head h of sequence n, token by token, on its memory ``[K, V]``.
 
-    ``FRESH``: prompts, from an empty memory: the rows from ``firsts [N]`` on, ``counts [N]`` of
-    them. Otherwise row n alone, unless its position, for which ``counts`` stands, is negative.
+    ``FRESH``: prompts with an empty memory, ``counts [N]`` rows from ``firsts [N]``. Otherwise row
+    n only, if its position in ``counts`` is not negative.
     """
     begin(CHAINED)
     sequence, head = tl.program_id(0), tl.program_id(1)
@@ -109,7 +110,7 @@ def delta_kernel(
         rest = x + row * x_width + 2 * G * K + H * V
         a = tl.load(rest + H * V + head).to(tl.float32) + bias
         b = tl.load(rest + H * V + H + head).to(tl.float32)
-        # log(1 + exp(a)): beyond 20 it is a to the last bit
+        # log(1 + exp(a)) equals a in all bits above 20
         grown = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
         memory *= tl.exp(-rate * grown)
         wrong = (v - tl.sum(memory * k[:, None], 0)) / (1.0 + tl.exp(-b))
@@ -127,9 +128,7 @@ def route_kernel(
     shares, chosen, logits, positions, num_experts, stride, C: tl.constexpr, EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program t: the ``C`` best experts of row t and their shares, which add up to 1; -1 for rows
-    whose position is negative.
-    """
+    """Program t: row t's ``C`` best experts with shares (sum 1), or -1 for padding."""
     begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     expert, choice = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
@@ -153,8 +152,9 @@ def route_kernel(
 def order_kernel(
     order, starts, chosen, num_pairs, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
-    """Program e: the pairs of expert e go to ``order``, behind those of experts before it, from
-    ``starts[e]`` on; the one behind the last expert writes the end.
+    """Program e: write the pairs of expert e to ``order`` from ``starts[e]`` on.
+
+    The program after the last expert writes the end.
     """
     begin(CHAINED)
     expert = tl.program_id(0)
@@ -178,9 +178,10 @@ def expert_product_kernel(
     OWN: tl.constexpr, PAIRS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr,
     SWIGLU: tl.constexpr, ALONE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, g): ``OUTPUTS`` columns of ``out [P, outputs]`` for pair g where it is ``ALONE``,
-    else for all pairs of expert g, ``PAIRS`` at a time. ``x`` has a row for each pair if they are
-    its ``OWN``, else one for each token.
+    """Program (i, g): ``OUTPUTS`` columns of ``out [P, outputs]``.
+
+    ``ALONE``: for pair g. Else for all pairs of expert g, ``PAIRS`` per iteration. ``OWN``: ``x``
+    has a row per pair, else per token.
     """
     begin(CHAINED)
     group = tl.program_id(1)
@@ -222,8 +223,9 @@ def expert_product_kernel(
 
 @jit
 def pairs_multiplied(sums, tile, values, ALONE: tl.constexpr):
-    """``tile [O, columns]`` times ``values [P, columns]`` added to ``sums [O, P]``, or product by
-    product to ``sums [O, columns]`` for one pair.
+    """Add ``tile [O, columns]`` times ``values [P, columns]`` to ``sums [O, P]``.
+
+    For a single pair, ``sums [O, columns]`` has unsummed products.
     """
     if ALONE:
         sums += tile.to(tl.float32) * values.to(tl.float32)
@@ -237,8 +239,9 @@ def expert_sum_kernel(
     out, products, shares, chosen, shared, logits, width, num_experts, stride, C: tl.constexpr,
     BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, i): what row t's experts have made, by their shares, and ``shared`` by its gate,
-    added to a block of columns of ``out``.
+    """Program (t, i): add row t's weighted expert outputs and its gated ``shared`` output.
+
+    Covers a column block in ``out``.
     """
     begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)

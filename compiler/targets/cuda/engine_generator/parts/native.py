@@ -1,4 +1,4 @@
-"""Kernels in CUDA C++ of the CUDA target, included as texts. They run decode steps."""
+"""CUDA C++ kernels from the CUDA target for decode steps, included as text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tilewright.compiler.targets.cuda.kernels.experts.route import RouteArgument
 
 _FOUND = {each.name: each for each in (Path(__file__).parents[2] / "kernels").rglob("*.cu*")}
 _MADE = re.compile(r"^(ROUTE|LINEAR|SUM|ALL|DELTA_STEP)\(.*\)\n", re.M)
-"""Lines that make kernels of a source's templates: an engine adds those that it needs."""
+"""Lines that instantiate the kernels of a source's templates, as an engine needs them."""
 
 FILES = {
     "experts": (
@@ -63,11 +63,11 @@ FILES = {
         "delta_step.cu",
     ),
 }
-"""The sources of each choice, what they include first."""
+"""Sources of each choice, includes first."""
 
 
 def sources(native: tuple[str, ...]) -> dict[str, str]:
-    """The text of each source that some choices need, by its name."""
+    """Return each required source text by its name."""
     names = dict.fromkeys(name for choice in native for name in FILES[choice])
     return {name: _MADE.sub("", _FOUND[name].read_text()).rstrip() + "\n" for name in names}
 
@@ -76,7 +76,7 @@ SOURCES = sources(("experts", "attention", "delta"))
 
 
 def takes_native(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `SOURCES` can run on a device, on such values."""
+    """Return whether a device can run `SOURCES` on a type."""
     if device.type != "cuda" or dtype != torch.bfloat16 or _nvrtc() is None:
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
@@ -92,9 +92,7 @@ def native_launch(
     cluster: Sizes = (1, 1, 1),
     chained: bool,
 ) -> None:
-    """Run a kernel: its source, the line that makes it, its name; ``cluster``: blocks that are
-    placed together.
-    """
+    """Run a kernel by source, instantiating line and name. ``cluster``: blocks per cluster."""
     function = _native(*kernel, torch.cuda.current_device())
     how: dict[str, Any] = {"shared": shared, "cluster": cluster, "chained": chained}
     launch(function, arguments, blocks, threads, **how)
@@ -102,7 +100,7 @@ def native_launch(
 
 @functools.cache
 def _native(source: str, made: str, name: str, device: int) -> Any:
-    """A kernel, loaded on a device."""
+    """Load a kernel on a device."""
     major, minor = torch.cuda.get_device_capability(device)
     binary = native_code(source, made, f"sm_{major}{minor}a")
     return load_kernels(binary, [name], device)[name]
@@ -110,21 +108,21 @@ def _native(source: str, made: str, name: str, device: int) -> Any:
 
 @functools.cache
 def native_code(source: str, made: str, architecture: str) -> bytes:
-    """Machine code of a source with a line that makes one of its kernels."""
+    """Compile a source with an instantiating line."""
     headers = {name: text for name, text in SOURCES.items() if name.endswith(".cuh")}
     options = "-DGENERATED", f"-arch={architecture}"
     return machine_code(source, f"{SOURCES[source]}{made}\n", headers, *options)
 
 
 FEW_PAGES = 8
-"""Pages of a row, up to which each has a block of its own: those before `SPLIT_FROM`."""
+"""Pages of a row with a block each, before `SPLIT_FROM`."""
 
 NATIVE_ROWS = 8
-"""With more rows, or parts of long contexts, Triton's kernel was measured faster."""
+"""Maximum rows. For more rows, or split contexts, Triton's kernel is faster."""
 
 
 class NativeAttention(CudaKernels):
-    """Attention of one token a row: its pages are shared out between the blocks of a cluster."""
+    """Attention with a token per row. A cluster's blocks share its pages."""
 
     def _attend_tokens(self, each: Bound, qkv: Tensor, batch: Tokens, out: Tensor) -> None:
         s, table = self.settings, batch.table
@@ -175,16 +173,16 @@ class NativeAttention(CudaKernels):
 
 
 TILE = 8
-"""Pairs of a row and an expert that share a read of the expert's weight."""
+"""Row-expert pairs per read of an expert's weight."""
 
 STAGE = 16 * 128 * 2 + TILE * (128 + 8) * 2
-"""Bytes of a warp's step of 128 columns in flight: weights and x."""
+"""Bytes in flight per warp and 128 columns: weights and x."""
 
 MOST_ROOM = 225 * 1024
 
 
 class NativeExperts(HybridCudaExecutor):
-    """Experts of up to 64 rows of a decode step in three kernels."""
+    """Experts for up to 64 decode rows in three kernels."""
 
     def run(self, program: Sequence[Bound], values: Values, batch: Any) -> Values:
         if batch is None or batch.positions is None or not self._takes(len(batch.positions)):
@@ -200,7 +198,7 @@ class NativeExperts(HybridCudaExecutor):
         return values
 
     def _takes(self, num_rows: int) -> bool:
-        """Whether the kernels run on this device, with experts of such sizes and so many rows."""
+        """Return whether the kernels support the device, the experts and the rows."""
         s = self.settings
         if num_rows > 64 or s.num_chosen > 32 or s.num_experts > 512:
             return False
@@ -209,17 +207,17 @@ class NativeExperts(HybridCudaExecutor):
         return self._room(num_rows, 3) <= MOST_ROOM and takes_native(self.device, s.dtype)
 
     def _room(self, num_rows: int, depth: int) -> int:
-        """Bytes of a sum's block, whose warps have ``depth`` steps in flight each."""
+        """Return a block's bytes for sums, with ``depth`` steps in flight per warp."""
         pairs = num_rows * self.settings.num_chosen
         products = (pairs + num_rows) * 64 + -(-pairs // 4) * 16
         return 9 * depth * STAGE + products + self._table_room(num_rows)
 
     def _table_room(self, num_rows: int) -> int:
-        """Bytes of a block's table: each tile's expert and pairs, and how many tiles there are."""
+        """Return a block's table bytes: expert and pairs per tile, and a count."""
         return self._most_tiles(num_rows) * (TILE * 2 + 4) + 4
 
     def _most_tiles(self, num_rows: int) -> int:
-        """Tiles of pairs, however they fall."""
+        """Return the maximum pair tiles."""
         pairs = num_rows * self.settings.num_chosen
         fewest = min(pairs, self.settings.num_experts)
         return fewest + (pairs - fewest) // TILE
@@ -227,7 +225,7 @@ class NativeExperts(HybridCudaExecutor):
     def _experts(
         self, each: Bound, shared: tuple[Bound, Bound], values: Values, positions: Tensor
     ) -> None:
-        """What `Experts` says, and what makes ``shared``."""
+        """Run `Experts` and the matmuls for ``shared``."""
         s, does = self.settings, each.does
         assert isinstance(each, BoundMixer)
         x, logits, out = values[does.x], values[does.logits], values[does.out]
@@ -317,24 +315,24 @@ class NativeExperts(HybridCudaExecutor):
 
 
 def is_experts(each: Bound) -> bool:
-    """Whether an instruction is that of a layer's chosen experts."""
+    """Return whether an instruction computes a layer's selected experts."""
     return isinstance(each.does, Experts)
 
 
 def _weight_of(weight: Tensor | None, num_rows: int) -> _WeightParams:
-    """A weight ``[rows, columns]`` of each expert, whose result has ``num_rows``."""
+    """Return a weight ``[rows, columns]`` per expert, with ``num_rows`` results."""
     assert weight is not None
     rows, columns = weight.shape
     return _WeightParams(weight.data_ptr(), rows // 16, columns // 128, num_rows, 1.0)
 
 
 class NativeDelta(HybridCudaExecutor):
-    """Linear attention of one token a row."""
+    """Linear attention with a token per row."""
 
     _state_rows: Tensor
 
     def _run_decode(self, inputs: Tensor, splits: int) -> Tensor:
-        # what a slot keeps of all layers lies together: the kernel counts layers
+        # A slot's layers are contiguous, so the kernel counts layers.
         self._state_rows = inputs[2] * self.settings.num_linear
         return super()._run_decode(inputs, splits)
 
@@ -368,7 +366,7 @@ class NativeDelta(HybridCudaExecutor):
             num_heads=heads,
             num_key_heads=s.key_heads,
             width=s.taps,
-            early=self.chained and each.layer > 0,  # slots were written long before
+            early=self.chained and each.layer > 0,  # slots were written much earlier
             num_blocks=blocks,
             share=-(-2 * dim // (4 * blocks)) * 4,
             eps=s.eps,

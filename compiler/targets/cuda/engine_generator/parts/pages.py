@@ -1,4 +1,4 @@
-"""GPU memory behind reserved addresses. It grows in place, so graphs stay valid."""
+"""GPU memory at reserved addresses. It grows in place, so graphs stay valid."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import Settings
 
 PAGE = 64
-"""Positions of a page."""
+"""Positions per page."""
 
 POSITIONS, MORE_POSITIONS = 4096, 1024
-"""Positions with memory in a new engine, and the number that is added at a time."""
+"""Initial positions with memory, and the increment."""
 
 SPARE_PAGES = 4
-"""Free pages that a prefill leaves for each request, so that decode steps map no memory."""
+"""Free pages per request after a prefill, so that decode steps map no memory."""
 
 MOST_ROWS = 1 << 16
 
@@ -31,7 +31,7 @@ driver = functools.cache(lambda: ctypes.CDLL("libcuda.so.1"))
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function of the driver.
+    """Call a driver function.
 
     Raises:
         OutOfMemoryError, RuntimeError: the driver returns an error.
@@ -43,13 +43,13 @@ def call(name: str, *arguments: Any) -> None:
 
 
 class Addresses:
-    """A range of GPU addresses. `grow` gives memory to the first bytes.
+    """A range of GPU addresses. `grow` maps memory from the beginning.
 
-    Tensors show it through ``__cuda_array_interface__`` and keep it alive.
+    Tensors use the range through ``__cuda_array_interface__`` and keep the memory alive.
     """
 
     def __init__(self, limit: int, device: torch.device) -> None:
-        torch.cuda.synchronize(device)  # makes the context
+        torch.cuda.synchronize(device)  # creates the context
         self._device, self._parts = device, list[int]()
         index = torch.cuda.current_device() if device.index is None else device.index
         self._kind = (ctypes.c_uint64 * 4)(1, 1 | index << 32)  # CUmemAllocationProp: of the device
@@ -68,7 +68,7 @@ class Addresses:
         return {"shape": (self._limit,), "typestr": "|u1", "data": place, "version": 3}
 
     def grow(self, size: int) -> None:
-        """Map memory to the first ``size`` bytes."""
+        """Map memory for the first ``size`` bytes."""
         if (missing := self._rounded(size) - sum(self._parts)) > 0:
             try:
                 self._map(missing)
@@ -77,9 +77,9 @@ class Addresses:
                 self._map(missing)
 
     def shrink(self, num_parts: int = 1) -> None:
-        """Unmap all memory but that from the first calls to `grow`."""
+        """Unmap all memory except from the first calls to `grow`."""
         if len(self._parts) > num_parts:
-            torch.cuda.synchronize(self._device)  # kernels may still read it
+            torch.cuda.synchronize(self._device)  # kernels may read the memory
         while len(self._parts) > num_parts:
             size = self._parts.pop()
             call("cuMemUnmap", *self._part(sum(self._parts), size))
@@ -91,7 +91,7 @@ class Addresses:
         try:
             call("cuMemMap", where, length, ctypes.c_size_t(0), handle, zero)
         finally:
-            call("cuMemRelease", handle)  # mapped memory stays until it is unmapped
+            call("cuMemRelease", handle)  # mapped memory stays until unmapping
         self._parts.append(size)
         call("cuMemSetAccess", where, length, self._access, ctypes.c_size_t(1))
 
@@ -108,10 +108,10 @@ class Addresses:
 
 
 class Rows:
-    """Rows of tensors by number. The lowest free row is taken first.
+    """Rows of tensors by number. The lowest free row is first.
 
-    The first ``least`` rows have memory. More rows get memory ``step`` at a time. They lose it when
-    the last row is given back.
+    The first ``least`` rows always have memory. Further rows get memory in units of ``step``, until
+    the last of them is free again.
     """
 
     def __init__(self, least: int, step: int, row_bytes: int, device: torch.device) -> None:
@@ -124,7 +124,7 @@ class Rows:
         self._tensors: list[tuple[Tensor, Addresses | None]] = []
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor ``[limit, *shape]`` on the device. A row without memory must not be touched."""
+        """Return a tensor ``[limit, *shape]``. Rows without memory must not be accessed."""
         row_bytes, addresses = math.prod(shape) * dtype.itemsize, None
         if self._device.type == "cuda":
             addresses = Addresses(self._limit * row_bytes, self._device)
@@ -141,7 +141,7 @@ class Rows:
         """Take ``count`` free rows. ``spare``: rows to leave free, if memory allows.
 
         Raises:
-            OutOfMemoryError: there are not enough rows.
+            OutOfMemoryError: too few rows are free.
         """
         if (missing := count + spare - len(self._free)) > 0:
             with contextlib.suppress(torch.OutOfMemoryError):
@@ -152,7 +152,7 @@ class Rows:
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def give(self, rows: list[int]) -> None:
-        """Free rows that no step reads any more."""
+        """Free rows without readers."""
         for row in rows:
             heapq.heappush(self._free, row)
         self.num_taken -= len(rows)
@@ -168,12 +168,12 @@ class Rows:
             if addresses is not None:
                 addresses.grow(size * tensor[0].nbytes)
             tensor[self.size : size].zero_()
-        self._free += range(self.size, size)  # still a heap
+        self._free += range(self.size, size)  # stays a heap
         self.size = size
 
 
 class Pages(Rows):
-    """Pages of keys and values, ``[layers, 2, kv heads, PAGE, head_dim]`` each."""
+    """Pages of keys and values, each ``[layers, 2, kv heads, PAGE, head_dim]``."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         s = settings

@@ -1,4 +1,4 @@
-"""The instructions of a plan, and the choices of kernels."""
+"""Instructions of a plan, and the choice of kernels."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 
 class Instruction:
-    """A step of a plan. ``name``: of the method that runs it. ``residual``: it reads ``out``."""
+    """A plan's step. ``name``: the method that runs it. ``residual``: it reads ``out``."""
 
     name, residual = "", False
 
 
 @dataclass(frozen=True)
 class Embed(Instruction):
-    """``out`` begins as the row of ``table`` for each token."""
+    """Set ``out`` to the row of ``table`` for each token."""
 
     name = "embed"
     out: str
@@ -22,10 +22,10 @@ class Embed(Instruction):
 
 @dataclass(frozen=True)
 class Linear(Instruction):
-    """A product with the rows of ``weights``, stacked.
+    """A matmul with the stacked rows of ``weights``.
 
-    ``norm``: the weight of an RMSNorm that ``x`` passes through first. ``residual``: the product is
-    added to ``out``. ``swiglu``: the weights are gate and up, the result is silu(gate) * up.
+    ``norm``: weight for an RMSNorm before the matmul. ``residual``: the result is added to ``out``.
+    ``swiglu``: the weights are gate and up, and the result is silu(gate) * up.
     """
 
     name = "linear"
@@ -39,7 +39,7 @@ class Linear(Instruction):
 
 @dataclass(frozen=True)
 class Norm(Instruction):
-    """An RMSNorm that no product computes itself."""
+    """An RMSNorm outside a matmul."""
 
     name = "norm"
     out: str
@@ -49,7 +49,7 @@ class Norm(Instruction):
 
 @dataclass(frozen=True)
 class Attend(Instruction):
-    """Rotate q and k, remember k and v, attend causally to all that is remembered."""
+    """Rotate q and k, store k and v, and attend causally to all stored positions."""
 
     name = "attend"
     out: str
@@ -58,7 +58,7 @@ class Attend(Instruction):
 
 @dataclass(frozen=True)
 class Gather(Instruction):
-    """Keep each request's last row: only its logits are asked for."""
+    """Select each request's last row for its logits."""
 
     name = "gather"
     out: str
@@ -67,10 +67,10 @@ class Gather(Instruction):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step computes: ``first`` once, ``layer`` for every layer, ``last`` once.
+    """A step: ``first`` once, ``layer`` for every layer, ``last`` once.
 
-    Values go by name. Weights are named as in a Hugging Face checkpoint, those of ``layer`` without
-    their ``layers.{i}.``.
+    Values have names. Weights have Hugging Face names. In ``layer``, the names lack the prefix
+    ``layers.{i}.``.
     """
 
     first: tuple[Instruction, ...]
@@ -80,19 +80,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the generator measured and chose. Every choice computes the same.
+    """The generator's measured choices. All choices compute the same.
 
     Attributes:
-        products: of few rows, in kernels of "triton" or of "cuda" C++; with either, each product of
-            a decode step is timed beside the library's when an engine is made.
-        chained: kernels are placed before those ahead of them have ended (Hopper and later).
-        outputs, one_outputs: of a program of a product of few rows, and of one with a single row.
-        columns, parts, warps: that it takes at once, in how many parts, with how many warps.
-        whole: columns of x up to which it takes all at once.
-        keys: cached positions that decode attention takes at once, also of several pages.
-        queries: tokens of a prompt that a program attends for, fewer where there are few.
-        prompts: sizes in tokens of the graphs for prompts; longer ones are launched one by one.
-        batches: numbers of requests of the graphs for decode; more are decoded in several steps.
+        products: kernels for small matmuls, "triton" or "cuda" (C++). A new engine also times each
+            matmul in a decode step with the library.
+        chained: kernels launch before earlier kernels have finished (Hopper and later).
+        outputs, one_outputs: outputs per program, for several rows and for a single row.
+        columns, parts, warps: columns per iteration, their parts, and the warps.
+        whole: maximum columns of x without a loop.
+        keys: cached positions per iteration of decode attention, also over several pages.
+        queries: prompt tokens per attention program, fewer for small prompts.
+        prompts: token sizes of prefill graphs. Longer prompts are launched one by one.
+        batches: request counts of decode graphs. More requests take several steps.
     """
 
     products: str = "triton"
@@ -111,12 +111,11 @@ class Choices:
 
 @dataclass(frozen=True)
 class NativeChoices(Choices):
-    """Choices with kernels in CUDA C++ beside products'. They take bfloat16 on Hopper, Triton's
-    all else.
+    """Choices with further CUDA C++ kernels, for bfloat16 on Hopper. Triton runs the rest.
 
     Attributes:
-        native: of decode steps, "attention", "delta" (linear attention), "experts" of up to 64
-            rows.
+        native: kernels for decode steps: "attention", "delta" (linear attention), "experts" (up to
+            64 rows).
     """
 
     native: tuple[str, ...] = ()
@@ -124,9 +123,9 @@ class NativeChoices(Choices):
 
 @dataclass(frozen=True)
 class Mixer(Instruction):
-    """An instruction that reads weights by names of its own: the fields in ``weight_fields``.
+    """An instruction with weights in its own fields, named in ``weight_fields``.
 
-    ``x`` is a value as a product leaves it.
+    ``x`` is a matmul's output.
     """
 
     out: str
@@ -139,8 +138,9 @@ class Mixer(Instruction):
 
 @dataclass(frozen=True)
 class GatedAttend(Mixer):
-    """`Attend` on ``x``: q, k, v, and a gate for each channel of q. The heads of q and k pass
-    through an RMSNorm first; what comes out is multiplied by the sigmoid of the gates.
+    """`Attend` on ``x``: q, k, v, and a gate per channel of q.
+
+    The heads of q and k have an RMSNorm. The output is multiplied by the sigmoid of the gates.
     """
 
     name = "gated_attend"
@@ -154,12 +154,12 @@ class GatedAttend(Mixer):
 
 @dataclass(frozen=True)
 class DeltaRule(Mixer):
-    """Gated DeltaNet (Yang et al., 2024) on ``x``: q, k and v, which a causal convolution and SiLU
-    pass first, z, and a and b, a value of each for every head.
+    """Gated DeltaNet (Yang et al., 2024) on ``x``: q, k, v, z, and a and b per head.
 
-    A head's memory ``S [K, V]`` becomes ``S' = e^g S + k r^T`` with ``r = sigmoid(b) (v - (e^g S)^T
-    k)`` and ``g = -e^a_log softplus(a + dt_bias)``; k and q have length 1, q is over the root of K.
-    Out comes ``norm(S'^T q) * silu(z)``.
+    q, k and v have a causal convolution and SiLU. A head's memory ``S [K, V]`` becomes
+    ``S' = e^g S + k r^T`` with ``r = sigmoid(b) (v - (e^g S)^T k)`` and
+    ``g = -e^a_log softplus(a + dt_bias)``. k and q have length 1, and q is divided by the root of
+    K. The output is ``norm(S'^T q) * silu(z)``.
     """
 
     name = "delta_rule"
@@ -175,11 +175,11 @@ class DeltaRule(Mixer):
 
 @dataclass(frozen=True)
 class Experts(Mixer):
-    """Add what a row's own experts make of ``x``, by their shares, and what one that all rows have
-    made, ``shared``, times the sigmoid of its gate.
+    """Add the weighted outputs of a row's experts for ``x``, and the shared expert's output.
 
-    ``logits``: one for each expert, whose softmax is a row's shares, and last the gate. Gates and
-    ups of an expert lie in ``gates_ups``, its last product in ``downs``.
+    ``shared`` is multiplied by the sigmoid of its gate. ``logits`` has a value per expert for the
+    softmax, then the gate. ``gates_ups`` has the gates and ups of an expert, ``downs`` its last
+    matmul.
     """
 
     name, residual = "experts", True
@@ -195,6 +195,6 @@ class Experts(Mixer):
 
 @dataclass(frozen=True)
 class HybridPlan(Plan):
-    """A plan whose ``layer`` is of attention, and ``linear_layer`` of linear attention."""
+    """A plan with ``layer`` for attention, and ``linear_layer`` for linear attention."""
 
     linear_layer: tuple[Instruction, ...]

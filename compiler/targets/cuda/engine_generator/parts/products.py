@@ -1,4 +1,4 @@
-"""Products of few rows in Triton and in CUDA C++. NVRTC compiles once in a process."""
+"""Small matmuls in Triton and in CUDA C++. NVRTC compiles once per process."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.pages import call
 from tilewright.compiler.targets.cuda.engine_generator.parts.steps import Bound
 
 INSIDE, APART = "inside", "apart"
-"""Ways of a product: with the norm inside, or behind it."""
+"""Names of matmuls, with the norm inside or after the matmul."""
 
 
 class TritonProducts:
-    """Every weight is read once, by one of many programs, for up to 16 rows."""
+    """Matmuls for up to 16 rows. A single program reads each weight, once."""
 
     def ways(self, each: Bound, num_rows: int) -> tuple[str, ...]:
-        """Those there are, the likeliest first."""
+        """Return the possible names, most probable first."""
         if num_rows > 16:
             return ()
         return (INSIDE,) if each.norm is None else (INSIDE, APART)
 
     def run(self, of: Any, way: str, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
-        """What `Linear` says; ``of``: whose product it is."""
+        """Run `Linear` for the executor ``of``."""
         weight, norm = each.weight, each.norm if way == INSIDE else None
         assert weight is not None
         if norm is None and each.norm is not None:
@@ -65,23 +65,23 @@ class TritonProducts:
 
 
 STREAMED = "streamed"
-"""The way of a product whose weights stream through shared memory."""
+"""Name of the matmul with weights in shared memory."""
 
 STEP = 128
 SHARED = 227 * 1024
-"""Bytes of shared memory that a block may have."""
+"""Maximum shared memory per block in bytes."""
 
 Sizes = tuple[int, int, int]
 
 UNCUT_TILES = 1024
-"""Tiles of 16 rows from which on a weight's columns are not cut into slices."""
+"""Minimum 16-row tiles of a weight without column slices."""
 
 
 class CudaProducts:
-    """Weights stream past up to 32 rows, on devices that place kernels side by side."""
+    """Matmuls for up to 32 rows, on devices with concurrent kernels."""
 
     def ways(self, each: Bound, num_rows: int) -> tuple[str, ...]:
-        """The one there is, where it is."""
+        """Return the possible name, or nothing."""
         weight = each.weight
         assert weight is not None
         outputs, columns = weight.shape
@@ -93,7 +93,7 @@ class CudaProducts:
         return (STREAMED,) if fits else ()
 
     def run(self, of: Any, way: str, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
-        """What `Linear` says; ``of``: whose product it is."""
+        """Run `Linear` for the executor ``of``."""
         weight, norm, swiglu = each.weight, each.norm, each.does.swiglu
         assert weight is not None
         if norm is not None and len(x) > 1:
@@ -115,7 +115,7 @@ def cuda_product(
     epilogue: int,
     chained: bool,
 ) -> None:
-    """``x weight^T`` to ``out``, added to it, or of gates and ups, by ``epilogue`` 0, 1, 2."""
+    """Compute ``x weight^T``. ``epilogue``: 0 store, 1 add, 2 SwiGLU of gates and ups."""
     num_tiles, num_steps = -(-weight.shape[0] // 16), weight.shape[1] // STEP
     num_slices = 1 if num_tiles >= UNCUT_TILES else 8
     places = (each if each is None else each.data_ptr() for each in (weight, x, norm, out))
@@ -123,7 +123,7 @@ def cuda_product(
     is_float = norm is not None and norm.dtype == torch.float32
     given = struct.pack("@4P7if", *(place or 0 for place in places), *sizes, is_float, eps)
     if len(x) == 1:
-        depth = 3 if num_steps <= 54 else 2  # so that two blocks have room beside each other
+        depth = 3 if num_steps <= 54 else 2  # so that two blocks fit
         found = torch.cuda.get_device_properties(weight.device)
         grid = min(num_tiles, 2 * found.multi_processor_count), 1, 1
         name, threads, shared = f"one_row_{depth}", 256, num_steps * 256 + depth * 32768
@@ -147,9 +147,7 @@ def launch(
     cluster: Sizes = (1, 1, 1),
     chained: bool,
 ) -> None:
-    """Run a kernel. ``cluster``: blocks that reach each other's memory. ``chained``: it is placed
-    beside the kernels ahead.
-    """
+    """Run a kernel. ``cluster``: blocks with common memory. ``chained``: early launch."""
     wanted = [(6, 1, 0, 0)] * chained + [(4, *cluster)] * (cluster != (1, 1, 1))
     attributes = b"".join(struct.pack("@Q3I52x", *each) for each in wanted)  # CUlaunchAttribute
     held, stream = ctypes.create_string_buffer(attributes), torch.cuda.current_stream().cuda_stream
@@ -160,7 +158,7 @@ def launch(
 
 
 def _shape_of(num_rows: int, num_tiles: int) -> tuple[int, int, int, int]:
-    """Eights of rows, tiles of a warp, warps of a block and steps in flight."""
+    """Return row groups of eight, tiles per warp, warps per block, and pipeline steps."""
     if num_rows > 16:
         return (4, 2, 7, 3) if num_tiles >= UNCUT_TILES else (4, 1, 6, 2)
     if num_rows > 8 or num_tiles <= 300:
@@ -170,7 +168,7 @@ def _shape_of(num_rows: int, num_tiles: int) -> tuple[int, int, int, int]:
 
 @functools.cache
 def _kernels(device: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The kernels of `PRODUCTS` for operands of a type, by name, loaded on a device."""
+    """Return the loaded kernels of `PRODUCTS` for an operand type, by name."""
     made = re.findall(r"(ONE_ROW|SOME_ROWS)\((\d.*?)\)", PRODUCTS)
     names = [f"{kind.lower()}_{numbers.replace(', ', '_')}" for kind, numbers in made]
     major, minor = torch.cuda.get_device_capability(device)
@@ -180,7 +178,7 @@ def _kernels(device: int, dtype: torch.dtype) -> dict[str, Any]:
 
 @functools.cache
 def _nvrtc() -> Any:
-    """The compiler, or None where there is none; torch for GPUs brings it along."""
+    """Return the compiler, or None. CUDA builds of torch contain it."""
     name = f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}"
     for path in (*Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"), name):
         with contextlib.suppress(OSError):
@@ -189,7 +187,7 @@ def _nvrtc() -> Any:
 
 
 def machine_code(name: str, text: str, headers: Mapping[str, str], *options: str) -> bytes:
-    """Machine code of a source, which may include ``headers``: texts by name."""
+    """Compile a source to machine code. ``headers``: included texts by name."""
     nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     texts, names, given = (
         (ctypes.c_char_p * len(each))(*(one.encode() for one in each))
@@ -208,14 +206,14 @@ def machine_code(name: str, text: str, headers: Mapping[str, str], *options: str
 
 
 def load_kernels(binary: bytes, names: Iterable[str], device: int) -> dict[str, Any]:
-    """Kernels of machine code by name, on a device, with all the shared memory that may be."""
+    """Load kernels by name, with the maximum of shared memory."""
     module, found = ctypes.c_void_p(), {}
-    torch.cuda.synchronize(device)  # makes the context that the module is loaded into
+    torch.cuda.synchronize(device)  # creates the context of the module
     call("cuModuleLoadData", ctypes.byref(module), binary)
     for name in names:
         kernel, fixed = ctypes.c_void_p(), ctypes.c_int()
         call("cuModuleGetFunction", ctypes.byref(kernel), module, name.encode())
         call("cuFuncGetAttribute", ctypes.byref(fixed), 1, kernel)  # shared bytes
-        call("cuFuncSetAttribute", kernel, 8, SHARED - fixed.value)  # most to come
+        call("cuFuncSetAttribute", kernel, 8, SHARED - fixed.value)  # maximum dynamic bytes
         found[name] = kernel
     return found

@@ -1,4 +1,4 @@
-"""``python engine.py --self-test``: random calls, each compared with the reference."""
+"""``python engine.py --self-test``: compare random calls with the reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ATOL = RTOL = 1e-2
 
 
 def random_weights(settings: Settings, seed: int) -> dict[str, Tensor]:
-    """A state dict with the contract's names: N(0, 0.02), norms around 1."""
+    """Return random weights with the contract's names: N(0, 0.02), norms around 1."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, shape in settings.shapes().items():
@@ -41,7 +41,7 @@ def random_weights(settings: Settings, seed: int) -> dict[str, Tensor]:
 
 
 def error_of(ours: Tensor, reference: Tensor) -> float:
-    """The worst error in units of the tolerance: up to 1 is equal."""
+    """Return the maximum error relative to the tolerance. Up to 1 is equal."""
     a, b = ours.float().cpu(), reference.float().cpu()
     if a.shape != b.shape or not bool(a.isfinite().all()):
         return float("inf")
@@ -50,8 +50,9 @@ def error_of(ours: Tensor, reference: Tensor) -> float:
 
 
 class Operations:
-    """Random calls on an engine and the same on a reference: new, replaced, decoded and removed
-    requests, any of them at a time, in any order. ``num_undecided``: rows that were not compared.
+    """Random calls on an engine and a reference, in any order.
+
+    The calls start, replace, decode and remove requests. ``num_undecided``: uncompared rows.
     """
 
     def __init__(self, settings: Settings, seed: int, *, most: int = 8, longest: int = 48) -> None:
@@ -61,7 +62,7 @@ class Operations:
         self.num_undecided = 0
 
     def step(self, engine: Any, reference: Any) -> float:
-        """One call on both; the error of its logits."""
+        """Make a call on both, and return the error of its logits."""
         chance = self._random.random()
         if chance < 0.1:
             return self._remove(engine, reference)
@@ -109,7 +110,7 @@ class Operations:
 def compare(
     engine: Engine, reference: Reference, settings: Settings, *, seed: int, operations: int
 ) -> tuple[float, int]:
-    """The worst error of so many random calls, and how many rows were not compared."""
+    """Return the maximum error of random calls, and the number of uncompared rows."""
     calls = Operations(settings, seed)
     worst = max(calls.step(engine, reference) for _ in range(operations))
     return worst, calls.num_undecided

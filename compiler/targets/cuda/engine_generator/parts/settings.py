@@ -1,4 +1,4 @@
-"""The checked model_config. A key without a default is never guessed."""
+"""The checked model_config. A missing key without a default is an error."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ ABSENT = ("attention_bias", "mlp_bias", "sliding_window")
 
 
 class EngineError(ValueError):
-    """A configuration, weights or a request that the engine cannot take: what, where, allowed."""
+    """An invalid configuration, weight or request, with its place and the allowed values."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The sizes and switches of a model. ``interleaved``: rotation turns channels (0, 1), (2, 3)
-    ...; otherwise (0, D/2), (1, D/2 + 1) ..., as Hugging Face orders them.
+    """Sizes and switches of a model.
+
+    ``interleaved``: rotation pairs are channels (0, 1), (2, 3) ... Otherwise the pairs are
+    (0, D/2), (1, D/2 + 1) ..., as in Hugging Face checkpoints.
     """
 
     vocab_size: int
@@ -53,38 +55,38 @@ class Settings:
 
     @property
     def qkv_heads(self) -> int:
-        """Heads of q, k and v side by side."""
+        """Heads of q, k and v together."""
         return self.num_heads + 2 * self.num_kv_heads
 
     @property
     def scale(self) -> float:
-        """What attention scores are multiplied by."""
+        """Factor of attention scores."""
         return self.head_dim**-0.5
 
     @property
     def num_cached(self) -> int:
-        """Layers that remember keys and values."""
+        """Layers with keys and values."""
         return self.num_layers
 
     @property
     def norm_dtype(self) -> torch.dtype:
-        """What the weights of norms are held in."""
+        """Type for norm weights."""
         return self.dtype
 
     def steps_of(self, plan: Plan, layer: int) -> tuple[Instruction, ...]:
-        """What a layer computes."""
+        """Return a layer's instructions."""
         return plan.layer
 
     def place_of(self, layer: int) -> int:
-        """Its place among the layers that remember the same."""
+        """Return the number of a layer among layers of its kind."""
         return layer
 
     def frequencies(self) -> Tensor:
-        """The angle per position of every pair of channels, float32 ``[head_dim / 2]``."""
+        """Return the angle per position for channel pairs, float32 ``[head_dim / 2]``."""
         return inverse_frequencies(self, self.head_dim)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor that a file of weights must have, by name."""
+        """Return the required shape of every tensor in a file, by name."""
         found = self._shapes_outside()
         hidden, inner = self.hidden_size, self.intermediate_size
         layer = {
@@ -114,19 +116,19 @@ class Settings:
         }
 
     def prepared(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors that the plan names, from those of a file."""
+        """Return the plan's tensors from a file's tensors."""
         return tensors
 
     def centre(self, name: str) -> float:
-        """What the values of a tensor lie around."""
+        """Return the mean of a tensor's random values."""
         return 1.0 if "norm" in name else 0.0
 
 
 def read_settings(config: Mapping[str, Any], device: torch.device) -> Settings:
-    """The settings of a ``model_config``; fp32 on a CPU, else fp16, or bf16 if it says so.
+    """Check a ``model_config``: fp32 on a CPU, else fp16, or bf16 if requested.
 
     Raises:
-        EngineError: for a key that is missing or has no possible value.
+        EngineError: for a missing key, or an invalid value.
     """
     if not isinstance(config, Mapping):
         raise EngineError(f"model_config {str(config)[:40]!r}; allowed: a mapping of keys")
@@ -196,7 +198,7 @@ def _one_of(key: str, found: Any, known: tuple[str, ...]) -> str:
 
 
 def _read_scaling(given: Any) -> tuple[tuple[str, Any], ...]:
-    """The ``rope_scaling`` of a configuration; empty where frequencies stay as they are."""
+    """Return a configuration's ``rope_scaling``, empty without scaling."""
     if given is None:
         return ()
     if not isinstance(given, Mapping):
@@ -211,7 +213,7 @@ def _read_scaling(given: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def inverse_frequencies(settings: Settings, num_channels: int) -> Tensor:
-    """The angle per position of each pair of so many channels, scaled as the configuration says."""
+    """Return the scaled angle per position for pairs of ``num_channels`` channels."""
     channels = torch.arange(0, num_channels, 2, dtype=torch.float32)
     found = 1.0 / settings.theta ** (channels / num_channels)
     if not (scaling := dict(settings.scaling)):
@@ -226,7 +228,7 @@ def inverse_frequencies(settings: Settings, num_channels: int) -> Tensor:
 
 
 def turn_table(settings: Settings, device: torch.device) -> Tensor:
-    """Cosines, then sines, of every position: ``[positions, head_dim]`` in the model's type."""
+    """Return cosines and sines of every position, ``[positions, head_dim]`` in the model's type."""
     speeds = settings.frequencies().to(device)
     turns = speeds.new_empty(settings.max_positions, 2 * len(speeds), dtype=settings.dtype)
     positions = torch.arange(settings.max_positions, dtype=torch.float32, device=device)
@@ -236,7 +238,7 @@ def turn_table(settings: Settings, device: torch.device) -> Tensor:
 
 
 LENGTH_EPS = 1e-6
-"""Of the lengths of q and k of linear attention."""
+"""Epsilon for the lengths of q and k in linear attention."""
 
 LINEAR = "linear_attention"
 LAYER_TYPES = (LINEAR, "full_attention")
@@ -244,8 +246,10 @@ LAYER_TYPES = (LINEAR, "full_attention")
 
 @dataclass(frozen=True)
 class HybridSettings(Settings):
-    """``num_turned``: channels of a head that rotation turns. ``linear_layers``: which layers have
-    linear attention, of ``value_heads`` heads, ``key_heads`` of which have keys of their own.
+    """Settings with linear attention and experts.
+
+    ``num_turned``: rotated channels per head. ``linear_layers``: layers with linear attention. It
+    has ``value_heads`` heads, and ``key_heads`` distinct keys.
     """
 
     num_turned: int
@@ -262,12 +266,12 @@ class HybridSettings(Settings):
 
     @property
     def mixed_width(self) -> int:
-        """Channels of q, k and v of linear attention, which the convolution passes over."""
+        """Channels of q, k and v in the convolution of linear attention."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
     def num_linear(self) -> int:
-        """Layers of linear attention."""
+        """Layers with linear attention."""
         return sum(self.linear_layers)
 
     @property
@@ -286,7 +290,7 @@ class HybridSettings(Settings):
         return self.linear_layers[:layer].count(self.linear_layers[layer])
 
     def frequencies(self) -> Tensor:
-        """Pairs that do not turn have an angle of 0: see `prepared` for which these are."""
+        """Return angles, 0 for unrotated pairs. `prepared` orders the pairs."""
         found = inverse_frequencies(self, self.num_turned)
         return F.pad(found, (0, self.head_dim // 2 - len(found)))
 
@@ -336,10 +340,10 @@ class HybridSettings(Settings):
         }
 
     def prepared(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A file has a query's rows above its gate's, head by head, and norms' weights less one.
+        """Convert a file's tensors: per head, a query's rows precede its gate's. Norms lack 1.
 
-        Rotation turns pairs of the first ``num_turned`` channels. The channels of q and k are put
-        in an order in which pairs are half a head apart, as where all turn: scores are the same.
+        Rotation pairs are in the first ``num_turned`` channels. The channels of q and k are
+        reordered, so that pairs are half a head apart. Scores are equal.
         """
         found = dict(tensors)
         for name, tensor in tensors.items():
@@ -360,7 +364,7 @@ class HybridSettings(Settings):
         return found
 
     def _channels(self) -> Tensor:
-        """Channels of a head: those that turn and those that do not, half of each in a half."""
+        """Return a head's channels: in each half, rotated channels first."""
         channels = torch.arange(self.head_dim)
         turned, rest = channels[: self.num_turned].chunk(2), channels[self.num_turned :]
         middle = len(rest) // 2
@@ -371,10 +375,10 @@ class HybridSettings(Settings):
 
 
 def read_hybrid_settings(config: Mapping[str, Any], device: torch.device) -> HybridSettings:
-    """The settings of a ``model_config`` with experts and layers of linear attention.
+    """Check a ``model_config`` with experts and linear attention.
 
     Raises:
-        EngineError: for a key that is missing or has no possible value.
+        EngineError: for a missing key, or an invalid value.
     """
     plain = read_settings(config, device)
     names = "linear_num_key_heads", "linear_num_value_heads", "num_experts", "num_experts_per_tok"

@@ -1,4 +1,4 @@
-"""The plan bound to weights, and the walk over the plan."""
+"""Binds a plan to weights, and runs its instructions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.settings import (
 )
 
 Values = dict[str, Tensor]
-"""What a step has computed so far, by name: ``[tokens, width]`` each."""
+"""Values of a step by name, each ``[tokens, width]``."""
 
 
 @dataclass(frozen=True)
 class Bound:
     """An instruction with its layer and weights: stacked rows ``[out, in]``, a norm ``[in]``.
 
-    ``ends``: values that no later instruction reads.
+    ``ends``: values without later readers.
     """
 
     does: Any
@@ -42,11 +42,11 @@ class Bound:
 
 
 def bind(tensors: dict[str, Tensor], settings: Settings, device: torch.device) -> list[Bound]:
-    """The plan, layer by layer, with its weights on a device in the model's type."""
-    on_device: dict[tuple[str, ...], Tensor] = {}  # a tied table is placed once
+    """Bind the plan layer by layer, with weights on a device in the model's type."""
+    on_device: dict[tuple[str, ...], Tensor] = {}  # a tied table is stored once
     sizes = {t.data_ptr(): t.numel() for t in tensors.values() if isinstance(t, Tensor)}
     whole = (sum(sizes.values()) + settings.max_positions * settings.head_dim + 1024**2) * 2
-    if device.type == "cuda" and whole < 1024**3:  # the allocator keeps it: a piece for all weights
+    if device.type == "cuda" and whole < 1024**3:  # reserve one block for all weights
         torch.empty(whole, dtype=torch.uint8, device=device)
 
     def place(names: tuple[str, ...], dtype: torch.dtype = settings.dtype) -> Tensor:
@@ -54,7 +54,7 @@ def bind(tensors: dict[str, Tensor], settings: Settings, device: torch.device) -
         key = tuple(str(part.data_ptr()) for part in parts)
         if key not in on_device:
             count = sum(len(part) for part in parts)
-            shape = -(-count // 16) * 16, *parts[0].shape[1:]  # kernels read whole tiles
+            shape = -(-count // 16) * 16, *parts[0].shape[1:]  # kernels read complete tiles
             whole = torch.empty(shape, dtype=dtype, device=device)
             torch.cat([part.to(device, dtype) for part in parts], out=whole[:count])
             whole[count:].zero_()
@@ -80,7 +80,7 @@ def bind(tensors: dict[str, Tensor], settings: Settings, device: torch.device) -
 
 
 def with_ends(program: Sequence[Bound]) -> list[Bound]:
-    """The same program, with `Bound.ends`."""
+    """Return the program with `Bound.ends`."""
     read, found = {"logits"}, list[Bound]()
     for each in reversed(program):
         out, inputs = {each.does.out}, vars(each.does).items()
@@ -92,11 +92,11 @@ def with_ends(program: Sequence[Bound]) -> list[Bound]:
 
 
 class Executor:
-    """Runs the plan on a device and keeps what sequences remember; knows no request ids.
+    """Runs the plan on a device, and stores the state of sequences. Knows no request ids.
 
-    A sequence is whatever ``prefill`` returns for a prompt: only its ``length`` is looked at.
-    ``decode`` adds a token to each of some sequences, ``release`` forgets them. An instruction is
-    run by the method of its name.
+    ``prefill`` returns a sequence for a prompt, with its ``length``. ``decode`` adds a token to
+    each of some sequences, and ``release`` frees them. The method with an instruction's name runs
+    the instruction.
     """
 
     device: torch.device
@@ -110,15 +110,15 @@ class Executor:
     attended: Callable[[Bound, Tensor, Any], Tensor]
 
     def rehearsals(self) -> Iterable[tuple[int, int]]:
-        """Calls to make in a new engine: prompts and their length."""
+        """Return calls for a new engine: prompts and their length."""
         return ()
 
     def bind(self, tensors: dict[str, Tensor]) -> list[Bound]:
-        """The plan with its weights."""
+        """Bind the plan to weights."""
         return bind(tensors, self.settings, self.device)
 
     def run(self, program: Sequence[Bound], values: Values, batch: Any) -> Values:
-        """The instructions of ``program`` in order; ``batch`` says whose the rows are."""
+        """Run the instructions in order. ``batch`` maps rows to sequences."""
         for each in program:
             values[each.does.out] = getattr(self, each.does.name)(each, values, batch)
             for name in each.ends:
@@ -138,7 +138,7 @@ class Executor:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundMixer(Bound):
-    """With its tensors by the names of fields: experts in the model's type, all else float32."""
+    """A bound mixer with tensors by field: experts in the model's type, others in float32."""
 
     tensors: dict[str, Tensor]
 
@@ -146,7 +146,7 @@ class BoundMixer(Bound):
 def bind_mixers(
     program: Sequence[Bound], tensors: dict[str, Tensor], settings: Settings, device: torch.device
 ) -> list[Bound]:
-    """A bound plan whose mixers have their weights, too."""
+    """Bind a plan with mixers."""
     found: list[Bound] = []
     for each in program:
         if isinstance(each.does, Mixer):
@@ -161,7 +161,7 @@ def bind_mixers(
 
 
 class MixedExecutor(Executor):
-    """Binds mixers besides the instructions that all plans have."""
+    """Binds mixers in addition to the common instructions."""
 
     settings: HybridSettings
 

@@ -24,12 +24,12 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.steps import (
 )
 
 ROOM = 64
-"""Positions that a sequence's memory grows by."""
+"""Increment of a sequence's memory, in positions."""
 
 
 @dataclass
 class TorchSequence:
-    """``cache [layers, 2, kv heads, positions, head_dim]``: keys, values of ``length`` tokens."""
+    """Keys and values for ``length`` tokens: ``[layers, 2, kv heads, positions, head_dim]``."""
 
     cache: Tensor
     length: int = 0
@@ -37,7 +37,7 @@ class TorchSequence:
 
 @dataclass(frozen=True)
 class TorchBatch:
-    """``tokens [T]`` and their ``positions [T]``; ``spans``: which rows are whose."""
+    """``tokens [T]`` and ``positions [T]``. ``spans``: rows per sequence."""
 
     tokens: Tensor
     positions: Tensor
@@ -45,7 +45,7 @@ class TorchBatch:
 
 
 class TorchExecutor(Executor):
-    """All rows of a step go through products together, and attend sequence by sequence."""
+    """Matmuls over all rows, and attention sequence by sequence."""
 
     def __init__(
         self, tensors: dict[str, Tensor], settings: Settings, device: torch.device
@@ -70,7 +70,7 @@ class TorchExecutor(Executor):
         return self._step(sequences, tokens.split(1))
 
     def release(self, *sequences: TorchSequence) -> None:
-        """Their caches go with them."""
+        """Free the caches with the sequences."""
 
     def _cache(self, positions: int) -> Tensor:
         s = self.settings
@@ -137,7 +137,7 @@ class TorchExecutor(Executor):
         return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
     def _attention(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """``q [H, T, D]``, a whole prompt or one token, on ``keys, values [G, L, D]``."""
+        """Attend with ``q [H, T, D]``, a prompt or a token, to ``keys, values [G, L, D]``."""
         s = self.settings
         return F.scaled_dot_product_attention(
             q.unsqueeze(0),
@@ -151,8 +151,9 @@ class TorchExecutor(Executor):
 
 @dataclass(kw_only=True)
 class HybridTorchSequence(TorchSequence):
-    """``windows [linear layers, channels, taps - 1]``: the last columns that the convolution saw;
-    ``memories [linear layers, heads, K, V]``.
+    """``windows [linear layers, channels, taps - 1]``: last inputs to the convolution.
+
+    ``memories [linear layers, heads, K, V]``: linear attention state.
     """
 
     windows: Tensor
@@ -160,7 +161,7 @@ class HybridTorchSequence(TorchSequence):
 
 
 class HybridTorchExecutor(MixedExecutor, TorchExecutor):
-    """Layers of attention and of linear attention."""
+    """Layers with attention or linear attention."""
 
     settings: HybridSettings
 
@@ -202,7 +203,7 @@ class HybridTorchExecutor(MixedExecutor, TorchExecutor):
         return (heads.flatten(1) * F.silu(z)).to(x.dtype)
 
     def _convolved(self, x: Tensor, weight: Tensor, window: Tensor) -> tuple[Tensor, ...]:
-        """q, k ``[T, H, K]`` and v ``[T, H, V]`` of one sequence, whose window moves on."""
+        """Return q, k ``[T, H, K]`` and v ``[T, H, V]`` for a sequence. Updates its window."""
         s = self.settings
         seen = torch.cat((window, x.T), dim=1)
         window.copy_(seen[:, seen.shape[1] - window.shape[1] :])
@@ -227,12 +228,12 @@ class HybridTorchExecutor(MixedExecutor, TorchExecutor):
 
 
 def unit_scaled(x: Tensor, eps: float) -> Tensor:
-    """Vectors over their root mean square."""
+    """Divide vectors by their root mean square."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def split_mixed(x: Tensor, s: HybridSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k of length 1, ``[T, H, K]``, each for the heads that share it, and v ``[T, H, V]``."""
+    """Return q and k of length 1, ``[T, H, K]``, per head, and v ``[T, H, V]``."""
     width = s.key_heads * s.key_dim
     q, k, v = x.split((width, width, s.value_heads * s.value_dim), dim=1)
     q, k = (each.unflatten(1, (s.key_heads, s.key_dim)) for each in (q, k))
@@ -244,9 +245,7 @@ def split_mixed(x: Tensor, s: HybridSettings) -> tuple[Tensor, Tensor, Tensor]:
 def remembered_tokens(
     q: Tensor, k: Tensor, v: Tensor, kept: Tensor, steps: Tensor, memory: Tensor
 ) -> Tensor:
-    """What tokens, one after another, read from ``memory [H, K, V]``, which is changed: ``[T, H,
-    V]``.
-    """
+    """Read ``memory [H, K, V]`` token by token, and update it: ``[T, H, V]``."""
     out = torch.empty_like(v)
     for t in range(len(v)):
         memory *= kept[t, :, None, None]

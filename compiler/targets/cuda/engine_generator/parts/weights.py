@@ -1,4 +1,4 @@
-"""Weights: which file, which names, which shapes. No pickled code is ever run."""
+"""Weights: files, names and shapes. Pickled code is never executed."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ SAFETENSORS_DTYPES |= {"BF16": torch.bfloat16}
 
 
 def load_weights(folder: str, settings: Settings) -> dict[str, Tensor]:
-    """Every tensor that the plan names, on the CPU as the file has it; ``lm_head.weight`` is
-    ``embed_tokens.weight`` where the file has none.
+    """Load the plan's tensors on the CPU, in the file's types.
+
+    A missing ``lm_head.weight`` is ``embed_tokens.weight``.
 
     Raises:
-        EngineError: for a folder without weights, a file that is none, a tensor that is missing or
-            has another shape, or a bias.
+        EngineError: for a directory without weights, an unreadable file, a missing tensor, another
+            shape, or a bias.
     """
     path = find_weights(folder)
     found = {plain_name(name): tensor for name, tensor in _read(path).items()}
@@ -54,7 +55,7 @@ def load_weights(folder: str, settings: Settings) -> dict[str, Tensor]:
 
 
 def find_weights(folder: str) -> Path:
-    """``model.pt``, else the first *.pt, *.bin or *.safetensors of a folder."""
+    """Return ``model.pt``, else the first *.pt, *.bin or *.safetensors of a directory."""
     if not Path(folder).is_dir():
         raise EngineError(f"{folder}: no such folder; allowed: one with the model's weights")
     if (Path(folder) / "model.pt").is_file():
@@ -66,7 +67,7 @@ def find_weights(folder: str) -> Path:
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without wrappers' prefixes, Meta's names as Hugging Face's."""
+    """Return a tensor's Hugging Face name, without wrapper prefixes. Converts Meta's names."""
     while prefix := next((each for each in PREFIXES if name.startswith(each)), ""):
         name = name.removeprefix(prefix)
     match = re.match(r"layers\.\d+\.", name)
@@ -77,7 +78,7 @@ def plain_name(name: str) -> str:
 
 def _read(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
-        is_part = "-of-" in path.stem  # a model in several files
+        is_part = "-of-" in path.stem  # a split model
         parts = sorted(path.parent.glob("*-of-*.safetensors")) if is_part else [path]
         return {name: tensor for part in parts for name, tensor in _read_safetensors(part).items()}
     try:
@@ -97,7 +98,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    """A header's length (8 bytes), a JSON header, then the tensors one after another."""
+    """Read the length of the header (8 bytes), the JSON header, and the tensors."""
     size = path.stat().st_size
     storage = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     found = {}
@@ -107,7 +108,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         header.pop("__metadata__", None)
         for name, entry in header.items():
             if not (dtype := SAFETENSORS_DTYPES.get(entry["dtype"])):
-                continue  # not a float; missed below if it is asked for
+                continue  # not a float; reported below if needed
             first, last = (start + offset for offset in entry["data_offsets"])
             if not 0 <= first <= last <= size:
                 raise EngineError(f"{path}: {name} is not inside the file")
