@@ -28,6 +28,7 @@ from tilewright.compiler.formats.ggml import (
     GgmlFileFormat,
     GgmlFormat,
 )
+from tilewright.compiler.formats.scaled_codes import FP8, ScaledCodes
 
 __all__ = [
     "BF16",
@@ -37,6 +38,7 @@ __all__ = [
     "EXACT_FORMATS",
     "FIDELITIES",
     "FORMATS",
+    "FP8",
     "FP16",
     "FP32",
     "Q4_K",
@@ -56,6 +58,7 @@ __all__ = [
     "FloatFormat",
     "GgmlFileFormat",
     "GgmlFormat",
+    "ScaledCodes",
     "ScaledEncoded",
     "get_format",
     "is_quantised",
@@ -63,7 +66,7 @@ __all__ = [
     "stored_together",
 ]
 
-for _format in (FP32, BF16, FP16, BFP8, BFP4, BFP2, Q40, Q80, Q41, Q50, Q51, Q4_K, Q5_K, Q6_K):
+for _format in (FP32, BF16, FP16, BFP8, BFP4, BFP2, Q40, Q80, Q41, Q50, Q51, Q4_K, Q5_K, Q6_K, FP8):
     FORMATS.register(_format.name, _format)
 
 

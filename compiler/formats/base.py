@@ -35,11 +35,11 @@ class BlockEncoded:
 
 @dataclass(frozen=True, slots=True)
 class ScaledEncoded:
-    """A tensor of small integers with a float16 scale per block. The blocked axis is last.
+    """A tensor of small codes with a scale per block. The blocked axis is last.
 
     Attributes:
-        codes: uint8 or int8 ``[..., K]``. The format defines the dtype and the zero point.
-        scales: float16 ``[..., ceil(K / block)]``.
+        codes: uint8 or int8 ``[..., K]``. The format defines the dtype and the values.
+        scales: float16 or float32 ``[..., ceil(K / block)]``.
         axis: Original position of the blocked axis.
         minimums: float16 ``[..., ceil(K / block)]``, added to every value. None: no minimums.
     """

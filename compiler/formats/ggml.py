@@ -250,6 +250,7 @@ STORED_NAMES: Mapping[str, str] = MappingProxyType(
         "q4_k": "Q4_K",
         "q5_k": "Q5_K",
         "q6_k": "Q6_K",
+        "fp8": "FP8",
     }
 )
 """Tensor type in a checkpoint (ggml's or safetensors' name), by format."""
@@ -258,7 +259,6 @@ STORED_NAMES: Mapping[str, str] = MappingProxyType(
 # point.
 _SIGNED = {1: "q40", 2: "q40", 3: "q40", 4: "q40", 5: "q50", 6: "q80", 7: "q80", 8: "q80"}
 _WITH_ZEROS = {1: "q40", 2: "q40", 3: "q40", 4: "q50", 5: "q80", 6: "q80", 7: "q80"}
-_POWERS = "powers of two"
 EXACT_FORMATS: Mapping[str, str] = MappingProxyType(
     {
         "Q3_K": "q6_k",
@@ -273,9 +273,11 @@ EXACT_FORMATS: Mapping[str, str] = MappingProxyType(
             for bits, name in widest.items()
         },
         **{
-            f"FP8 {kind}, {_POWERS}": "bf16"
-            for kind in ("128x128", "per tensor", "per channel", "1x32")
+            f"FP8 {blocks}{scales}": "fp8"
+            for blocks in ("128x128", "1x128", "per tensor", "per channel")
+            for scales in ("", ", powers of two")
         },
+        "FP8 1x32, powers of two": "bf16",
     }
 )
 """Formats with all values of a checkpoint's tensor type, by type."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tilewright.compiler.formats import FP8, STORED_NAMES, ScaledEncoded
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.base import (
     WHOLE,
@@ -47,6 +50,18 @@ class Float8Tensor(QuantizedTensor):
         is_normal = (scales >= 2.0**-100) & (scales <= 2.0**100)  # of products too, in bfloat16
         is_power = (torch.frexp(scales)[0] == 0.5) & is_normal | (scales == 0)
         return f"{self.label}, powers of two" if bool(is_power.all()) else self.label
+
+    def stored(self, read: Read, start: int, stop: int) -> tuple[str, npt.NDArray[np.uint8]]:
+        codes = read(self.names[0], (slice(start, stop), WHOLE)).view(torch.uint8)
+        if bool((codes & 0x7F == 0x7F).any()):
+            raise CheckpointError(
+                f"tensor {self.names[0]} holds NaN; allowed: finite values"
+            )
+        height, width = self.block
+        starts = torch.arange(0, self.shape[1], FP8.block)
+        scales = self._scales(read)[torch.arange(start, stop) // height][:, starts // width]
+        blocks = FP8.pack_encoded(ScaledEncoded(codes, scales, -1))
+        return STORED_NAMES[FP8.name], blocks.view(stop - start, -1).numpy()
 
     def _scales(self, read: Read) -> Tensor:
         stored = read(self.names[1], ())

@@ -19,6 +19,8 @@ from tests.models.quantized.folders import (
     write,
     write_dense,
 )
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.formats import FP8, stored_format
 from tilewright.errors import CheckpointError
 from tilewright.models import check_header, load_model, quantised_types
 
@@ -96,11 +98,33 @@ def test_values_are_the_formulas_bit_for_bit(case: str, tmp_path: Path) -> None:
     assert quantised_types(tmp_path / "m") == ("FP8" if method == "fp8" else method,)
 
 
-@pytest.mark.parametrize("case", ["partial blocks", "exponents"])
+@pytest.mark.parametrize("case", ["partial blocks", "blocks"])
 def test_logits_are_those_of_dense_values(case: str, tmp_path: Path) -> None:
     quantize, config, _ = CASES[case]
     write_dense(tmp_path / "dense", write(tmp_path / "m", quantize, config))
     check_logits(tmp_path / "m", tmp_path / "dense")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_of_128_columns_are_stored_as_codes(case: str, tmp_path: Path) -> None:
+    quantize, config, label = CASES[case]
+    values = write(tmp_path / "m", quantize, config)
+    model, name = load_model(tmp_path / "m"), f"{UP}.weight"
+    is_exact = label not in ("FP8 48x80", "FP8 64x32")
+    assert stored_format(label) == ("fp8" if is_exact else None)
+    if is_exact:
+        stored = weight_source(model).stored(name, 3, 150)
+        found = FP8.unpack(stored.flatten(), (147, 128))
+        expected = torch.from_numpy(values[name][3:150])
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+def test_codes_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    codes = torch.full((192, 128), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    change = put(f"{UP}.weight", codes)
+    write(tmp_path / "m", quantizer((128, 128)), BLOCKS, change=change)
+    with pytest.raises(CheckpointError, match=rf"{UP}.weight holds NaN; allowed: finite values"):
+        weight_source(load_model(tmp_path / "m")).stored(f"{UP}.weight", 0, 8)
 
 
 def without(name: str) -> Callable[[Tensors], None]:

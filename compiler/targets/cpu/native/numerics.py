@@ -14,7 +14,10 @@ from tilewright.compiler.targets.contract.record import (
 
 FP32, BF16, FP16, VECTOR = "fp32", "bf16", "fp16", "vector"
 K_KINDS = ("q4_k", "q5_k", "q6_k")
-BLOCK_KINDS = ("q80", "q40", "q41", "q50", "q51", "bfp8", "bfp4", *K_KINDS)
+FLOAT_CODES = ("fp8",)
+"""Formats with float codes: kernels multiply them as bfloat16, or as float32 if exact."""
+
+BLOCK_KINDS = ("q80", "q40", "q41", "q50", "q51", "bfp8", "bfp4", *K_KINDS, *FLOAT_CODES)
 """Formats with block kernels. Blocks in ``K_KINDS`` are only read from files."""
 
 SCALES_OF_16 = ("bfp8", "bfp4", "q6_k")
@@ -52,7 +55,7 @@ def arithmetic(kind: str, fidelity: str, *, exact: bool) -> str:
     asked = FIDELITIES[fidelity]
     if exact or kind in (FP32, FP16) or asked.fp32_outputs:
         return AS_FP32
-    if kind in BLOCK_KINDS and asked.num_phases < 3:
+    if kind in BLOCK_KINDS and kind not in FLOAT_CODES and asked.num_phases < 3:
         return AS_INT8
     return AS_FP32 if kind in HAVE_MINIMUMS else AS_BF16  # minimums are not codes
 

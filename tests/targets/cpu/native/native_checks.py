@@ -29,7 +29,7 @@ from tilewright.compiler.targets.program.plan import make_plan
 WIDER = {"kv_cache": "bf16", "embedding": "bf16"}
 HELD: list[tuple[str, str, dict[str, str]]] = [
     *((name, "in", {}) for name in ("fp32", "bf16", "fp16", "bfp8", "bfp4")),
-    *((name, "in", WIDER) for name in ("q40", "q80", "q41")),
+    *((name, "in", WIDER) for name in ("q40", "q80", "q41", "fp8")),
     *((name, "out", {}) for name in ("bfp8", "bfp4")),
 ]
 

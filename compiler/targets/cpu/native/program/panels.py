@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tilewright.compiler.formats import ScaledEncoded
 from tilewright.compiler.formats.ggml_blocks import SuperBlocks
 from tilewright.compiler.targets.cpu.native.numerics import (
     BF16,
@@ -24,7 +25,7 @@ from tilewright.errors import CheckpointError
 BLOCK = 32
 SUPER_BLOCK = 256
 _ALIGNMENT = 64
-_CODE_BITS = {"q80": 8, "bfp8": 8, "q6_k": 6, "q50": 5, "q51": 5, "q5_k": 5}  # other kinds have 4
+_CODE_BITS = {"q80": 8, "bfp8": 8, "fp8": 8, "q6_k": 6, "q50": 5, "q51": 5, "q5_k": 5}  # others: 4
 _OF_POWERS = ("bfp8", "bfp4")
 
 
@@ -46,6 +47,8 @@ def panel_bytes(kind: str, num_columns: int) -> int:
 def _scale_bytes(kind: str, wide: int) -> int:
     """Return the bytes for a panel's scales and minimums."""
     num_supers = whole(wide, SUPER_BLOCK) // SUPER_BLOCK
+    if kind == "fp8":
+        return 4 * LANES * (whole(wide, 128) // 128)
     if kind == "q6_k":
         return 32 * num_supers + wide
     if kind in K_KINDS:
@@ -89,6 +92,14 @@ def code_panels(
         least = SignedCodes(signed.codes, minimums, signed.block)
         parts.append(_scales(least, kind, wide, name))
     return _joined(parts, kind, num_columns)
+
+
+def float_panels(encoded: ScaledEncoded, kind: str) -> Tensor:
+    """Convert rows of float codes ``[16 panels, in]`` to uint8 ``[panels, bytes]``."""
+    num_columns = encoded.codes.shape[1]
+    codes = padded(encoded.codes, (0, whole(num_columns, BLOCK) - num_columns))
+    scales = encoded.scales.contiguous().view(torch.uint8)
+    return _joined([_codes(codes, 8), _lanes(scales, 4)], kind, num_columns)
 
 
 def super_panels(blocks: SuperBlocks, kind: str, num_columns: int) -> Tensor:

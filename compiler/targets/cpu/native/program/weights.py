@@ -11,7 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilewright.compiler.formats import GgmlFileFormat, GgmlFormat, get_format
+from tilewright.compiler.formats import (
+    GgmlFileFormat,
+    GgmlFormat,
+    ScaledCodes,
+    ScaledEncoded,
+    get_format,
+)
 from tilewright.compiler.ir.recipe import (
     ReadsParts,
     ReadsRows,
@@ -26,6 +32,7 @@ from tilewright.compiler.ir.recipe import (
 from tilewright.compiler.targets.cpu.native.numerics import (
     BF16,
     BLOCK_KINDS,
+    FLOAT_CODES,
     FP16,
     FP32,
     K_KINDS,
@@ -40,6 +47,7 @@ from tilewright.compiler.targets.cpu.native.program.mapping import (
 )
 from tilewright.compiler.targets.cpu.native.program.panels import (
     code_panels,
+    float_panels,
     num_panels,
     padded,
     panel_bytes,
@@ -209,32 +217,41 @@ def _reader(wanted: NativeTensorSpec, get: Callable[[str], Tensor]) -> PanelRead
         assert isinstance(get, ReadsRows)
         return load_rows(recipe, get, first, last)
 
+    def encoded_of(first: int, last: int) -> ScaledEncoded:
+        """Return the file's codes and scales, or quantize."""
+        number_format = get_format(kind)
+        assert isinstance(number_format, GgmlFormat | ScaledCodes)
+        if not recipe.is_stored:
+            return number_format.quantise(dense_of(first, last))
+        assert isinstance(get, ReadsStored)
+        stored = load_stored(recipe, get, first, last)
+        return number_format.read(stored.reshape(-1), (last - first, wanted.columns))
+
     def codes_of(first: int, last: int) -> tuple[SignedCodes, Tensor | None]:
         """Return codes, scales, and minimums if the format has them."""
-        number_format, shape = get_format(kind), (last - first, wanted.columns)
-        stored = None
-        if recipe.is_stored:
-            assert isinstance(get, ReadsStored)
-            stored = load_stored(recipe, get, first, last)
-        if not isinstance(number_format, GgmlFormat) or not number_format.has_minimums:
-            if stored is not None:
-                return stored_codes(stored, shape, kind), None
+        number_format = get_format(kind)
+        if isinstance(number_format, GgmlFormat) and number_format.has_minimums:
+            encoded = encoded_of(first, last)
+            assert encoded.minimums is not None
+            codes, scales = encoded.codes.view(torch.int8), number_format.scales(encoded)
+            return SignedCodes(codes, scales, number_format.block), encoded.minimums.float()
+        if not recipe.is_stored:
             return signed_codes(dense_of(first, last), kind), None
-        if stored is not None:
-            encoded = number_format.read(stored.reshape(-1), shape)
-        else:
-            encoded = number_format.quantise(dense_of(first, last))
-        assert encoded.minimums is not None
-        codes, scales = encoded.codes.view(torch.int8), number_format.scales(encoded)
-        return SignedCodes(codes, scales, number_format.block), encoded.minimums.float()
+        assert isinstance(get, ReadsStored)
+        stored = load_stored(recipe, get, first, last)
+        return stored_codes(stored, (last - first, wanted.columns), kind), None
 
     def read(first: int, last: int, count: int) -> Tensor:
         if kind in (FP32, BF16, FP16):
             dense = dense_of(first, last)
             values = dense if recipe.block_axis == "out" else values_of(dense, recipe)
             return value_panels(padded(values, (0, 0, 0, count - len(values))), kind)
+        missing = (0, 0, 0, count - (last - first))
+        if kind in FLOAT_CODES:
+            encoded = encoded_of(first, last)
+            codes, scales = padded(encoded.codes, missing), padded(encoded.scales, missing)
+            return float_panels(ScaledEncoded(codes, scales, -1), kind)
         signed, minimums = codes_of(first, last)
-        missing = (0, 0, 0, count - len(signed.codes))
         codes, scales = padded(signed.codes, missing), padded(signed.scales, missing)
         signed = SignedCodes(codes, scales, signed.block)
         least = None if minimums is None else padded(minimums, missing)

@@ -13,6 +13,7 @@ constexpr int block_words(int kind) { return code_bits(kind); }
 // Scales follow a panel's codes. `index` counts along a row.
 template <int KIND> inline vf block_scales(const uint8_t* scales, int64_t wide, int64_t index) {
     if constexpr (KIND == TW_BFP8 || KIND == TW_BFP4) return of_bits(left<23>(widened(scales + index * 16)));
+    if constexpr (KIND == TW_FP8) return load((const float*)(scales + index * 64));
     const int64_t supers = rounded(wide, kSuper) / kSuper;
     if constexpr (KIND == TW_Q6_K) {
         vi small = right_signed<24>(left<24>(widened(scales + supers * 32 + index * 16)));
@@ -57,6 +58,11 @@ template <int KIND, int GROUP> inline vi four_codes(const uint8_t* block) {
 }
 
 template <int KIND, int J> inline vf code_of(vi four) {
+    if constexpr (has_float_codes(KIND)) {  // fields of e4m3 in a float with another bias
+        vi code = right<8 * J>(four);
+        vi fields = ior(left<20>(iand(code, ispread(0x7f))), left<24>(iand(code, ispread(0x80))));
+        return mul(of_bits(fields), spread(0x1p120f));
+    }
     return to_float(iadd(iand(right<8 * J>(four), ispread(255)), ispread(-zero_of(KIND))));
 }
 
@@ -176,6 +182,7 @@ template <class Make> inline void by_kind(int kind, Make make) {
         case TW_Q51: return make.template kind<TW_Q51>();
         case TW_Q4_K: return make.template kind<TW_Q4_K>();
         case TW_Q5_K: return make.template kind<TW_Q5_K>();
+        case TW_FP8: return make.template kind<TW_FP8>();
         default: return make.template kind<TW_Q6_K>();
     }
 }

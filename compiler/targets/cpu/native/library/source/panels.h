@@ -24,6 +24,7 @@
 // - Q4_K, Q5_K: `[T][2][16]` float16 for scales and minimums. Two blocks then share `[3][16]` uint8:
 //   the first scale with 2 low bits of its minimum, the same for the second, and the high 4 bits of
 //   both minimums.
+// - FP8: `[columns / 128][16]` float, rounded up. Codes are bytes in e4m3, without a zero.
 //
 // kPacked is an engine's compressed BF16 copy. It has equal values in 12 bits:
 // - A header of 64 bytes: the number of exceptions (uint32), and from byte `16` the 16 most frequent upper
@@ -48,7 +49,7 @@ constexpr bool in_blocks(int kind) { return kind >= TW_Q80 && kind < TW_VECTOR; 
 
 constexpr int code_bits(int kind) {
     switch (kind) {
-        case TW_Q80: case TW_BFP8: return 8;
+        case TW_Q80: case TW_BFP8: case TW_FP8: return 8;
         case TW_Q6_K: return 6;
         case TW_Q50: case TW_Q51: case TW_Q5_K: return 5;
         default: return 4;
@@ -59,10 +60,16 @@ constexpr bool has_minimums(int kind) {
     return kind == TW_Q41 || kind == TW_Q51 || kind == TW_Q4_K || kind == TW_Q5_K;
 }
 
-constexpr int zero_of(int kind) { return has_minimums(kind) ? 0 : 1 << (code_bits(kind) - 1); }
+// Codes are floats: products have no integer form.
+constexpr bool has_float_codes(int kind) { return kind == TW_FP8; }
+
+constexpr int zero_of(int kind) { return has_minimums(kind) || has_float_codes(kind) ? 0 : 1 << (code_bits(kind) - 1); }
 
 // Columns per scale.
-constexpr int scale_length(int kind) { return kind == TW_BFP8 || kind == TW_BFP4 || kind == TW_Q6_K ? 16 : 32; }
+constexpr int scale_length(int kind) {
+    if (kind == TW_FP8) return 128;
+    return kind == TW_BFP8 || kind == TW_BFP4 || kind == TW_Q6_K ? 16 : 32;
+}
 
 constexpr int64_t scale_bytes(int kind, int64_t wide) {
     const int64_t supers = rounded(wide, kSuper) / kSuper;
@@ -70,6 +77,7 @@ constexpr int64_t scale_bytes(int kind, int64_t wide) {
         case TW_Q4_K: case TW_Q5_K: return supers * 64 + rounded(wide, 64) / 64 * 48;
         case TW_Q6_K: return supers * 32 + wide;
         case TW_Q41: case TW_Q51: return wide * 2;
+        case TW_FP8: return rounded(wide, 128) / 128 * 64;
         default: return wide;
     }
 }

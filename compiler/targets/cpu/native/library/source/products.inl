@@ -227,22 +227,37 @@ TW_UNROLL
     }
 }
 
-// Codes as bfloat16 in `codes`. A block's sum is scaled, then added.
-template <int KIND, int M>
-inline void tile_scaled(const PanelPair& pair, const uint8_t* codes, const int32_t* x, int64_t x_row, Tile<M>& tile) {
-    constexpr int kPairs = scale_length(KIND) / 2;
-    const int64_t behind = panel_size(KIND, pair.columns).codes, wide = rounded(pair.columns, kBlock);
-    for (int64_t block = 0; block < wide / (2 * kPairs); block++) {
-        const uint8_t* at = codes + block * kPairs * 64;
-        Tile<M> part;
-        clear(part);
-        tile_bf16<M>({at, at + wide * 32, 64, kPairs}, x + block * kPairs, x_row, part);
-        vf scale0 = block_scales<KIND>(pair.first + behind, wide, block);
-        vf scale1 = block_scales<KIND>(pair.second + behind, wide, block);
+// Codes as bfloat16. A block's sum is scaled, then added. `IS_FRESH`: `codes` is scratch for some
+// columns, which stay in the first cache. Otherwise it has both panels.
+template <int KIND, bool IS_FRESH, int M>
+inline void tile_scaled(const PanelPair& pair, uint8_t* codes, const int32_t* x, int64_t x_row, bool fetches, Tile<M>& tile) {
+    constexpr int64_t kLength = scale_length(KIND), kSpan = kLength < kBlock ? kBlock : kLength;
+    const PanelSize size = panel_size(KIND, pair.columns);
+    const int64_t wide = rounded(pair.columns, kBlock), block_bytes = size.total / (wide / kBlock);
+    for (int64_t first = 0; first < wide; first += kSpan) {
+        const int64_t count = wide - first < kSpan ? wide - first : kSpan;
+        const uint8_t* at = codes + first * 32;
+        int64_t apart = wide * 32;
+        if constexpr (IS_FRESH) {
+            if (fetches) fetch(pair, first / kBlock * block_bytes, count / kBlock * block_bytes);
+            const int64_t source = first / kBlock * block_words(KIND) * 64;
+            at = codes;
+            apart = count * 32;
+            codes_to_bf16<KIND>(pair.first + source, count, codes);
+            codes_to_bf16<KIND>(pair.second + source, count, codes + apart);
+        }
+        for (int64_t k = 0; k < count; k += kLength) {
+            Tile<M> part;
+            clear(part);
+            const int64_t num_pairs = (count - k < kLength ? count - k : kLength) / 2;
+            tile_bf16<M>({at + k * 32, at + apart + k * 32, 64, num_pairs}, x + (first + k) / 2, x_row, part);
+            vf scale0 = block_scales<KIND>(pair.first + size.codes, wide, (first + k) / kLength);
+            vf scale1 = block_scales<KIND>(pair.second + size.codes, wide, (first + k) / kLength);
 TW_UNROLL
-        for (int m = 0; m < M; m++) {
-            tile.at[m][0] = fma(part.at[m][0], scale0, tile.at[m][0]);
-            tile.at[m][1] = fma(part.at[m][1], scale1, tile.at[m][1]);
+            for (int m = 0; m < M; m++) {
+                tile.at[m][0] = fma(part.at[m][0], scale0, tile.at[m][0]);
+                tile.at[m][1] = fma(part.at[m][1], scale1, tile.at[m][1]);
+            }
         }
     }
 }
@@ -275,18 +290,20 @@ struct ProductInt8 {
     const Operand& x;
     int64_t num_rows;
     const Result& result;
-    template <int KIND> void kind() { by_tiles(num_rows, MakeInt8<KIND>{pair, x, result}); }
+    template <int KIND> void kind() {
+        if constexpr (!has_float_codes(KIND)) by_tiles(num_rows, MakeInt8<KIND>{pair, x, result});
+    }
 };
 
 void product_int8(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result) {
     by_kind(pair.kind, ProductInt8{pair, x, num_rows, result});
 }
 
-template <int KIND> struct MakeBf16 {
+template <int KIND, bool IS_FRESH = false> struct MakeBf16 {
     const PanelPair& pair;
     const Operand& x;
     const Result& result;
-    const uint8_t* codes;
+    uint8_t* codes;
     template <int M> void rows(int64_t row) {
         const int32_t* own = (const int32_t*)((const uint8_t*)x.values + row * x.row_bytes);
         Tile<M> tile;
@@ -299,7 +316,7 @@ template <int KIND> struct MakeBf16 {
                 tile_bf16<M>({pair.first + block * 1024, pair.second + block * 1024, 64, 16}, own + block * 16, x.row_bytes / 4, tile);
             }
         else
-            tile_scaled<KIND, M>(pair, codes, own, x.row_bytes / 4, tile);
+            tile_scaled<KIND, IS_FRESH>(pair, codes, own, x.row_bytes / 4, !row, tile);
         finish(tile, result, row);
     }
 };
@@ -312,6 +329,7 @@ struct ScaledBf16 {
     uint8_t* codes;
     template <int KIND> void kind() {
         if constexpr (!has_minimums(KIND)) {  // minimums are not codes
+            if (num_rows <= kTile) return by_tiles(num_rows, MakeBf16<KIND, true>{pair, x, result, codes});
             const int64_t wide = rounded(pair.columns, kBlock);
             codes_to_bf16<KIND>(pair.first, wide, codes);
             codes_to_bf16<KIND>(pair.second, wide, codes + wide * 32);

@@ -1,0 +1,106 @@
+"""Scaled codes: small float codes with a scale per block of columns.
+
+A value is the float32 product of a code's value and its block's scale. Blocks with scales for
+several rows in a file (128 x 128) repeat the scale in every row, so the values stay the same. File
+layouts are not defined here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tilewright.compiler.formats.base import DataFormat, Encoded, ScaledEncoded
+
+if TYPE_CHECKING:
+    import torch
+
+LARGEST = 448.0
+"""The largest e4m3 value."""
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledCodes(DataFormat):
+    """e4m3 codes with a float32 scale per block. A packed block is its scale, then its codes."""
+
+    def quantise(self, x: torch.Tensor, *, axis: int = -1) -> ScaledEncoded:
+        """Encode in blocks along ``axis``. The largest magnitude in a block becomes 448."""
+        import torch
+
+        from tilewright.compiler.formats.rows import as_rows, pad_blocks, row_chunks
+
+        moved = x.movedim(axis, -1)
+        values = as_rows(moved)
+        num_rows, length = values.shape
+        num_blocks = -(-length // self.block)
+        codes = torch.empty(num_rows, length, dtype=torch.uint8, device=x.device)
+        scales = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=x.device)
+        for rows in row_chunks(num_rows, length):
+            blocks = pad_blocks(values[rows].float(), self.block).unflatten(-1, (-1, self.block))
+            scales[rows] = blocks.abs().amax(-1) / blocks.new_tensor(LARGEST)
+            scaled = blocks / scales[rows].unsqueeze(-1)
+            # Blocks of zeros have the scale 0. The scale of tiny values is rounded down.
+            scaled = scaled.masked_fill_(blocks == 0, 0).clamp_(-LARGEST, LARGEST)
+            encoded = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+            codes[rows] = encoded.flatten(1)[:, :length]
+        return ScaledEncoded(
+            codes.view(moved.shape), scales.view(*moved.shape[:-1], num_blocks), axis
+        )
+
+    def dequantise(self, encoded: Encoded) -> torch.Tensor:
+        """Return float32 values in the original axis order."""
+        import torch
+
+        from tilewright.compiler.formats.rows import pad_blocks
+
+        assert isinstance(encoded, ScaledEncoded), f"{self.name} is encoded with scales"
+        length = encoded.codes.shape[-1]
+        values = pad_blocks(encoded.codes.view(torch.float8_e4m3fn).float(), self.block)
+        values.unflatten(-1, (-1, self.block)).mul_(encoded.scales.unsqueeze(-1))
+        return values[..., :length].contiguous().movedim(-1, encoded.axis)
+
+    def pack(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
+        """Return flat bytes, block after block along ``axis``."""
+        return self.pack_encoded(self.quantise(x.movedim(axis, -1)))
+
+    def pack_encoded(self, encoded: ScaledEncoded) -> torch.Tensor:
+        """Return packed bytes. Zeros pad the last block along the last axis."""
+        import torch
+
+        from tilewright.compiler.formats.rows import pad_blocks
+
+        codes = pad_blocks(encoded.codes, self.block).reshape(-1, self.block)
+        scales = encoded.scales.float().reshape(-1, 1).view(torch.uint8)
+        return torch.cat((scales, codes), dim=1).reshape(-1)
+
+    def read(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> ScaledEncoded:
+        """Return the codes and scales in packed bytes.
+
+        Raises:
+            CheckpointError: The data size does not match ``shape``.
+        """
+        import torch
+
+        self.check_nbytes(data.numel(), self.nbytes(shape, axis=axis), shape)
+        moved = list(shape)
+        moved.append(moved.pop(axis))
+        num_blocks = -(-moved[-1] // self.block)
+        blocks = data.reshape(-1, _SCALE_BYTES + self.block)
+        scales = blocks[:, :_SCALE_BYTES].contiguous().view(torch.float32)
+        codes = blocks[:, _SCALE_BYTES:].reshape(*moved[:-1], num_blocks * self.block)
+        return ScaledEncoded(
+            codes[..., : moved[-1]].contiguous(), scales.view(*moved[:-1], num_blocks), axis
+        )
+
+    def unpack(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> torch.Tensor:
+        """Return the float32 values of packed bytes.
+
+        Raises:
+            CheckpointError: The data size does not match ``shape``.
+        """
+        return self.dequantise(self.read(data, shape, axis=axis))
+
+
+FP8 = ScaledCodes("fp8", 8, 128, shared_bits=32)

@@ -1,0 +1,70 @@
+"""Scaled codes: values by the definition, bit for bit, and the nearest code for every value."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tilewright.compiler.formats import FP8, get_format
+from tilewright.errors import CheckpointError
+
+SHAPES_AND_AXES = [((4, 256), -1), ((3, 200), -1), ((200, 3), 0), ((2, 130, 7), 1), ((5,), 0)]
+
+
+def e4m3(byte: int) -> float:
+    """Return the value of a code by its fields."""
+    sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
+    value = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+    return -value if sign else value
+
+
+CODES = [byte for byte in range(256) if byte & 0x7F != 0x7F]
+VALUES = np.array([e4m3(byte) for byte in CODES])
+
+
+def test_bytes_decode_to_the_float32_product_of_code_and_scale() -> None:
+    rng = np.random.default_rng(1)
+    codes = rng.choice(np.array(CODES, np.uint8), (6, 128))
+    scales = np.array([1e-40, 0.0, 3e-5, 1.7, -2.5, 1e30], np.float32)
+    blocks = np.concatenate([scales[:, None].view(np.uint8), codes], axis=1)
+    data = torch.from_numpy(blocks.reshape(-1))
+    exact = np.array([[e4m3(int(code)) for code in row] for row in codes]) * scales[:, None]
+    expected = torch.from_numpy(exact.astype(np.float32))
+    for shape in ((6, 128), (3, 256)):
+        values = FP8.unpack(data, shape)
+        assert torch.equal(values.view(torch.int32), expected.view(shape).view(torch.int32))
+    encoded = FP8.read(data, (2, 300))
+    again = FP8.read(FP8.pack_encoded(encoded), (2, 300))
+    assert torch.equal(again.codes, encoded.codes) and torch.equal(again.scales, encoded.scales)
+
+
+@pytest.mark.parametrize(("shape", "axis"), SHAPES_AND_AXES)
+def test_packed_values_equal_the_round_trip(shape: tuple[int, ...], axis: int) -> None:
+    x = torch.randn(shape)
+    packed = FP8.pack(x, axis=axis)
+    assert packed.numel() == FP8.nbytes(shape, axis=axis)
+    values = FP8.round_trip(x, axis=axis)
+    assert torch.equal(FP8.unpack(packed, shape, axis=axis), values)
+    assert float((values - x).abs().max()) <= float(x.abs().max()) / 16
+
+
+def test_quantize_selects_the_nearest_code() -> None:
+    x = torch.randn(3, 128) * torch.tensor([[1.0], [1e-30], [1e-44]])
+    x[1, 5:9] = 0
+    encoded = FP8.quantise(x)
+    assert get_format("fp8") is FP8 and FP8.bits == 8.25
+    scale = (x.abs().amax(1) / 448).double().numpy()
+    assert np.array_equal(encoded.scales[:, 0].double().numpy(), scale)
+    for line in (0, 1):
+        found = np.abs(np.array([e4m3(int(code)) for code in encoded.codes[line]]))
+        wanted = np.abs(x[line].double().numpy()) / scale[line]
+        nearest = np.abs(VALUES[None, :] - wanted[:, None]).min(1)
+        assert np.all(np.abs(found - wanted) <= nearest * (1 + 1e-6) + 1e-6)
+    assert bool(FP8.round_trip(x).isfinite().all())
+    assert bool((FP8.round_trip(torch.zeros(2, 128)) == 0).all())
+
+
+def test_unpack_refuses_another_size() -> None:
+    with pytest.raises(CheckpointError, match=r"bytes of fp8 for shape \[2, 130\]; allowed: 528"):
+        FP8.unpack(torch.zeros(527, dtype=torch.uint8), (2, 130))
