@@ -59,10 +59,10 @@ class NativeExecutable(HostExecutable):
             hidden_size=packed.hidden_size,
             max_drafts=_max_drafts(options, has_own),
         )
-        found = lib.library(every_isa=isa >= 0)
-        used = found.tw_best_isa() if isa < 0 else isa
+        library = lib.library(every_isa=isa >= 0)
+        used = library.tw_best_isa() if isa < 0 else isa
         self.device_detail = _described(lib.ISA_NAMES[used], options.num_threads or 1)
-        self._library = found
+        self._library = library
         self._lengths = [0] * options.max_batch
         self._is_hidden = False
         self._image_inputs: _ImageInputs | None = None
@@ -75,7 +75,7 @@ class NativeExecutable(HostExecutable):
         )
         if prints_times():
             self._times = times.Times(self._engine, packed)
-        self._sequence_bytes = int(found.tw_sequence_bytes(self._engine))
+        self._sequence_bytes = int(library.tw_sequence_bytes(self._engine))
         self._states_by_token = np.empty((0, 0), np.uint8)
         self._snapshots: dict[Snapshot, tuple[int, np.ndarray]] = {}
 
