@@ -80,7 +80,7 @@ class ServerConfig:
     """The configuration of the API server.
 
     Attributes:
-        engines: The engine processes, one entry each.
+        engines: resources per engine.
         max_queued_contexts: Maximum prompt tokens in the queue, in full contexts.
         write_timeout: Seconds after which a client that reads nothing is disconnected.
         hung_seconds: Seconds without a finished step after which an engine is restarted.
