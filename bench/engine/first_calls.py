@@ -43,6 +43,7 @@ MODEL: dict[str, Any] = {
 }
 """Configuration of the model with speed goals."""
 
+
 def load(path: str) -> Any:
     """Load a file by its path."""
     spec = importlib.util.spec_from_file_location("evaluated", path)
