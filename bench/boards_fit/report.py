@@ -1,4 +1,4 @@
-"""The fit of Wormhole's time model: constants, left-out errors, error bars, report."""
+"""Fit for Wormhole's time model: constants, left-out errors, error bars, report."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _UNSEEN = {
     "long": (("long_context",), False),
     "replicas": (("performance", "accuracy"), True),
 }
-"""Rows outside of the fit: their sections, and whether they have replicas."""
+"""Rows outside the fit: their sections, and whether they have replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """Errors of a sample: in the fit, and without its model, its family or its board.
+    """Errors for a sample: in the fit, and without its model, its family or its board.
 
     A family has models with equal sizes.
     """
@@ -47,9 +47,9 @@ class Study:
     prefill: tuple[Residual, ...]
 
     def bars(self) -> dict[str, tuple[float, float]]:
-        """Return the error bars of a step and of a prompt, by kind of run.
+        """Return the error bars for steps and prompts, by run.
 
-        ``short`` has rows of left-out models. Other kinds are outside of the fit.
+        ``short`` has left-out models. All further runs are outside the fit.
         """
         short = [[each.model for each in rows] for rows in (self.decode, self.prefill)]
         found = {"short": short}
@@ -60,7 +60,7 @@ class Study:
         }
 
     def unseen_errors(self, name: str, phase: str) -> list[float]:
-        """Return the errors of rows outside of the fit."""
+        """Return the errors for rows outside the fit."""
         kinds, has_replicas = _UNSEEN[name]
         samples = [
             getattr(case, phase)
@@ -70,7 +70,7 @@ class Study:
         return [sample.error(self.constants) for sample in samples if sample is not None]
 
     def rank(self) -> float:
-        """Return Spearman's correlation of predicted and published speeds, for precision rows."""
+        """Return Spearman's correlation for precision rows: predicted and published speeds."""
         rows = [case.decode for case in self.rows if case.kind == "precision" and case.decode]
         predicted = [1 / sample.predict(self.constants) for sample in rows]
         return fitting.rank_correlation(predicted, [1 / sample.seconds for sample in rows])
@@ -114,7 +114,7 @@ def error_bar(errors: Sequence[float]) -> float:
 
 
 def study_report(study: Study) -> str:
-    """Return tables of the errors and of all rows, as Markdown."""
+    """Return errors and rows as Markdown."""
     summary = []
     phases = {"decode step": study.decode, "Galaxy's step": study.galaxy, "prompt": study.prefill}
     for what, residuals in phases.items():
@@ -150,7 +150,7 @@ def markdown(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def summarize(what: str, left_out: str, errors: Sequence[float]) -> tuple[str, ...]:
-    """Return the number of errors, with their median and maximum."""
+    """Return count, median and maximum."""
     sizes = 100 * np.abs(errors)
     return what, left_out, str(len(errors)), f"{np.median(sizes):.1f}", f"{np.max(sizes):.1f}"
 
