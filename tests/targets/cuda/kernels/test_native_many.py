@@ -82,7 +82,7 @@ def test_every_header_is_named_once() -> None:
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
     """A GPU on which dense_many.cu runs."""
-    return gpu_of(device, native_many.why_not)
+    return gpu_of(device, native_many.SOURCE)
 
 
 def check(x: Tensor, held: HeldWeight, rows: Tensor, way: SwiGLUTileConfig, bias: Tensor) -> None:

@@ -12,7 +12,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
@@ -132,11 +131,6 @@ SOURCE = nvrtc.KernelSource(
     headers=("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "finish.cuh", "dense.cuh"),
     structures=(("TensorMap", TensorMap), ("Product", Product), ("Many", _Many)),
 )
-
-
-def why_not(device: torch.device) -> str:
-    """Why dense_many.cu cannot run on a device; empty where it can."""
-    return nvrtc.why_not(device, SOURCE)
 
 
 @functools.lru_cache(maxsize=4096)
