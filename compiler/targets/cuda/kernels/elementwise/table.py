@@ -66,12 +66,13 @@ def _each_head_rows(site: NormSite) -> range:
     return NONE if site.arithmetic == STRICT else range(1, limit + 1)
 
 
-NORM = (
+_Kernels = tuple[TableRow[NormSite], ...]
+NORM: _Kernels = (
     TableRow(INSIDE, ("fp32",), _inside_rows, (STRICT, FAST), is_cpp=True),
     TableRow(CPP, ("fp32",), _cpp_rows, (STRICT, FAST), is_cpp=True),
     TableRow(TRITON, ("fp32",)),
 )
-HEADS = (
+HEADS: _Kernels = (
     TableRow(EACH_HEAD, ("fp32",), _each_head_rows),
     TableRow(SEVERAL_HEADS, ("fp32",)),
 )
