@@ -65,17 +65,17 @@ class Norms:
                 self._before[id(reader)] = norm
         inside = {id(norm) for norm in self._before.values()}
         self._norms: dict[int, _Phases] = {}
-        for norm in plan.instructions:
-            if isinstance(norm, NormOp):
+        for each in plan.instructions:
+            if isinstance(each, NormOp):
                 site = partial(
                     NormSite,
                     arithmetic,
                     gpu,
-                    fits=is_cpp and _fits(plan, norm),
-                    is_inside=id(norm) in inside,
+                    fits=is_cpp and _fits(plan, each),
+                    is_inside=id(each) in inside,
                 )
                 kernels = (bind_norm(site(decodes=decodes)) for decodes in (True, False))
-                self._norms[id(norm)] = _Phases(*kernels)
+                self._norms[id(each)] = _Phases(*kernels)
         sites = (NormSite(arithmetic, gpu, decodes=decodes) for decodes in (True, False))
         self._heads = _Phases(*map(bind_heads, sites))
 
