@@ -32,7 +32,7 @@ class Metric:
 
 
 DECODE, TTFT, PREFILL_SHARE = "decode", "ttft", "prefill share"
-PREFILL_SECONDS, DECODE_SHARE, START = "prefill seconds", "decode share", "start"
+PREFILL_SECONDS, DECODE_SHARE = "prefill seconds", "decode share"
 
 METRICS: Mapping[str, Metric] = {
     DECODE: Metric("t/s", "decode", "decoded tokens a second of all users, without the first step"),
@@ -40,7 +40,6 @@ METRICS: Mapping[str, Metric] = {
     PREFILL_SHARE: Metric("%", "of products", "share of the measured matmul rate in prefill"),
     PREFILL_SECONDS: Metric("s", "TTFT", "time to the first token of a prompt", 2, True),
     DECODE_SHARE: Metric("%", "of reads", "share of the measured read rate in decode"),
-    START: Metric("s", "start", "time from process start to the first text", is_most=True),
 }
 
 
@@ -136,9 +135,8 @@ ROWS: tuple[BenchRow, ...] = (
     BenchRow("8b-decode-32k", _8B, "bf16", DECODE_SHARE, prompt_length=32768, context=_64K),
     BenchRow("8b-prefill-64k", _8B, "bf16", PREFILL_SECONDS, 5, prompt_length=65536),
     BenchRow("8b-decode-64k", _8B, "bf16", DECODE_SHARE, 70, prompt_length=65536),
-    BenchRow("8b-start", _8B, "bf16", START, 15),
 )
-"""Rows in measurement order. The start is last, so that its kernels are cached."""
+"""Rows in measurement order."""
 
 
 LARGE_ROWS = tuple(_rows("70b-bf16", _70B, "1: 32:"))
