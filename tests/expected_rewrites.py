@@ -58,6 +58,13 @@ def _granite(config: Any) -> Counts:
     return _llama(config) | {"fuse_linear_residual": 0}
 
 
+def _glm4(config: Any) -> Counts:
+    return _llama(config) | {
+        "match_rms_norm": 4 * config.num_layers + 1,
+        "fuse_linear_residual": 0,
+    }
+
+
 def _gpt_oss(config: Any) -> Counts:
     return _with_experts(_llama(config), config) | {"match_swiglu": 0, "fuse_experts": 0}
 
@@ -110,6 +117,7 @@ def _sparse_hybrid(config: Any) -> Counts:
 
 _FAMILIES: dict[str, Callable[[Any], Counts]] = {
     "gemma3_text": _gemma3,
+    "glm4": _glm4,
     "gpt_oss": _gpt_oss,
     "granite": _granite,
     "granitemoehybrid": _granite,

@@ -17,6 +17,7 @@ from tilewright.models.architectures.base import Architecture
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
         "gemma3_text": "tilewright.models.architectures.gemma3_text",
+        "glm4": "tilewright.models.architectures.glm4",
         "gpt_oss": "tilewright.models.architectures.gpt_oss",
         "granite": "tilewright.models.architectures.granite",
         "granitemoehybrid": "tilewright.models.architectures.granitemoehybrid",
