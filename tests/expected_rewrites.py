@@ -65,6 +65,26 @@ def _glm4(config: Any) -> Counts:
     }
 
 
+def _sigmoid_experts(dense: Counts, config: Any) -> Counts:
+    """Return the counts with experts after a sigmoid router. A shared expert has no gate."""
+    num_sparse = config.num_layers - len(config.dense_layers)
+    shared = int(config.shared_size > 0)
+    changes = {
+        "match_router": -num_sparse,
+        "fuse_experts": -num_sparse,
+        "match_sigmoid_gate": -shared * num_sparse,
+        "match_calls": -shared * num_sparse,
+        "fuse_expert_sum": -2 * shared * num_sparse,
+        "fuse_linear_residual": shared * num_sparse,
+    }
+    counts = _with_experts(dense, config)
+    return counts | {name: counts[name] + n for name, n in changes.items()}
+
+
+def _glm4_moe(config: Any) -> Counts:
+    return _sigmoid_experts(_llama(config), config)
+
+
 def _gpt_oss(config: Any) -> Counts:
     return _with_experts(_llama(config), config) | {"match_swiglu": 0, "fuse_experts": 0}
 
@@ -118,6 +138,7 @@ def _sparse_hybrid(config: Any) -> Counts:
 _FAMILIES: dict[str, Callable[[Any], Counts]] = {
     "gemma3_text": _gemma3,
     "glm4": _glm4,
+    "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "granite": _granite,
     "granitemoehybrid": _granite,

@@ -18,6 +18,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
         "gemma3_text": "tilewright.models.architectures.gemma3_text",
         "glm4": "tilewright.models.architectures.glm4",
+        "glm4_moe": "tilewright.models.architectures.glm4_moe",
         "gpt_oss": "tilewright.models.architectures.gpt_oss",
         "granite": "tilewright.models.architectures.granite",
         "granitemoehybrid": "tilewright.models.architectures.granitemoehybrid",

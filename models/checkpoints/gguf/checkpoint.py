@@ -305,6 +305,7 @@ class GGUFCheckpoint:
             tie_embeddings="lm_head.weight" not in names,
             attention_bias=config.attention_bias
             or f"{layer}self_attn.q_proj.bias" in self._tensors,
+            qk_norm=config.qk_norm or f"{layer}self_attn.q_norm.weight" in names,
             output_bias=f"{layer}self_attn.o_proj.bias" in self._tensors,
             mlp_bias=f"{layer}mlp.gate_proj.bias" in self._tensors,
         )

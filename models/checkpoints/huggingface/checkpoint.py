@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ _OTHER_PARTS = (
 _TOWER, _TOWER_PREFIX = "visual.", "model.visual."
 _FLAT = ("visual.patch_embed.proj.weight",)
 """Convolutions over patches. Their rows are read as vectors."""
+_LAYER_NAME = re.compile(r"model\.layers\.(\d{1,6})\.")
 _COMPARED_ROWS = 4096
 _MOST_MAPPED = 1 << 26
 """Bytes to read from a shard before reopening, which frees mapped memory."""
@@ -82,6 +84,7 @@ class SafetensorsCheckpoint:
         architecture = architecture_of(self.config.model_type)
         self._has_parts, self._experts = architecture.text_config, architecture.experts
         self._has_adjacent_pairs = architecture.has_adjacent_pairs
+        self._draft_layers = _draft_layers(values, self.config.num_layers)
         self.vision, why = read_vision(values, self.config, path)
         self._prefixes, self._skips = architecture.hf_prefixes, architecture.skips_tensor
         for shard in self._shards:
@@ -305,6 +308,9 @@ class SafetensorsCheckpoint:
 
     def _name_of(self, stored: str) -> str | None:
         """Return a tensor's name in the text model, or None for tensors outside the model."""
+        layer = _LAYER_NAME.match(stored)
+        if layer is not None and int(layer[1]) in self._draft_layers:
+            return None
         if not self._has_parts:
             return stored
         for prefix, own in self._prefixes.items():
@@ -354,6 +360,12 @@ class SafetensorsCheckpoint:
         for stored in self._quantized[head].names if head in self._quantized else (head,):
             del self._shard_of[stored], self._stored_name[stored]
         del self.names[head]
+
+
+def _draft_layers(values: Mapping[str, object], num_layers: int) -> range:
+    """Return the layers after the last layer that only draft tokens."""
+    count = values.get("num_nextn_predict_layers")
+    return range(num_layers, num_layers + (count if isinstance(count, int) else 0))
 
 
 def _open_shard(path: Path) -> Any:

@@ -28,11 +28,21 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     TtWeight,
 )
 from tilewright.compiler.targets.tenstorrent.program.places import OUT, as_node, recipe_of
+from tilewright.errors import CompileError
 
 
 def lower_router(ctx: LoweringContext, node: Node) -> None:
-    """Append the selection of experts. Its outputs are weights and indices."""
+    """Append the selection of experts. Its outputs are weights and indices.
+
+    Raises:
+        CompileError: The router has sigmoids.
+    """
     args: Any = node.args
+    if len(args) > 3:
+        raise CompileError(
+            f"{info(node).fqn}: a sigmoid router: no instruction on Tenstorrent boards; "
+            "allowed: --target reference, cpu or cuda"
+        )
     x = ctx.value_of(args[0])
     top_k = int(args[1])
     out = ctx.value(node, x.rows, top_k, ctx.format(node, "router"))
