@@ -85,6 +85,13 @@ def _glm4_moe(config: Any) -> Counts:
     return _sigmoid_experts(_llama(config), config)
 
 
+def _minimax_m2(config: Any) -> Counts:
+    dense = _llama(config)
+    return _sigmoid_experts(
+        dense | {"match_rms_norm": dense["match_rms_norm"] + 2 * config.num_layers}, config
+    )
+
+
 def _gpt_oss(config: Any) -> Counts:
     return _with_experts(_llama(config), config) | {"match_swiglu": 0, "fuse_experts": 0}
 
@@ -143,6 +150,7 @@ _FAMILIES: dict[str, Callable[[Any], Counts]] = {
     "granite": _granite,
     "granitemoehybrid": _granite,
     "llama": _llama,
+    "minimax_m2": _minimax_m2,
     "ministral3": _llama,
     "mistral": _llama,
     "mllama": _llama,

@@ -23,6 +23,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "granite": "tilewright.models.architectures.granite",
         "granitemoehybrid": "tilewright.models.architectures.granitemoehybrid",
         "llama": "tilewright.models.architectures.llama",
+        "minimax_m2": "tilewright.models.architectures.minimax_m2",
         "ministral3": "tilewright.models.architectures.ministral3",
         "mistral": "tilewright.models.architectures.mistral",
         "mllama": "tilewright.models.architectures.mllama",
