@@ -96,6 +96,17 @@ def _gpt_oss(config: Any) -> Counts:
     return _with_experts(_llama(config), config) | {"match_swiglu": 0, "fuse_experts": 0}
 
 
+def _lfm2(config: Any) -> Counts:
+    num_conv = len(config.conv_layers)
+    changes = {
+        "match_rms_norm": -2 * num_conv,
+        "match_rope": -2 * num_conv,
+        "fuse_rope_attention": -num_conv,
+    }
+    counts = _llama(config)
+    return counts | {name: counts[name] + n for name, n in changes.items()}
+
+
 def _hybrid(config: Any) -> Counts:
     num_layers, num_linear = config.num_layers, sum(config.linear_layers)
     num_full = num_layers - num_linear
@@ -149,6 +160,7 @@ _FAMILIES: dict[str, Callable[[Any], Counts]] = {
     "gpt_oss": _gpt_oss,
     "granite": _granite,
     "granitemoehybrid": _granite,
+    "lfm2": _lfm2,
     "llama": _llama,
     "minimax_m2": _minimax_m2,
     "ministral3": _llama,

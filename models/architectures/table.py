@@ -22,6 +22,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "gpt_oss": "tilewright.models.architectures.gpt_oss",
         "granite": "tilewright.models.architectures.granite",
         "granitemoehybrid": "tilewright.models.architectures.granitemoehybrid",
+        "lfm2": "tilewright.models.architectures.lfm2",
         "llama": "tilewright.models.architectures.llama",
         "minimax_m2": "tilewright.models.architectures.minimax_m2",
         "ministral3": "tilewright.models.architectures.ministral3",

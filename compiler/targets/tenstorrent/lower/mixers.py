@@ -102,8 +102,17 @@ def _expert_weight(ctx: LoweringContext, node: Node, facts: NodeInfo) -> TtWeigh
 
 
 def lower_conv(ctx: LoweringContext, node: Node) -> None:
-    """Append a causal convolution and its window."""
+    """Append a causal convolution and its window.
+
+    Raises:
+        CompileError: The convolution has no SiLU.
+    """
     args: Any = node.args
+    if not (*args, True)[6]:
+        raise CompileError(
+            f"{info(node).fqn}: a convolution without SiLU: no instruction on Tenstorrent boards; "
+            "allowed: --target reference, cpu or cuda"
+        )
     x, recipe, location = ctx.value_of(args[0]), recipe_of(args[1]), ctx.place_of(args[1])
     weight = TtWeight(
         name=f"{info(node).fqn}.weight",
