@@ -92,6 +92,16 @@ def _minimax_m2(config: Any) -> Counts:
     )
 
 
+def _muse_glimmer(config: Any) -> Counts:
+    counts = _llama(config)
+    return counts | {
+        "match_rms_norm": 6 * config.num_layers + 2,
+        "match_sigmoid_gate": config.num_layers,
+        "match_calls": counts["match_calls"] + config.num_layers,
+        "fuse_linear_residual": 0,
+    }
+
+
 def _gpt_oss(config: Any) -> Counts:
     return _with_experts(_llama(config), config) | {"match_swiglu": 0, "fuse_experts": 0}
 
@@ -166,6 +176,7 @@ _FAMILIES: dict[str, Callable[[Any], Counts]] = {
     "ministral3": _llama,
     "mistral": _llama,
     "mllama": _llama,
+    "muse_glimmer": _muse_glimmer,
     "olmo3": _olmo3,
     "phi3": _llama,
     "qwen2": _llama,

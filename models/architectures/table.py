@@ -28,6 +28,7 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "ministral3": "tilewright.models.architectures.ministral3",
         "mistral": "tilewright.models.architectures.mistral",
         "mllama": "tilewright.models.architectures.mllama",
+        "muse_glimmer": "tilewright.models.architectures.muse_glimmer",
         "olmo3": "tilewright.models.architectures.olmo3",
         "phi3": "tilewright.models.architectures.phi3",
         "qwen2": "tilewright.models.architectures.qwen2",

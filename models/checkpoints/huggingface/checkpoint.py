@@ -53,6 +53,7 @@ _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 _OTHER_PARTS = (
     *("mtp.", "vision_tower.", "multi_modal_projector."),
     *("model.vision_tower.", "model.multi_modal_projector."),
+    *("model.vision_adapter.", "model.vision_projection."),
 )
 """Prefixes of tensors outside the model: unsupported image towers, and the draft layer."""
 _TOWER, _TOWER_PREFIX = "visual.", "model.visual."
