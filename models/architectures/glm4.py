@@ -1,4 +1,4 @@
-"""GLM-4-0414 (Z.ai, 2025): norms before and after each block, and a rotation of half a head."""
+"""GLM-4-0414 (Z.ai, 2025): norms around blocks, and a rotation of half a head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilewright.models.sources import Sources, TensorSource
 
 
 class Glm4Layer(nn.Module):
-    """Attention and feed-forward with norms before and after, each added to the residual stream."""
+    """Attention and feed-forward with norms before and after, added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ class ShortConv(nn.Module):
 
 
 class Lfm2Layer(nn.Module):
-    """A pre-norm convolution or attention, and feed-forward, each added to the residual stream."""
+    """A pre-norm convolution or attention, and feed-forward, added to the residual stream."""
 
     def __init__(self, config: Lfm2Config, layer: int) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ class MuseGlimmerAttention(Attention):
 
 
 class MuseGlimmerLayer(nn.Module):
-    """Attention and feed-forward with norms before and after, each added to the residual stream."""
+    """Attention and feed-forward with norms before and after, added to the residual stream."""
 
     def __init__(self, config: MuseGlimmerConfig, layer: int) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class MuseGlimmerForCausalLM(TwoRopesForCausalLM):
         return (logits * (factor / cap)).tanh() * cap
 
     def sources(self) -> Sources:
-        """Return the layers' norms. Files have their difference from one."""
+        """Return the layers' norms. Files have them minus 1."""
         names = (name for name, _ in self.named_parameters() if name.endswith("layernorm.weight"))
         return {name: (TensorSource(name, offset=1.0),) for name in names}
 
@@ -186,7 +186,7 @@ def read_hf(keys: Keys, config: MuseGlimmerConfig) -> MuseGlimmerConfig:
 
 
 def _still_layers(keys: Keys, config: MuseGlimmerConfig, is_full: list[bool]) -> tuple[int, ...]:
-    """Return the layers without a rotation. A list has the base of each layer, or 0."""
+    """Return the layers without a rotation. A list has the bases, or 0."""
     theta = config.rope.theta
     bases: Any = keys.get("layer_rope_theta")
     if bases is None:

@@ -44,7 +44,7 @@ class SigmoidRouter(Linear):
         self.scale = config.routed_scale
 
     def forward(self, x: Tensor) -> Any:
-        """Return weights and indices of the selected experts, each ``[T, K]``."""
+        """Return weights and indices of the selected experts, both ``[T, K]``."""
         logits, bias = super().forward(x), self.e_score_correction_bias
         return ops.router(logits, self.top_k, self.renormalise, bias, self.scale)
 

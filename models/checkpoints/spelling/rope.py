@@ -114,11 +114,8 @@ def hf_rope_values(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
             "attention_factor": scaling.attention_factor,
         }
     elif isinstance(scaling, ProportionalScaling):
-        found |= {
-            "rope_type": "proportional",
-            "partial_rotary_factor": 2 * scaling.num_turned / head_dim,
-            "factor": scaling.factor,
-        }
+        fraction = 2 * scaling.num_turned / head_dim
+        found.update(rope_type="proportional", partial_rotary_factor=fraction, factor=scaling.factor)
     elif isinstance(scaling, YarnScaling):
         found |= {
             "rope_type": "yarn",
