@@ -66,7 +66,7 @@ __all__ = [
     "stored_together",
 ]
 
-for _format in (FP32, BF16, FP16, BFP8, BFP4, BFP2, Q40, Q80, Q41, Q50, Q51, Q4_K, Q5_K, Q6_K, FP8):
+for _format in (FP32, BF16, FP16, BFP8, BFP4, BFP2, FP8, Q40, Q80, Q41, Q50, Q51, Q4_K, Q5_K, Q6_K):
     FORMATS.register(_format.name, _format)
 
 
