@@ -11,7 +11,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tilewright.compiler.formats import GgmlFileFormat, GgmlFormat, ScaledEncoded, get_format
+from tilewright.compiler.formats import (
+    GgmlFileFormat,
+    GgmlFormat,
+    ScaledCodes,
+    ScaledEncoded,
+    get_format,
+)
 from tilewright.compiler.ir.recipe import ReadsStored, WeightRecipe, load_dense, load_stored
 from tilewright.compiler.targets.cuda.weights.coded_tiles import (
     CODEBOOKS,
@@ -120,7 +126,7 @@ def _stored(
     try:
         if isinstance(result, GgmlFileFormat):
             return _of_super_blocks(result, data, num_columns, device)
-        assert isinstance(result, GgmlFormat)
+        assert isinstance(result, GgmlFormat | ScaledCodes)
         encoded = result.read(data.to(device).flatten(), (len(data), num_columns))
         return _of_encoded(encoded, len(data), format_name)
     except CheckpointError as error:

@@ -1,6 +1,6 @@
 """Tiles of small integer or float codes with scales, for weights on a GPU.
 
-A tile has 16 rows x 128 columns. The code words come first, in row order, then the high bits, then
+A tile has ``16`` rows and ``128`` columns. The code words come first, then the high bits, then
 the scales. A scale array has all rows for a group in sequence. Excludes kernels and file bytes.
 
 4-bit words: word ``w`` has columns ``32 p + 2 w`` and ``32 p + 2 w + 1`` for
@@ -104,6 +104,7 @@ CODED_TILES: Mapping[str, CodedTile] = MappingProxyType(
         "q4_k": CodedTile(4, 32, "u8", "fp16", has_minimums=True, subtracts=True),
         "q5_k": CodedTile(4, 32, "u8", "fp16", high_bits=1, has_minimums=True, subtracts=True),
         "q6_k": CodedTile(4, 16, "i8", "fp16", high_bits=2, zero=32),
+        "fp8": CodedTile(8, 128, "fp32", values=E4M3),
     }
 )
 """Layout by format."""
