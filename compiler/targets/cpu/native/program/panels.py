@@ -17,6 +17,7 @@ from tilewright.compiler.targets.cpu.native.numerics import (
     FP32,
     HAVE_MINIMUMS,
     K_KINDS,
+    SCALES_OF_16,
 )
 from tilewright.compiler.targets.cpu.native.program.mapping import LANES, whole
 from tilewright.compiler.targets.cpu.onnxruntime.codes import SignedCodes
@@ -49,8 +50,8 @@ def _scale_bytes(name: str, width: int) -> int:
     num_supers = whole(width, SUPER_BLOCK) // SUPER_BLOCK
     if name == "fp8":
         return 4 * LANES * (whole(width, 128) // 128)
-    if name == "q6_k":
-        return 32 * num_supers + width
+    if name in ("q6_k", "iq4_xs"):
+        return 32 * num_supers + (width if name == "q6_k" else width // BLOCK * LANES)
     if name in K_KINDS:
         return 64 * num_supers + whole(width, 2 * BLOCK) // (2 * BLOCK) * 48
     return width * (2 if name in HAVE_MINIMUMS else 1)
@@ -111,7 +112,8 @@ def super_panels(blocks: SuperBlocks, kind: str, num_columns: int) -> Tensor:
     codes = _codes(blocks.codes[:, :wide], _CODE_BITS.get(kind, 4))
     factors = _lanes(blocks.factors.view(torch.uint8), 2)  # [panels, supers of 1 or 2, rows, 2]
     if blocks.minimums is None:
-        scales = _lanes(blocks.scales.view(torch.uint8)[:, : wide // 16], 1)
+        group = 16 if kind in SCALES_OF_16 else BLOCK
+        scales = _lanes(blocks.scales.view(torch.uint8)[:, : wide // group], 1)
         return _joined([codes, factors, scales], kind, num_columns)
     count = whole(wide, 2 * BLOCK) // BLOCK
     scale, least = blocks.scales[:, :count].view(torch.uint8), blocks.minimums[:, :count]
