@@ -77,7 +77,7 @@ class BenchRow:
 _1B, _8B, _70B = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
 _35B = "qwen3.5-35b-a3b"
 _2K, _64K = 2048 + TABLE_GENERATED_TOKENS, 65536 + TABLE_GENERATED_TOKENS
-_PRECISIONS = {name: f"all-{name}" for name in ("bfp8", "bfp4", "q40", "q80")}
+_PRECISIONS = {name: f"all-{name}" for name in ("bfp8", "bfp4", "q40", "q80", "fp8")}
 """Precisions by short name, if the names differ."""
 
 
@@ -117,6 +117,7 @@ ROWS: tuple[BenchRow, ...] = (
     *_rows("8b-bfp4", _8B, _USERS, first=""),
     *_rows("8b-q40", _8B, "1: 32: 256:", first=""),
     *_rows("8b-q80", _8B, "1: 32: 256:", first=""),
+    *_rows("8b-fp8", _8B, "1: 32: 256:", first=""),
     *(
         replace(row, name=f"{row.name}-{length}", prompt_length=length, context=_2K)
         for name in ("bf16", "bfp8", "performance", "bfp4")

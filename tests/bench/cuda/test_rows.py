@@ -42,7 +42,7 @@ _DECODE = {
     **{("8b", "all-bfp4", batch): (None, None) for batch in (1, 8, 32, 64, 128, 256)},
     **{
         ("8b", f"all-{name}", batch): (None, None)
-        for name in ("q40", "q80")
+        for name in ("q40", "q80", "fp8")
         for batch in (1, 32, 256)
     },
     ("1b", "bf16", 1): (1150, 1450),
@@ -72,7 +72,8 @@ def test_the_rows_are_what_was_promised() -> None:
     first = {row.name: row.floor for row in ROWS if row.name.endswith("-ttft")}
     assert first.pop("35b-a3b-bf16-ttft") == 26
     assert first.pop("70b-performance-ttft") == 40
-    floors = {"bf16": 6, "bfp8": 6.5, "performance": 6.5, "bfp4": None, "q40": None, "q80": None}
+    codes = dict.fromkeys(("bfp4", "q40", "q80", "fp8"))
+    floors = {"bf16": 6, "bfp8": 6.5, "performance": 6.5, **codes}
     assert first == {f"8b-{name}-ttft": floor for name, floor in floors.items()}
     others = {
         (row.metric, row.prompt_length): row.floor
