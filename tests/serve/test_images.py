@@ -27,7 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def vision(start_server: Start, folder: Path) -> Server:
     options = ("--target", "reference", "--precision", "reference", "--max-num-seqs", "3")
-    found = start_server(*options, "--max-model-len", "256", model=folder)
+    hosts = ("--allowed-media-domains", "127.0.0.1")
+    found = start_server(*options, *hosts, "--max-model-len", "256", model=folder)
     assert found.process.poll() is None, found.log.read_text()
     return found
 
@@ -76,6 +77,22 @@ def test_chat_with_an_image_gives_the_tokens_of_the_library(vision: Server, fold
     assert vision.gauge("image_cache_hits_total") == before[1] + 1
 
 
+def test_responses_take_images(vision: Server) -> None:
+    _, found = post(vision, CHAT, asked(BEFORE, url(png()), AFTER))
+    image = {"type": "input_image", "image_url": url(png())["image_url"]["url"]}
+    content = [{"type": "input_text", "text": BEFORE}, image, {"type": "input_text", "text": AFTER}]
+    body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 6}
+    status, answer = post(vision, "/v1/responses", {**body, "temperature": 0})
+    assert status == 200, answer
+    assert answer["usage"]["input_tokens"] == found["usage"]["prompt_tokens"]
+    follow_up = {"input": "and?", "previous_response_id": answer["id"], "max_output_tokens": 2}
+    status, later = post(vision, "/v1/responses", follow_up)
+    assert status == 200, later
+    del image["image_url"]
+    status, found = post(vision, "/v1/responses", body)
+    assert status == 400 and "input_image without image_url" in found["error"]["message"]
+
+
 def test_props_name_the_modalities_and_limits(vision: Server) -> None:
     props = vision.get("/props")
     assert props["modalities"] == ["text", "image"]
@@ -97,6 +114,7 @@ def test_a_faulty_image_is_refused_in_a_line(name: str, vision: Server) -> None:
     [
         (url(encoded()), 5, "too_many_images"),
         ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}, 1, "unsupported"),
+        ({"type": "image_url", "image_url": {"url": "http://example.org/a"}}, 1, "unsupported"),
         ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, 1, "unsupported"),
         ({"type": "image", "image": "/etc/passwd"}, 1, "invalid_image"),
         ({"type": "video_url", "video_url": {"url": "x"}}, 1, "invalid_value"),
