@@ -203,13 +203,16 @@ def lower_tower(
     return graph_module, weight_source(tower)
 
 
-def encoder_settings(model: CompilableModel) -> AnySettings:
+def encoder_settings(model: CompilableModel, precision: ResolvedPrecision) -> AnySettings:
     """Return the settings of the model's vision tower. It must have one."""
     vision: Any = model.vision  # type: ignore[attr-defined]
     config, text = vision.config, model.config
     if vision.text_module is not None:
         width = 2 * text.num_kv_heads * text.head_dim * len(text.cross_layers)
-        return TileEncoderSettings(processor=vision.processor, cross_width=width)
+        cache_format = precision.format("cross_kv_cache")
+        return TileEncoderSettings(
+            processor=vision.processor, cross_width=width, cache_format=cache_format
+        )
     return EncoderSettings(
         processor=vision.processor,
         num_frames=config.num_frames,
@@ -233,7 +236,7 @@ def compile_encoder(
     lowered = lower_tower(model, precision)
     assert lowered is not None
     device = backend.tower_device()
-    return encoder_of(encoder_settings(model), lambda: compile_tower(*lowered, device))
+    return encoder_of(encoder_settings(model, precision), lambda: compile_tower(*lowered, device))
 
 
 _MAX_TRACED = 32

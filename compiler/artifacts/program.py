@@ -108,7 +108,7 @@ def write_encoder(
     make_folder(folder / VISION)
     build_tower(*lowered, folder / VISION)
     write_file(folder / VISION / GRAPH, graph_json(lowered[0]))
-    file = EncoderFile(encoder_settings(model), tower_bytes(model))
+    file = EncoderFile(encoder_settings(model, precision), tower_bytes(model))
     write_file(folder / VISION / SETTINGS, msgspec.json.encode(file))
 
 

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tilewright.compiler.formats import get_format
 from tilewright.images.tiles import TileSettings, tiles_of
 
 Tower = Callable[..., np.ndarray]
@@ -26,11 +27,13 @@ class TileEncoderSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     Attributes:
         processor: Image processor.
+        cache_format: Number format of keys and values. They are stored in fp32.
         cross_width: Columns of image rows: keys and values for all cross-attention layers.
     """
 
     processor: TileSettings
     cross_width: int
+    cache_format: str = "fp32"
 
 
 class TileEncoder:
@@ -58,7 +61,15 @@ class TileEncoder:
         is_padding = np.ones((len(patches), padded), np.bool_)
         is_padding[: tiled.num_tiles, :rows] = False
         result = self._tower(patches, np.array([tiled.aspect_id]), is_padding.reshape(-1))
-        return result[: tiled.num_tiles * rows]
+        return self._rounded(result[: tiled.num_tiles * rows])
+
+    def _rounded(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        if self.settings.cache_format == "fp32":
+            return values
+        import torch
+
+        rounded = get_format(self.settings.cache_format).round_trip(torch.from_numpy(values))
+        return rounded.float().numpy()
 
     def by_pair(self, positions: np.ndarray) -> np.ndarray:
         """Images of this tower do not change rotary positions."""

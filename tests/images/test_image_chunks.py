@@ -12,7 +12,7 @@ from tests.images import test_vision_models as qwen
 from tests.images.tiny_mllama import save_mllama, tiny_mllama
 from tests.images.tiny_vl import save_vl, tiny_vl
 from tilewright import LLM
-from tilewright.compiler.targets.interface.step import PrefillChunk
+from tilewright.compiler.targets.interface.step import PrefillChunk, Step, StepOutput
 
 COUNT = 4
 
@@ -38,9 +38,12 @@ def test_chunks_and_mixed_batches_give_the_tokens_of_transformers(
     with LLM(folder, target=target, max_seats=3, max_num_batched_tokens=size, **options) as llm:
         executable, chunks = llm.compiled.executable, list[PrefillChunk]()
         step = executable.step
-        monkeypatch.setattr(
-            executable, "step", lambda given: chunks.extend(given.prompts) or step(given)
-        )
+
+        def recorded(given: Step) -> StepOutput:
+            chunks.extend(given.prompts)
+            return step(given)
+
+        monkeypatch.setattr(executable, "step", recorded)
         chats = [tests.chat_of(*parts) for parts in tests.CHATS.values()]
         answers = llm.chat(chats, max_tokens=COUNT, stop_token_ids=())
         for answer, parts in zip(answers, tests.CHATS.values(), strict=True):

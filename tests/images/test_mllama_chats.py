@@ -16,7 +16,7 @@ from tests.images.test_vision_models import chat_of, picture
 from tests.images.tiny_mllama import IMAGE_ID, MEAN, STD, save_mllama, tiny_mllama
 from tests.models.test_mllama_images import their_logits
 from tilewright import LLM
-from tilewright.compiler.targets.interface.step import EncodeImage
+from tilewright.compiler.targets.interface.step import EncodeImage, StateUpdate, Step, StepOutput
 from tilewright.errors import RequestError
 from tilewright.runtime.memory import image_cache
 
@@ -94,9 +94,14 @@ def test_a_batch_of_text_and_images_gives_the_tokens_of_each(model: Any, llm: LL
 def test_an_image_is_encoded_once_and_another_shares_no_prefix(
     model: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executable, edits = llm.compiled.executable, []
+    executable, edits = llm.compiled.executable, list[StateUpdate]()
     step = executable.step
-    monkeypatch.setattr(executable, "step", lambda given: edits.extend(given.edits) or step(given))
+
+    def recorded(given: Step) -> StepOutput:
+        edits.extend(given.edits)
+        return step(given)
+
+    monkeypatch.setattr(executable, "step", recorded)
     text = "what do you see on this one?"
     cached = []
     for image in (picture(30, 30, 7), picture(30, 30, 7), picture(30, 30, 8)):

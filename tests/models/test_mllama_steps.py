@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -77,6 +78,16 @@ def _encode(index: int) -> EncodeImage:
     canvas = draw_canvas(_picture(index), SETTINGS, max_tiles=4)
     height, width, _ = canvas.shape
     return EncodeImage(ImageId(index), height, width, canvas.tobytes())
+
+
+def test_keys_and_values_have_the_format_of_their_group(executable: Any) -> None:
+    encoder, edit = executable.encoder, _encode(0)
+    whole = encoder.encode(edit.height, edit.width, edit.pixels)
+    settings = msgspec.structs.replace(encoder.settings, cache_format="bf16")
+    got = TileEncoder(settings, lambda: encoder._tower).encode(edit.height, edit.width, edit.pixels)
+    assert (got == torch.from_numpy(whole).bfloat16().float().numpy()).all() and (
+        got != whole
+    ).any()
 
 
 def _oracle(pair: SimpleNamespace, tokens: list[int], images: list[int]) -> Tensor:
