@@ -19,23 +19,15 @@ import pytest
 
 from tests.serve.fronts import Running, chat, is_idle, raw, running_front, wait_until
 from tilewright.cli.arguments.serve import read_serve_options
-from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.errors import CheckpointError, TilewrightError
-from tilewright.images.processor import PreparedImage
-from tilewright.images.prompt import PromptImage
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.models.tokenizer.load import load_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
 from tilewright.runtime.messages import EngineReady
-from tilewright.runtime.request import EngineRequest
-from tilewright.serve.engines import request_tracker
-from tilewright.serve.engines.request_tracker import RequestTracker
-from tilewright.serve.engines.routing import ReplicaRouter
 from tilewright.serve.front import capacity
 from tilewright.serve.output.choice import ChoiceStream
 from tilewright.serve.prompt.texts import TextCoder
-from tilewright.serve.web.errors import ApiError
 from tilewright.serve.web.settings import ServerConfig
 
 
@@ -335,16 +327,3 @@ def test_completion_of_a_sentencepiece_model_keeps_the_first_space() -> None:
         answer = running.ask("POST", "/v1/completions", json.dumps(body).encode())[1]
         events = [json.loads(line[6:]) for line in answer.split(b"\n\n") if b"{" in line]
         assert "".join(each["choices"][0]["text"] for each in events) == " a b c"
-
-
-def test_waiting_images_have_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_tracker, "_MAX_IMAGE_BYTES", 100)
-    tracker = RequestTracker(lambda _: 0, lambda *_: None, ReplicaRouter(1), ServerConfig())
-    image = PromptImage(0, PreparedImage(1, 1, 1, 1, b"", bytes(60)))
-    message = EngineRequest(1, (5, 6), SamplingParams(), images=(image,))
-    tracker._check_room([message], 4096)
-    tracker._count(message, 1)
-    with pytest.raises(ApiError, match="wait already"):
-        tracker._check_room([message], 4096)
-    tracker._count(message, -1)
-    tracker._check_room([message, message], 4096)  # a request alone is never refused

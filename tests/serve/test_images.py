@@ -14,6 +14,15 @@ from tests.images.test_vision_models import chat_of, picture
 from tests.images.tiny_vl import save_vl, tiny_vl
 from tests.serve.conftest import Server, Start, post
 from tilewright import LLM
+from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.images.processor import PreparedImage
+from tilewright.images.prompt import PromptImage
+from tilewright.runtime.request import EngineRequest
+from tilewright.serve.engines import request_tracker
+from tilewright.serve.engines.request_tracker import RequestTracker
+from tilewright.serve.engines.routing import ReplicaRouter
+from tilewright.serve.web.errors import ApiError
+from tilewright.serve.web.settings import ServerConfig
 
 CHAT = "/v1/chat/completions"
 BEFORE, AFTER = "what is on this image, and where?", "?"
@@ -141,3 +150,16 @@ def test_a_model_without_a_tower_refuses_images(server: Server) -> None:
     status, found = post(server, CHAT, asked(url(encoded())))
     assert (status, found["error"]["code"]) == (400, "unsupported")
     assert "this model and target take no images" in found["error"]["message"]
+
+
+def test_waiting_images_have_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_tracker, "_MAX_IMAGE_BYTES", 100)
+    tracker = RequestTracker(lambda _: 0, lambda *_: None, ReplicaRouter(1), ServerConfig())
+    image = PromptImage(0, PreparedImage(1, 1, 1, 1, b"", bytes(60)))
+    message = EngineRequest(1, (5, 6), SamplingParams(), images=(image,))
+    tracker._check_room([message], 4096)
+    tracker._count(message, 1)
+    with pytest.raises(ApiError, match="wait already"):
+        tracker._check_room([message], 4096)
+    tracker._count(message, -1)
+    tracker._check_room([message, message], 4096)  # an empty queue takes all requests

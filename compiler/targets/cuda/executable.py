@@ -393,7 +393,7 @@ class CudaExecutable(Executable):
         return self._end_prompt(chunk, step, logits, choice, is_late)
 
     def _has_offsets(self, chunk: PrefillChunk) -> bool:
-        """Return whether a chunk has images, or rotary positions other than its positions."""
+        """Return whether a chunk has images, or rotary positions that differ from its positions."""
         delta = self._slot_states[chunk.slot].rotary_delta
         return bool(chunk.images or chunk.rotary or delta)
 
