@@ -57,7 +57,8 @@ _OTHER_PARTS = (
 )
 """Prefixes of tensors outside the model: unsupported image towers, and the draft layer."""
 _TOWER, _TOWER_PREFIX = "visual.", "model.visual."
-_FLAT = ("visual.patch_embed.proj.weight",)
+_TILE_TOWER = "vision_model."
+_FLAT = ("visual.patch_embed.proj.weight", "vision_model.patch_embedding.weight")
 """Convolutions over patches. Their rows are read as vectors."""
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,6})\.")
 _COMPARED_ROWS = 4096
@@ -318,8 +319,9 @@ class SafetensorsCheckpoint:
             if stored.startswith(prefix):
                 stored = own + stored.removeprefix(prefix)
                 break
-        if self._skips is not None and self._skips(self.config, stored):
-            return None
+        if self._skips is not None:
+            is_skipped = self.vision is None and self._skips(self.config, stored)
+            return None if is_skipped else stored
         if stored.startswith(_OTHER_PARTS):
             return None
         if stored.startswith(_TOWER_PREFIX):
@@ -333,8 +335,14 @@ class SafetensorsCheckpoint:
         """Drop a tower without tensors. ``why``: the reason for a model without a tower."""
         if why:
             self.notes = (*self.notes, why)
-        elif self.vision is not None and not any(name.startswith(_TOWER) for name in self.names):
+        elif self.vision is not None:
+            towers = (_TOWER, _TILE_TOWER)
+            if any(name.startswith(towers) for name in self.names):
+                return
             self.vision = None
+            if self._skips is not None:
+                skipped = [name for name in self.names if self._skips(self.config, name)]
+                self.names = {n: meta for n, meta in self.names.items() if n not in skipped}
 
     def _settle_head(self, says: bool) -> None:
         """Determine whether the head is tied, if config.json has no key or the file has two

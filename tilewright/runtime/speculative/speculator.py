@@ -106,7 +106,7 @@ class Speculator:
         for request in decoding:
             count = min(limit, request.max_output - len(request.output) - 1)
             if count > 0 and self._is_known(request):
-                draft = (0,) * count if self.is_warming_up else self._index(request).propose(count)
+                draft = (0,) * count if self.is_warming_up else self._draft(request, count)
                 if draft:
                     drafts[request] = draft
         if not drafts:
@@ -127,6 +127,13 @@ class Speculator:
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
         self._length.record(num_drafts, num_accepted)
+
+    def _draft(self, request: RequestState, count: int) -> tuple[int, ...]:
+        """Return a draft up to the first image placeholder, which is never sampled."""
+        draft = self._index(request).propose(count)
+        placeholders = request.image_tokens
+        stop = next((at for at, token in enumerate(draft) if token in placeholders), len(draft))
+        return draft[:stop]
 
     @staticmethod
     def _is_known(request: RequestState) -> bool:

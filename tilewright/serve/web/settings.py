@@ -132,6 +132,13 @@ class ServerConfig:
         metavar="JSON",
         type=_image_limits,
     )
+    allowed_media_domains: tuple[str, ...] = option(
+        "host of images in http and https URLs, as example.org or example.org:8080 (repeatable, "
+        "default: only data: URLs)",
+        default=(),
+        group=_REQUESTS,
+        metavar="HOST",
+    )
     default_chat_template_kwargs: Mapping[str, Any] | None = option(
         "variables for chat templates, as '{\"enable_thinking\": false}'",
         group=_REQUESTS,

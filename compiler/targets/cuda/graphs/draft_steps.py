@@ -144,7 +144,10 @@ class DraftSteps:
         slot_states = [self._slot_states[slot] for slot in slots]
         states = self._take_states(slots, drafts)
         lengths = np.array([state.length for state in slot_states])
-        rows = DraftRows(slots, drafts, lengths, tuple(chain.from_iterable(states.values())))
+        offsets = tuple(state.rotary_delta for state in slot_states)
+        rows = DraftRows(
+            slots, drafts, lengths, tuple(chain.from_iterable(states.values())), offsets
+        )
         self._state.check_all(slots, rows.lengths + rows.counts)
         bucket = self._buckets.drafts(len(rows.token_slots))
         bucket.run(rows, drawing_of(state.sampling for state in slot_states))

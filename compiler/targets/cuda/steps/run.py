@@ -315,6 +315,8 @@ class Steps:
                 decode_rows(out, weight, rows.tokens)
             else:
                 embed(out, rows.tokens, weight.data)
+            if rows.image_rows is not None:
+                out.index_copy_(0, *rows.image_rows)
         elif isinstance(each, SwiGLUOp):
             swiglu_apart(step.view(each.out), step.view(each.gate), step.view(each.up))
         elif isinstance(each, NormHeads):

@@ -40,6 +40,8 @@
 
 namespace tw {
 
+constexpr int64_t kMaxCrossHead = 512;  // channels of a cross-attention head
+
 constexpr int kLanes = 16;
 constexpr int kBlock = 32;
 constexpr int kSuper = 256;
