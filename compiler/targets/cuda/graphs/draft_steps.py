@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from tilewright.compiler.targets.interface.step import (
     AssignPages,
     Chosen,
     CloseSlot,
+    OpenSlot,
     SamplerOutput,
     Slot,
     Step,
@@ -33,12 +33,10 @@ class _Verification:
     Attributes:
         slots: Its slots in order.
         read: Reader for their emitted tokens.
-        states: Per-sequence states after the drafts, by slot.
     """
 
     slots: tuple[Slot, ...]
     read: Callable[[], Chosen]
-    states: Mapping[Slot, tuple[int, ...]]
 
 
 class DraftSteps:
@@ -46,7 +44,8 @@ class DraftSteps:
 
     The host accepts drafts. A slot's position and next token are unknown until its rows are read. A
     step that uses the slot reads them first. Slots without drafts advance on the device and never
-    wait.
+    wait. A pass leaves the per-sequence state of a slot before its drafts. The next pass, or a
+    replay before other work, applies the accepted drafts.
     """
 
     def __init__(
@@ -57,12 +56,15 @@ class DraftSteps:
         answers: Answers,
         slot_states: Mapping[Slot, SlotState],
         *,
+        has_states: bool,
         leave: Callable[[], None],
     ) -> None:
+        """``has_states``: Whether sequences have state in addition to pages."""
         self._state, self._device_slots, self._buckets = state, device_slots, buckets
         self._answers, self._slot_states, self._leave = answers, slot_states, leave
         self._in_flight: dict[Slot, _Verification] = {}
-        self._free_states = self._all_states()
+        self._has_states = has_states
+        self._accepted: dict[Slot, int] = {}
 
     @property
     def is_in_flight(self) -> bool:
@@ -72,22 +74,29 @@ class DraftSteps:
     def forget(self) -> None:
         """Forget all slots."""
         self._in_flight.clear()
-        self._free_states = self._all_states()
-
-    def _all_states(self) -> list[int]:
-        first = self._state.first_draft_state
-        return [*range(first, first + self._state.num_draft_states)]
+        self._accepted.clear()
 
     def settle(self, step: Step | None = None) -> None:
-        """Read all drafts in flight if ``step`` uses a slot with drafts. None: always read."""
-        if not self._in_flight:
+        """Read all drafts in flight if ``step`` uses a slot with drafts. None: always read.
+
+        Apply the accepted drafts of slots whose state ``step`` copies, or whose prompt goes on.
+        """
+        if not (self._in_flight or self._accepted):
             return
-        if step is not None:
-            for edit in step.edits:
-                if isinstance(edit, CloseSlot) and edit.slot in self._in_flight:
-                    self._free_states += self._in_flight.pop(edit.slot).states[edit.slot]
-            if self._in_flight.keys().isdisjoint(_slots_of(step)) and not _moves_state(step):
-                return
+        for edit in () if step is None else step.edits:
+            if isinstance(edit, CloseSlot):
+                self._in_flight.pop(edit.slot, None)
+                self._accepted.pop(edit.slot, None)
+        moves = step is None or _moves_state(step)
+        if self._in_flight and (
+            moves or step is None or not self._in_flight.keys().isdisjoint(_slots_of(step))
+        ):
+            self._read()
+        if self._accepted:
+            prompts = () if step is None else step.prompts
+            self._replay([*self._accepted] if moves else [chunk.slot for chunk in prompts])
+
+    def _read(self) -> None:
         tokens: dict[Slot, int] = {}
         for verification in {id(run): run for run in self._in_flight.values()}.values():
             chosen = verification.read()
@@ -97,10 +106,24 @@ class DraftSteps:
                 if self._in_flight.get(slot) is verification:
                     self._slot_states[slot].length += count
                     tokens[slot] = chosen.tokens[end - 1]
-                    self._release(slot, verification.states[slot], count)
+                    self._accept(slot, count - 1)
         self._in_flight.clear()
         if tokens:
             self._device_slots.put([*tokens], [*tokens.values()])
+
+    def _accept(self, slot: Slot, num_accepted: int) -> None:
+        if self._has_states and num_accepted:
+            self._accepted[slot] = num_accepted
+
+    def _replay(self, slots: Sequence[Slot]) -> None:
+        """Apply the accepted drafts of slots to their per-sequence state."""
+        waiting = [slot for slot in slots if slot in self._accepted]
+        most = self._buckets.rows[-1]
+        for first in range(0, len(waiting), most):
+            some = waiting[first : first + most]
+            lengths = [self._slot_states[slot].length for slot in some]
+            bucket = self._buckets.drafts(max(2, len(some)))
+            bucket.replay(some, lengths, [self._accepted.pop(slot) for slot in some])
 
     def divide(self, step: Step, max_rows: int) -> tuple[tuple[Slot, ...], list[tuple[Slot, ...]]]:
         """Return the slots for plain decode passes, and slots by pass with drafts.
@@ -109,6 +132,7 @@ class DraftSteps:
         ``max_rows``: Maximum rows per pass.
         """
         if not step.drafts:
+            self._replay(step.decode)
             return step.decode, []
         assert not step.want_logits, "no logits with drafts"
         late = {slot for slot in step.decode if needs_host(self._slot_states[slot].sampling)}
@@ -116,6 +140,7 @@ class DraftSteps:
         has_device_drafts = not late.issuperset(step.drafts)
         if has_device_drafts and not (step.masked or late.intersection(plain)):
             plain = ()
+        self._replay(plain)
         slots = [slot for slot in step.decode if slot not in late and slot not in plain]
         sampled_late = [slot for slot in step.decode if slot in late and slot in step.drafts]
         passes = self._cut(slots, step, max_rows) + self._cut(sampled_late, step, max_rows)
@@ -123,18 +148,17 @@ class DraftSteps:
 
     def _cut(self, slots: Sequence[Slot], step: Step, max_rows: int) -> list[tuple[Slot, ...]]:
         """Return the slots by pass."""
-        max_drafts = self._state.num_draft_states or max_rows
         passes: list[tuple[Slot, ...]] = []
         current: list[Slot] = []
-        num_rows = num_drafts = 0
+        num_rows = 0
         for slot in slots:
             count = len(step.drafts.get(slot, ()))
             assert count < max_rows, f"slot {slot}: {1 + count} rows, more than {max_rows}"
-            if num_rows + 1 + count > max_rows or num_drafts + count > max_drafts:
+            if num_rows + 1 + count > max_rows:
                 passes.append(tuple(current))
-                current, num_rows, num_drafts = [], 0, 0
+                current, num_rows = [], 0
             current.append(slot)
-            num_rows, num_drafts = num_rows + 1 + count, num_drafts + count
+            num_rows += 1 + count
         return [*passes, tuple(current)] if current else []
 
     def run(self, slots: tuple[Slot, ...], step: Step) -> SamplerOutput:
@@ -142,16 +166,16 @@ class DraftSteps:
         self._leave()
         drafts = tuple(step.drafts.get(slot, ()) for slot in slots)
         slot_states = [self._slot_states[slot] for slot in slots]
-        states = self._take_states(slots, drafts)
         lengths = np.array([state.length for state in slot_states])
-        rows = DraftRows(slots, drafts, lengths, tuple(chain.from_iterable(states.values())))
+        accepted = tuple(self._accepted.pop(slot, 0) for slot in slots)
+        rows = DraftRows(slots, drafts, lengths, accepted)
         self._state.check_all(slots, rows.lengths + rows.counts)
         bucket = self._buckets.drafts(len(rows.token_slots))
         bucket.run(rows, drawing_of(state.sampling for state in slot_states))
         if needs_host(slot_states[0].sampling):
-            return self._sample_on_host(rows, states, bucket, step)
+            return self._sample_on_host(rows, bucket, step)
         output, read = self._answers.verified(rows, bucket.bucket, step)
-        verification = _Verification(slots, read, states)
+        verification = _Verification(slots, read)
         for slot, draft, slot_state in zip(slots, drafts, slot_states, strict=True):
             if draft:
                 self._in_flight[slot] = verification
@@ -159,41 +183,16 @@ class DraftSteps:
                 slot_state.length += 1
         return output
 
-    def _sample_on_host(
-        self,
-        rows: DraftRows,
-        states: Mapping[Slot, tuple[int, ...]],
-        bucket: DraftBucket,
-        step: Step,
-    ) -> SamplerOutput:
+    def _sample_on_host(self, rows: DraftRows, bucket: DraftBucket, step: Step) -> SamplerOutput:
         """Sample a pass with biased logits. This waits for the device."""
         for slot in rows.slots:
             self._slot_states[slot].length += 1
         output, counts, tokens = self._answers.verified_on_host(rows, bucket.bucket, step)
         for slot, length, count in zip(rows.slots, rows.lengths.tolist(), counts, strict=True):
             self._slot_states[slot].length = length + count
-            self._release(slot, states[slot], count)
+            self._accept(slot, count - 1)
         self._device_slots.put(rows.slots, tokens)
         return output
-
-    def _release(self, slot: Slot, states: tuple[int, ...], num_emitted: int) -> None:
-        """Free the states after drafts. The slot gets the state after its last accepted draft."""
-        if states and num_emitted > 1:
-            self._state.accept(states[num_emitted - 2], slot)
-        self._free_states += states
-
-    def _take_states(
-        self, slots: Sequence[Slot], drafts: Sequence[tuple[int, ...]]
-    ) -> dict[Slot, tuple[int, ...]]:
-        """Return free states for drafts by slot. Without per-sequence state: none."""
-        if not self._state.num_draft_states:
-            return dict.fromkeys(slots, ())
-        if len(self._free_states) < sum(map(len, drafts)):
-            self.settle()
-        states: dict[Slot, tuple[int, ...]] = {}
-        for slot, draft in zip(slots, drafts, strict=True):
-            states[slot] = tuple(self._free_states.pop() for _ in draft)
-        return states
 
 
 def _slots_of(step: Step) -> set[Slot]:
@@ -204,4 +203,4 @@ def _slots_of(step: Step) -> set[Slot]:
 
 def _moves_state(step: Step) -> bool:
     """Return whether updates of a step copy slot state."""
-    return any(not isinstance(edit, AssignPages | CloseSlot) for edit in step.edits)
+    return any(not isinstance(edit, AssignPages | CloseSlot | OpenSlot) for edit in step.edits)
