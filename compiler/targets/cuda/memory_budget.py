@@ -201,20 +201,18 @@ def decode_rows(options: CompileOptions) -> tuple[int, ...]:
     return decode_buckets(options.max_batch * (1 + options.max_drafts))
 
 
-def max_drafts(plan: KernelProgram, options: CompileOptions) -> int:
+def max_drafts(program: KernelProgram, options: CompileOptions) -> int:
     """Return the maximum drafts per slot. No kernel convolves drafts without a delta rule."""
-    if not plan.sequence_states:
+    if not program.sequence_states:
         return options.max_drafts
-    mixers = [each for each in plan.instructions if isinstance(each, Convolve | DeltaRuleOp)]
-    is_whole = all(isinstance(each, DeltaRuleOp) and each.convolve for each in mixers)
+    mixers = [op for op in program.instructions if isinstance(op, Convolve | DeltaRuleOp)]
+    is_whole = all(isinstance(op, DeltaRuleOp) and op.convolve for op in mixers)
     return min(options.max_drafts, MAX_ROWS - 1) if is_whole else 0
 
 
-def _draft_bytes(plan: KernelProgram, options: CompileOptions) -> int:
-    """Return the bytes of inputs of drafts, which replace copies of per-sequence state."""
-    if not plan.sequence_states:
-        return 0
-    return options.max_batch * max_drafts(plan, options) * draft_input_bytes(plan)
+def _draft_bytes(program: KernelProgram, options: CompileOptions) -> int:
+    """Return the bytes of kept draft inputs."""
+    return options.max_batch * max_drafts(program, options) * draft_input_bytes(program)
 
 
 def marks_each(plan: KernelProgram) -> int:

@@ -17,7 +17,8 @@ from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.interface.step import Slot
 
 _NUM_WORDS = 7
-_OWN_TOKEN = -1
+OWN_TOKEN = -1
+"""Word for a token that is in the slot table only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,14 @@ class DraftRows:
         drafts: Draft tokens by slot. Token 0 is the slot's own, token j is draft j.
             Empty: a single token.
         lengths: State length by slot, in positions, int64.
+        tokens: Token 0 by slot, or `OWN_TOKEN`.
         accepted: Accepted drafts of the previous step that the per-sequence state lacks, by slot.
     """
 
     slots: tuple[Slot, ...]
     drafts: tuple[tuple[int, ...], ...]
     lengths: np.ndarray
+    tokens: tuple[int, ...]
     accepted: tuple[int, ...]
 
     @property
@@ -61,7 +64,11 @@ class DraftRows:
         words[1], words[3:5] = -1, padding
         words[5, num_rows:] = 1
         tokens, positions, slots, rows, stores, of_slot, accepted = words[:, :num_rows]
-        tokens[:] = [token for draft in self.drafts for token in (_OWN_TOKEN, *draft)]
+        tokens[:] = [
+            token
+            for own, draft in zip(self.tokens, self.drafts, strict=True)
+            for token in (own, *draft)
+        ]
         positions[:] = np.repeat(self.lengths - first, counts) + np.arange(num_rows)
         slots[:] = rows[:] = np.repeat(self.slots, counts)
         stores[first[counts == 1]] = slots[first[counts == 1]]
@@ -145,7 +152,7 @@ class DraftBucket:
         rows, choice = self.bucket.rows, self.bucket.choice
         tokens, positions, slots, at, *_ = self._words
         own = self._device_slots.tokens.index_select(0, at)
-        rows.tokens.copy_(torch.where(tokens == _OWN_TOKEN, own, tokens))
+        rows.tokens.copy_(torch.where(tokens == OWN_TOKEN, own, tokens))
         rows.positions.copy_(positions)
         rows.slots.copy_(slots)
         choice.gather(self._device_slots, at)

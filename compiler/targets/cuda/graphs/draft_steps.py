@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
-from tilewright.compiler.targets.cuda.graphs.draft_bucket import DraftBucket, DraftRows
+from tilewright.compiler.targets.cuda.graphs.draft_bucket import OWN_TOKEN, DraftBucket, DraftRows
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import needs_host
 from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import drawing_of
@@ -39,13 +40,26 @@ class _Verification:
     read: Callable[[], Chosen]
 
 
+class _Settled(NamedTuple):
+    """What a slot's device memory lacks after its drafts were read.
+
+    Attributes:
+        token: Next input token.
+        num_accepted: Accepted drafts that the per-sequence state lacks.
+    """
+
+    token: int
+    num_accepted: int
+
+
 class DraftSteps:
     """Runs decode steps with drafts.
 
     The host accepts drafts. A slot's position and next token are unknown until its rows are read. A
     step that uses the slot reads them first. Slots without drafts advance on the device and never
-    wait. A pass leaves the per-sequence state of a slot before its drafts. The next pass, or a
-    replay before other work, applies the accepted drafts.
+    wait. A pass leaves the per-sequence state of a slot before its drafts. The next pass gets the
+    slot's token from the host and applies the accepted drafts. Other work on the slot flushes both
+    first.
     """
 
     def __init__(
@@ -64,7 +78,7 @@ class DraftSteps:
         self._answers, self._slot_states, self._leave = answers, slot_states, leave
         self._in_flight: dict[Slot, _Verification] = {}
         self._has_states = has_states
-        self._accepted: dict[Slot, int] = {}
+        self._settled: dict[Slot, _Settled] = {}
 
     @property
     def is_in_flight(self) -> bool:
@@ -74,30 +88,30 @@ class DraftSteps:
     def forget(self) -> None:
         """Forget all slots."""
         self._in_flight.clear()
-        self._accepted.clear()
+        self._settled.clear()
 
     def settle(self, step: Step | None = None) -> None:
         """Read all drafts in flight if ``step`` uses a slot with drafts. None: always read.
 
-        Apply the accepted drafts of slots whose state ``step`` copies, or whose prompt goes on.
+        Flush the slots if ``step`` copies state. Flush slots with a forced token or a prompt.
         """
-        if not (self._in_flight or self._accepted):
+        if not (self._in_flight or self._settled):
             return
         for edit in () if step is None else step.edits:
             if isinstance(edit, CloseSlot):
                 self._in_flight.pop(edit.slot, None)
-                self._accepted.pop(edit.slot, None)
+                self._settled.pop(edit.slot, None)
         moves = step is None or _moves_state(step)
         if self._in_flight and (
             moves or step is None or not self._in_flight.keys().isdisjoint(_slots_of(step))
         ):
             self._read()
-        if self._accepted:
-            prompts = () if step is None else step.prompts
-            self._replay([*self._accepted] if moves else [chunk.slot for chunk in prompts])
+        if moves or step is None:
+            self._flush([*self._settled])
+        else:
+            self._flush([*step.forced, *(chunk.slot for chunk in step.prompts)])
 
     def _read(self) -> None:
-        tokens: dict[Slot, int] = {}
         for verification in {id(run): run for run in self._in_flight.values()}.values():
             chosen = verification.read()
             assert chosen.counts is not None
@@ -105,25 +119,23 @@ class DraftSteps:
             for slot, count, end in zip(verification.slots, chosen.counts, ends, strict=True):
                 if self._in_flight.get(slot) is verification:
                     self._slot_states[slot].length += count
-                    tokens[slot] = chosen.tokens[end - 1]
-                    self._accept(slot, count - 1)
+                    self._settled[slot] = _Settled(chosen.tokens[end - 1], count - 1)
         self._in_flight.clear()
-        if tokens:
-            self._device_slots.put([*tokens], [*tokens.values()])
 
-    def _accept(self, slot: Slot, num_accepted: int) -> None:
-        if self._has_states and num_accepted:
-            self._accepted[slot] = num_accepted
-
-    def _replay(self, slots: Sequence[Slot]) -> None:
-        """Apply the accepted drafts of slots to their per-sequence state."""
-        waiting = [slot for slot in slots if slot in self._accepted]
-        most = self._buckets.rows[-1]
-        for first in range(0, len(waiting), most):
-            some = waiting[first : first + most]
+    def _flush(self, slots: Sequence[Slot]) -> None:
+        """Write the tokens of slots to the table. Apply their accepted drafts to their state."""
+        if not self._settled:
+            return
+        settled = {slot: self._settled.pop(slot) for slot in slots if slot in self._settled}
+        if settled:
+            self._device_slots.put([*settled], [token for token, _ in settled.values()])
+        replayed = [slot for slot in settled if settled[slot].num_accepted]
+        size = self._buckets.rows[-1]
+        for first in range(0, len(replayed) if self._has_states else 0, size):
+            some = replayed[first : first + size]
             lengths = [self._slot_states[slot].length for slot in some]
             bucket = self._buckets.drafts(max(2, len(some)))
-            bucket.replay(some, lengths, [self._accepted.pop(slot) for slot in some])
+            bucket.replay(some, lengths, [settled[slot].num_accepted for slot in some])
 
     def divide(self, step: Step, max_rows: int) -> tuple[tuple[Slot, ...], list[tuple[Slot, ...]]]:
         """Return the slots for plain decode passes, and slots by pass with drafts.
@@ -132,7 +144,7 @@ class DraftSteps:
         ``max_rows``: Maximum rows per pass.
         """
         if not step.drafts:
-            self._replay(step.decode)
+            self._flush(step.decode)
             return step.decode, []
         assert not step.want_logits, "no logits with drafts"
         late = {slot for slot in step.decode if needs_host(self._slot_states[slot].sampling)}
@@ -140,7 +152,7 @@ class DraftSteps:
         has_device_drafts = not late.issuperset(step.drafts)
         if has_device_drafts and not (step.masked or late.intersection(plain)):
             plain = ()
-        self._replay(plain)
+        self._flush(plain)
         slots = [slot for slot in step.decode if slot not in late and slot not in plain]
         sampled_late = [slot for slot in step.decode if slot in late and slot in step.drafts]
         passes = self._cut(slots, step, max_rows) + self._cut(sampled_late, step, max_rows)
@@ -167,8 +179,8 @@ class DraftSteps:
         drafts = tuple(step.drafts.get(slot, ()) for slot in slots)
         slot_states = [self._slot_states[slot] for slot in slots]
         lengths = np.array([state.length for state in slot_states])
-        accepted = tuple(self._accepted.pop(slot, 0) for slot in slots)
-        rows = DraftRows(slots, drafts, lengths, accepted)
+        settled = [self._settled.pop(slot, _Settled(OWN_TOKEN, 0)) for slot in slots]
+        rows = DraftRows(slots, drafts, lengths, *zip(*settled, strict=True))
         self._state.check_all(slots, rows.lengths + rows.counts)
         bucket = self._buckets.drafts(len(rows.token_slots))
         bucket.run(rows, drawing_of(state.sampling for state in slot_states))
@@ -188,10 +200,10 @@ class DraftSteps:
         for slot in rows.slots:
             self._slot_states[slot].length += 1
         output, counts, tokens = self._answers.verified_on_host(rows, bucket.bucket, step)
-        for slot, length, count in zip(rows.slots, rows.lengths.tolist(), counts, strict=True):
+        emitted = zip(rows.slots, rows.lengths.tolist(), counts, tokens, strict=True)
+        for slot, length, count, token in emitted:
             self._slot_states[slot].length = length + count
-            self._accept(slot, count - 1)
-        self._device_slots.put(rows.slots, tokens)
+            self._settled[slot] = _Settled(token, count - 1)
         return output
 
 

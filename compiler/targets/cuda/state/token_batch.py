@@ -14,11 +14,11 @@ MAX_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
-    """Consecutive rows by slot, for per-sequence state. int64 ``[R]``.
+    """Consecutive rows by slot, for per-sequence state. int64 ``[R]``, 0 at later rows.
 
     Attributes:
-        counts: Number of rows of a slot, at its first row. 0 at later rows. Padding has 1.
-        accepted: Accepted drafts of the slot's previous step with drafts, at its first row.
+        counts: Number of rows, at a slot's first row. Padding has 1.
+        accepted: Drafts accepted in the slot's previous pass, at its first row.
     """
 
     counts: Tensor

@@ -81,9 +81,9 @@ class _BoundRule:
     drafts: DraftInputs | None
 
 
-def draft_input_bytes(plan: KernelProgram) -> int:
+def draft_input_bytes(program: KernelProgram) -> int:
     """Return the bytes of a draft's inputs that its slot keeps."""
-    rules = [each for each in plan.instructions if isinstance(each, DeltaRuleOp)]
+    rules = [op for op in program.instructions if isinstance(op, DeltaRuleOp)]
     return 4 * sum(_num_channels(rule) + 2 * rule.state.shape[0] for rule in rules)
 
 
@@ -176,9 +176,9 @@ class Mixers:
         """Run several rows per slot. Steps before this one have ended: a read comes between."""
         bound, convolve = self._rules[id(instruction)], instruction.convolve
         assert convolve is not None and bound.drafts is not None
-        out, x, z = (step.view(each) for each in (instruction.out, convolve.x, instruction.z))
+        out, x, z = map(step.view, (instruction.out, convolve.x, instruction.z))
         norm = self._weights.constant(instruction.norm), instruction.eps
-        given: dict[str, Any] = {
+        operands: dict[str, Any] = {
             "weight": self._weights.constant(convolve.weight).flatten(1),
             "window": self._state.sequences[convolve.state.name],
             "state": self._state.sequences[instruction.state.name],
@@ -188,10 +188,10 @@ class Mixers:
         }
         if bound.step == STEP:
             inputs = self._inputs(instruction, step, convolve.x)
-            native_rows.delta_rows(out, inputs, z, norm, early=True, **given)
+            native_rows.delta_rows(out, inputs, z, norm, early=True, **operands)
         else:
             inputs = self._inputs(instruction, step, instruction.qkv)
-            linear_attention_rows(out, inputs, x, z, norm, **given)
+            linear_attention_rows(out, inputs, x, z, norm, **operands)
 
     def _native_step(
         self, instruction: DeltaRuleOp, step: Buffers, rows: TokenBatch, *, captured: bool

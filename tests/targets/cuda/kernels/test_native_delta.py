@@ -325,14 +325,14 @@ def test_names_of_kernels() -> None:
 def run_rows(step: Step, rows: SlotRows, drafts: DraftInputs, *, is_native: bool) -> Tensor:
     """Run several rows per slot."""
     norm, where = (step.norm, EPS), {"positions": step.positions, "slots": step.slots}
-    given: dict[str, Any] = {"weight": step.weight, "window": step.window, "state": step.state}
-    given |= {"rows": rows, "drafts": drafts, **where}
+    operands: dict[str, Any] = {"weight": step.weight, "window": step.window, "state": step.state}
+    operands |= {"rows": rows, "drafts": drafts, **where}
     out = torch.full_like(step.z, NAN, dtype=torch.bfloat16)
     if is_native:
-        delta_rows(out, step.inputs, step.z, norm, **given)
+        delta_rows(out, step.inputs, step.z, norm, **operands)
     else:
         inputs = replace(step.inputs, qkv=torch.full_like(step.inputs.qkv, NAN))
-        linear_attention_rows(out, inputs, step.inputs.qkv, step.z, norm, **given)
+        linear_attention_rows(out, inputs, step.inputs.qkv, step.z, norm, **operands)
     return out
 
 
@@ -351,9 +351,9 @@ def test_rows_after_accepted_drafts_equal_single_steps(
     plain = tokens[0].some([0])
     outputs: list[list[Tensor]] = [[], []]
     states: list[list[tuple[Tensor, Tensor]]] = [[], []]
-    for slot, given in enumerate(tokens):
+    for slot, steps in enumerate(tokens):
         for token in range(num_tokens[slot]):
-            step = replace(given.some([token]), window=plain.window, state=plain.state)
+            step = replace(steps.some([token]), window=plain.window, state=plain.state)
             step = replace(step, weight=plain.weight, norm=plain.norm)
             step.inputs = replace(step.inputs, a_log=plain.inputs.a_log)
             step.inputs = replace(step.inputs, dt_bias=plain.inputs.dt_bias)
@@ -368,33 +368,33 @@ def test_rows_after_accepted_drafts_equal_single_steps(
     )
     starts = [0, 0]
     for counts, before in zip(((3, 2), (1, 3), (4, 2), (0, 0)), accepted, strict=True):
-        starts = [start + found for start, found in zip(starts, before, strict=True)]
+        starts = [start + n for start, n in zip(starts, before, strict=True)]
         at = [start + n for start, count in zip(starts, counts, strict=True) for n in range(count)]
         of_slot = [slot for slot, count in enumerate(counts) for _ in range(count)] or [0, 1]
         at = at or starts
-        parts = [tokens[slot].some([token]) for slot, token in zip(of_slot, at, strict=True)]
+        single = [tokens[slot].some([token]) for slot, token in zip(of_slot, at, strict=True)]
         rows = SlotRows(*torch.zeros(2, len(at) + 1, dtype=torch.int64, device=device))
         leaders = [of_slot.index(slot) for slot in (0, 1)]
         rows.counts[leaders], rows.counts[-1] = torch.tensor(counts, device=device), 1
         rows.accepted[leaders] = torch.tensor(before, device=device)
-        pad = [*parts, parts[0]]
+        padded = [*single, single[0]]
         step = replace(
             first,
             inputs=replace(
                 first.inputs,
                 **{
-                    name: between(torch.cat([getattr(part.inputs, name) for part in pad]))
+                    name: between(torch.cat([getattr(other.inputs, name) for other in padded]))
                     for name in ("qkv", "a", "b")
                 },
             ),
-            z=between(torch.cat([part.z for part in pad])),
-            positions=torch.cat([part.positions for part in pad]),
+            z=between(torch.cat([other.z for other in padded])),
+            positions=torch.cat([other.positions for other in padded]),
             slots=torch.tensor([*of_slot, 0], device=device),
         )
         step.positions[-1] = -1
         out = run_rows(step, rows, drafts, is_native=is_native)
-        for row, (slot, token) in enumerate(zip(of_slot, at, strict=True)):
-            assert not counts[slot] or torch.equal(out[row], outputs[slot][token][0])
+        for index, (slot, token) in enumerate(zip(of_slot, at, strict=True)):
+            assert not counts[slot] or torch.equal(out[index], outputs[slot][token][0])
         assert not out[-1].any()
         starts = [start + min(count, 1) for start, count in zip(starts, counts, strict=True)]
         for slot, start in enumerate(starts):

@@ -78,21 +78,21 @@ def _convolve_kernel(
 ):  # fmt: skip
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tap = tl.arange(0, TAPS)[None, :]
     inside = channel < num_channels
-    position, slot = tl.load(positions_ptr + row), tl.load(slots_ptr + row)
-    count, accepted = tl.load(counts_ptr + row), tl.load(accepted_ptr + row)
-    out_ptr += row * out_stride
-    x_ptr += row * x_stride
+    position, slot = tl.load(positions_ptr + first), tl.load(slots_ptr + first)
+    count, accepted = tl.load(counts_ptr + first), tl.load(accepted_ptr + first)
+    out_ptr += first * out_stride
+    x_ptr += first * x_stride
     if position < 0:
         tl.store(out_ptr + channel, tl.zeros((BLOCK,), tl.float32), mask=inside & (count > 0))
         return
     has_state = position > accepted
     window = window_ptr + slot * num_channels * (W - 1)
     draft = draft_ptr + slot * N * num_channels
-    replayed_ptr += row * N * num_channels
+    replayed_ptr += first * N * num_channels
     weights = weight_ptr + channel * W
     taps = tl.load(weights[:, None] + tap, mask=inside[:, None] & (tap < W - 1), other=0.0)
     for token in range(accepted + count):
@@ -111,13 +111,13 @@ def _convolve_kernel(
         own = token - accepted
         tl.store(out_ptr + own * out_stride + channel, y, mask=inside & (own >= 0))
     last = accepted - (count == 0).to(tl.int64)  # the token whose window is kept
-    held = inside[:, None] & (tap < W - 1) & (accepted + count > 0)
+    kept = inside[:, None] & (tap < W - 1) & (accepted + count > 0)
     moved = _inputs(
-        window, draft, x_ptr, last + tap - (W - 2), accepted, channel[:, None], held, has_state,
+        window, draft, x_ptr, last + tap - (W - 2), accepted, channel[:, None], kept, has_state,
         num_channels, x_stride, W,
     )  # fmt: skip
     tl.debug_barrier()  # all threads have read the window and the drafts
-    tl.store(window + channel[:, None] * (W - 1) + tap, moved, mask=held)
+    tl.store(window + channel[:, None] * (W - 1) + tap, moved, mask=kept)
     for own in range(1, count):
         x = tl.load(x_ptr + own * x_stride + channel, mask=inside, other=0.0)
         tl.store(draft + (own - 1) * num_channels + channel, x, mask=inside)
@@ -148,7 +148,7 @@ def causal_conv1d_rows(
     _convolve_kernel[(num_rows, triton.cdiv(num_channels, block))](
         out, replayed, x, weight, window, draft_x, positions, slots, rows.counts, rows.accepted,
         num_channels, out.stride(0), x.stride(0),
-        N=num_drafts, W=width, TAPS=block_of(width - 1, least=1), BLOCK=block, **chained(out),
+        N=num_drafts, W=width, TAPS=triton.next_power_of_2(width - 1), BLOCK=block, **chained(out),
     )  # fmt: skip
 
 
@@ -189,16 +189,16 @@ def _rule_kernel(
     channels: tl.constexpr = 2 * G * K + H * V
     last = accepted - (count == 0).to(tl.int64)  # the token whose state is kept
     for token in range(accepted + count):
-        is_own, row = token >= accepted, first + token - accepted
-        own, draft = qkv_ptr + row * qkv_stride, replayed_ptr + (first * N + token) * channels
+        is_own, at = token >= accepted, first + token - accepted
+        own, draft = qkv_ptr + at * qkv_stride, replayed_ptr + (first * N + token) * channels
         q = _either(own, draft, g * K + i, is_key, is_own)
         k = _either(own, draft, (G + g) * K + i, is_key, is_own)
         v = _either(own, draft, 2 * G * K + h * V + j, is_value, is_own)
         q *= tl.rsqrt(tl.sum(q * q) + EPS) * (1.0 / K**0.5)
         k *= tl.rsqrt(tl.sum(k * k) + EPS)
         gates = gates_ptr + token * 2 * H
-        a = _either(a_ptr + row * a_stride + h, gates, 0, True, is_own)
-        b = _either(b_ptr + row * b_stride + h, gates + H, 0, True, is_own)
+        a = _either(a_ptr + at * a_stride + h, gates, 0, True, is_own)
+        b = _either(b_ptr + at * b_stride + h, gates + H, 0, True, is_own)
         state *= tl.exp(decay_of(a, a_log, dt_bias))
         wrong = (v - tl.sum(state * k[:, None], 0)) * tl.sigmoid(b)
         state += k[:, None] * wrong[None, :]
@@ -207,10 +207,10 @@ def _rule_kernel(
         gates = gates_ptr + (token - last - 1) * 2 * H
         tl.store(gates, a, mask=token > last)
         tl.store(gates + H, b, mask=token > last)
-        z = tl.load(z_ptr + row * z_stride + h * V + j, mask=is_value & is_own, other=0.0)
+        z = tl.load(z_ptr + at * z_stride + h * V + j, mask=is_value & is_own, other=0.0)
         y = o * tl.rsqrt(tl.sum(o * o) / V + eps) * weight * (z * tl.sigmoid(z))
         y = rounded(y, out_ptr.dtype.element_ty, CHAINED)
-        tl.store(out_ptr + row * out_stride + h * V + j, y, mask=is_value & is_own)
+        tl.store(out_ptr + at * out_stride + h * V + j, y, mask=is_value & is_own)
 
 
 def delta_rule_rows(
