@@ -25,7 +25,6 @@ from tilewright.compiler.targets.interface.base import Capabilities, CompileOpti
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.program.instructions import (
     OPERAND,
-    Convolve,
     DeltaRuleOp,
     KernelProgram,
 )
@@ -202,11 +201,11 @@ def decode_rows(options: CompileOptions) -> tuple[int, ...]:
 
 
 def max_drafts(program: KernelProgram, options: CompileOptions) -> int:
-    """Return the maximum drafts per slot. No kernel convolves drafts without a delta rule."""
+    """Return the maximum drafts per slot. A delta rule needs its convolution in the kernel."""
     if not program.sequence_states:
         return options.max_drafts
-    mixers = [op for op in program.instructions if isinstance(op, Convolve | DeltaRuleOp)]
-    is_whole = all(isinstance(op, DeltaRuleOp) and op.convolve for op in mixers)
+    rules = [op for op in program.instructions if isinstance(op, DeltaRuleOp)]
+    is_whole = all(rule.convolve is not None for rule in rules)
     return min(options.max_drafts, MAX_ROWS - 1) if is_whole else 0
 
 

@@ -18,7 +18,7 @@ from tilewright.compiler.targets.interface.step import Slot
 
 _NUM_WORDS = 7
 OWN_TOKEN = -1
-"""Word for a token that is in the slot table only."""
+"""Word for a token that only the device has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.prompt_triton import (
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.rows_triton import (
     DraftInputs,
+    causal_conv1d_rows,
     linear_attention_rows,
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
@@ -72,23 +73,26 @@ def mixer_bytes(plan: KernelProgram, num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _BoundRule:
-    """The kernels of a delta rule: of decode steps, and of the systems of a prompt's chunks. The
-    inputs of its drafts, None without drafts.
-    """
+    """The kernels of a delta rule: of decode steps, and of the systems of a prompt's chunks."""
 
     step: str
     solve: str
-    drafts: DraftInputs | None
 
 
 def draft_input_bytes(program: KernelProgram) -> int:
     """Return the bytes of a draft's inputs that its slot keeps."""
-    rules = [op for op in program.instructions if isinstance(op, DeltaRuleOp)]
-    return 4 * sum(_num_channels(rule) + 2 * rule.state.shape[0] for rule in rules)
+    return 4 * sum(map(sum, _draft_widths(program).values()))
 
 
-def _num_channels(rule: DeltaRuleOp) -> int:
-    return 0 if rule.convolve is None else rule.convolve.state.shape[0]
+def _draft_widths(program: KernelProgram) -> dict[int, tuple[int, int]]:
+    """Return the widths of a draft's inputs by instruction: channels and gates."""
+    widths: dict[int, tuple[int, int]] = {}
+    for op in program.instructions:
+        if isinstance(op, Convolve):
+            widths[id(op)] = op.state.shape[0], 0
+        elif isinstance(op, DeltaRuleOp) and op.convolve is not None:
+            widths[id(op)] = op.convolve.state.shape[0], 2 * op.state.shape[0]
+    return widths
 
 
 class Mixers:
@@ -120,26 +124,21 @@ class Mixers:
         sites = [_site_of(instruction, plan, gpu, arithmetic) for instruction in rules]
         self.why_not_native = next(filter(None, map(why_no_step, sites)), "")
         self._rules = {
-            id(instruction): _BoundRule(
-                bind_step(site), bind_solve(site), self._draft_inputs(instruction, max_drafts)
-            )
+            id(instruction): _BoundRule(bind_step(site), bind_solve(site))
             for instruction, site in zip(rules, sites, strict=True)
         }
         for kernel, source in ((STEP, native_delta.SOURCE), (SOLVE, delta_solve.SOURCE)):
             if any(kernel in (rule.step, rule.solve) for rule in self._rules.values()):
                 nvrtc.load(device, source)
-        if max_drafts and any(rule.step == STEP for rule in self._rules.values()):
-            nvrtc.load(device, native_rows.SOURCE)
-
-    def _draft_inputs(self, rule: DeltaRuleOp, max_drafts: int) -> DraftInputs | None:
+        self._drafts: dict[int, DraftInputs] = {}
         if not max_drafts:
-            return None
-        tables, num_heads = self._state.tables, rule.state.shape[0]
-        shape = len(tables), max_drafts
-        return DraftInputs(
-            torch.zeros(*shape, _num_channels(rule), device=tables.device),
-            torch.zeros(*shape, 2, num_heads, device=tables.device),
-        )
+            return
+        if any(rule.step == STEP for rule in self._rules.values()):
+            nvrtc.load(device, native_rows.SOURCE)
+        shape = len(state.tables), max_drafts
+        for key, (channels, gates) in _draft_widths(plan).items():
+            x, both = (torch.zeros(*shape, width, device=device) for width in (channels, gates))
+            self._drafts[key] = DraftInputs(x, both.unflatten(2, (2, gates // 2)))
 
     def run(
         self,
@@ -161,8 +160,7 @@ class Mixers:
                 step.view(instruction.out), step.view(instruction.x), step.view(instruction.gate)
             )
         elif rows.by_slot is not None:
-            assert isinstance(instruction, DeltaRuleOp)
-            self._rows(instruction, step, rows)
+            self._by_slot(instruction, step, rows)
         elif isinstance(instruction, Convolve):
             self._convolve(instruction, step, rows, decodes, starts)
         elif decodes and self._rules[id(instruction)].step == STEP:
@@ -172,21 +170,35 @@ class Mixers:
                 self._convolve(instruction.convolve, step, rows, decodes, starts)
             self._delta_rule(instruction, step, rows, decodes, starts)
 
-    def _rows(self, instruction: DeltaRuleOp, step: Buffers, rows: TokenBatch) -> None:
-        """Run several rows per slot. Steps before this one have ended: a read comes between."""
-        bound, convolve = self._rules[id(instruction)], instruction.convolve
-        assert convolve is not None and bound.drafts is not None
+    def _by_slot(
+        self, instruction: Convolve | DeltaRuleOp, step: Buffers, rows: TokenBatch
+    ) -> None:
+        """Run several rows per slot. Earlier steps have ended: the host has read them."""
+        drafts, by_slot = self._drafts[id(instruction)], rows.by_slot
+        assert by_slot is not None
+        if isinstance(instruction, Convolve):
+            weight = self._weights.constant(instruction.weight).flatten(1)
+            window = self._state.sequences[instruction.state.name]
+            out, x = step.view(instruction.out), step.view(instruction.x)
+            causal_conv1d_rows(
+                *(out, x.new_empty(len(x), *drafts.x.shape[1:]), x, weight),
+                **{"window": window, "draft_x": drafts.x, "rows": by_slot},
+                **{"silu": instruction.silu, **_where(rows)},
+            )
+            return
+        convolve = instruction.convolve
+        assert convolve is not None
         out, x, z = map(step.view, (instruction.out, convolve.x, instruction.z))
         norm = self._weights.constant(instruction.norm), instruction.eps
         operands: dict[str, Any] = {
             "weight": self._weights.constant(convolve.weight).flatten(1),
             "window": self._state.sequences[convolve.state.name],
             "state": self._state.sequences[instruction.state.name],
-            "rows": rows.by_slot,
-            "drafts": bound.drafts,
+            "rows": by_slot,
+            "drafts": drafts,
             **_where(rows),
         }
-        if bound.step == STEP:
+        if self._rules[id(instruction)].step == STEP:
             inputs = self._inputs(instruction, step, convolve.x)
             native_rows.delta_rows(out, inputs, z, norm, early=True, **operands)
         else:

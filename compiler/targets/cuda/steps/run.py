@@ -205,7 +205,7 @@ class Steps:
         """Apply the accepted drafts of ``rows.by_slot`` to the per-sequence state of slots."""
         step = self._decode_buffers(len(rows.tokens))
         for instruction in self._plan.instructions:
-            if isinstance(instruction, DeltaRuleOp):
+            if isinstance(instruction, Convolve | DeltaRuleOp):
                 self._mixers.run(instruction, step, rows, decodes=True)
 
     def chosen_experts(self, rows: TokenBatch) -> list[int]:

@@ -1,9 +1,9 @@
 // Linear attention for consecutive tokens of a slot in one launch, as delta_step.cu computes one.
 //
-// The tokens of a slot are the accepted drafts of its previous launch, then its rows. Row 0 has the
-// slot's own token. Later rows have drafts. The kernel keeps the state in registers. It writes the
-// window and the state after row 0, and the inputs of the drafts. The next launch repeats the
-// accepted drafts from these inputs. Without rows, it writes the state after the accepted drafts.
+// The tokens are the accepted drafts of the slot's previous launch, then its rows. Row 0 has the next
+// token, and later rows have drafts. The kernel keeps the state in registers. It writes the window
+// and the state after row 0, and the inputs of the drafts. The next launch repeats the accepted
+// drafts from these inputs. Without rows, it writes the state after the accepted drafts.
 //
 // The blocks of a cluster exchange q and k of all tokens at once.
 
@@ -35,7 +35,7 @@ struct DeltaRows {
 template <int D, int COLS> struct Shared {
   static constexpr int WARPS = COLS / 8;
   float q[MOST_TOKENS][D], k[MOST_TOKENS][D];  // received from the cluster
-  float own[4 * COLS];                         // this block's q and k channels, by thread
+  float own[4 * COLS];                         // q and k channels by thread
   float v[MOST_TOKENS][COLS], gate[MOST_ROWS][COLS], result[MOST_ROWS][COLS];
   float sums[2][2][WARPS][COLS];  // by parity of the token; k S and q S before decay
   float squares[MOST_ROWS][MOST_BLOCKS];
@@ -58,7 +58,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_rows(const Delt
   const int count = (int)read_long(p.counts + row);
   const int accepted = (int)read_long(p.accepted + row), num_tokens = accepted + count;
   const i64 slot = read_long(p.slots + row);
-  if (num_tokens == 0 || position < 0) {  // another block's row, or padding
+  if (num_tokens == 0 || position < 0) {  // a later row of a slot, or padding
     if (p.early) wait_for_inputs();
     u16 *out = p.out + row * p.out_stride + first + lane * 4;
     if (num_tokens && t < LANES) *(uint2 *)out = make_uint2(0, 0);
@@ -118,7 +118,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_rows(const Delt
   }
   __syncwarp();
   cluster_wait();  // peers can receive
-  const int last = count ? accepted : accepted - 1;  // the token whose window and state are kept
+  const int last = count ? accepted : accepted - 1;  // the token with the stored window and state
 #pragma unroll
   for (int i = 0; i < MOST_TOKENS; ++i) {
     if (i >= num_tokens) break;
@@ -132,7 +132,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_rows(const Delt
       else s.own[t] = value;
     }
     __syncwarp();
-    if (!has_value) {  // as in delta_step.cu
+    if (!has_value) {  // see delta_step.cu
       const int from = warp * 32 + (lane & 7) * 4, share_from = from - COLS;
       const int to = rank * p.share + share_from;
       if (share_from < p.share && to < 2 * D) {

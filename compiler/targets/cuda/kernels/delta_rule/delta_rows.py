@@ -68,8 +68,8 @@ def delta_rows(
 ) -> None:
     """Run :func:`.delta_step.delta_step` for consecutive rows of a slot, after its accepted drafts.
 
-    Window and state of a slot become those after its first row. A slot without rows gets those
-    after its accepted drafts. ``drafts`` keeps the inputs of the later rows. ``early`` as there.
+    A slot gets window and state after its first token. A slot without tokens gets them after its
+    accepted drafts. ``drafts`` keeps the inputs of later tokens. ``early`` as there.
     """
     _check_operands(out, inputs, z, norm[0])
     _check_state(inputs, weight, window, state)

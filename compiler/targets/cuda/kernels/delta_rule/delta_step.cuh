@@ -1,6 +1,5 @@
-// Linear attention in decode steps: reads, exchange within a cluster, convolution of a channel, and
-// factors of unit vectors. Excludes the state. Sums use explicit `fmaf`, so that kernels for one token
-// and for several have equal bits.
+// Linear attention in decode steps: reads, cluster exchange, convolution and unit vectors. Excludes
+// the state. Sums use explicit `fmaf`, so that kernels for one token and for several have equal bits.
 #pragma once
 
 #include "attention_primitives.cuh"
@@ -68,7 +67,7 @@ __device__ __forceinline__ void multiply(float4 &by_q, float4 &by_k, const float
     add_scaled(by_q, q.w, state[i + 3]), add_scaled(by_k, k.w, state[i + 3]);
   }
 }
-// Add the halves of a warp: the sums of k in the lower half, and the sums of q in the upper half.
+// Add the halves of a warp. The lower half gets the sums for k, and the upper half for q.
 template <int LANES>
 __device__ __forceinline__ float4 add_lanes(float4 by_q, float4 by_k, bool is_upper) {
   float4 kept = is_upper ? by_q : by_k;
@@ -108,7 +107,7 @@ __device__ __forceinline__ void measure(Factors &factors, const float *qs, const
   }
 }
 
-// Convolution of a channel from its window and the token's x, and the window's move.
+// A channel's convolution and window.
 struct Channel {
   float taps[MOST_KEPT], own_tap, old[MOST_KEPT], x;
 
@@ -148,7 +147,7 @@ struct Channel {
   }
 };
 
-// The error of a state's prediction for four columns, times beta: w in delta_step.cu.
+// Return w in delta_step.cu for four columns.
 __device__ __forceinline__ float4 errors(float4 v, float by_decay, float4 predicted, float beta) {
   add_scaled(v, -by_decay, predicted);
   return make_float4(v.x * beta, v.y * beta, v.z * beta, v.w * beta);

@@ -33,7 +33,7 @@ _STEP_CHANNELS: int = tuning()["convolution"]["step_channels"]
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """Inputs of the last verified drafts of a layer, by slot. float32.
+    """A layer's inputs for the last verified drafts, by slot. float32.
 
     Attributes:
         x: Inputs of the convolution, ``[S, N, C]``.
@@ -58,7 +58,7 @@ def _inputs(
     x_stride,
     W: tl.constexpr,
 ):
-    """Load an input of the convolution: from the window, the accepted drafts or the rows."""
+    """Load a convolution input: from the window, the accepted drafts or the rows."""
     is_old, is_own = source < 0, source >= accepted
     is_draft = (source >= 0) & (source < accepted)
     at = window + channel * (W - 1) + source + (W - 1)
@@ -74,7 +74,7 @@ def _convolve_kernel(
     positions_ptr, slots_ptr, counts_ptr, accepted_ptr,
     num_channels, out_stride, x_stride,
     N: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    SILU: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
@@ -106,11 +106,11 @@ def _convolve_kernel(
         )  # fmt: skip
         total = tl.sum(old * taps, 1)
         total += x * tl.load(weights + W - 1, mask=inside, other=0.0)
-        y = total * tl.sigmoid(total)
+        y = total * tl.sigmoid(total) if SILU else total
         tl.store(replayed_ptr + token * num_channels + channel, y, mask=inside & (token < accepted))
         own = token - accepted
         tl.store(out_ptr + own * out_stride + channel, y, mask=inside & (own >= 0))
-    last = accepted - (count == 0).to(tl.int64)  # the token whose window is kept
+    last = accepted - (count == 0).to(tl.int64)  # the token with the stored window
     kept = inside[:, None] & (tap < W - 1) & (accepted + count > 0)
     moved = _inputs(
         window, draft, x_ptr, last + tap - (W - 2), accepted, channel[:, None], kept, has_state,
@@ -134,11 +134,12 @@ def causal_conv1d_rows(
     positions: Tensor,
     slots: Tensor,
     rows: SlotRows,
+    silu: bool = True,
 ) -> None:
     """Run :func:`.causal_conv1d.causal_conv1d_step` for consecutive rows of each slot.
 
-    ``replayed [B, N, C]`` gets the accepted drafts, at the first row of the slot. The window of a
-    slot becomes that after its first row.
+    ``replayed [B, N, C]`` gets the accepted drafts at a slot's first index. A slot's window becomes
+    the window after its first token.
     """
     num_rows, num_channels = x.shape
     width, num_drafts = weight.shape[1], draft_x.shape[1]
@@ -148,13 +149,14 @@ def causal_conv1d_rows(
     _convolve_kernel[(num_rows, triton.cdiv(num_channels, block))](
         out, replayed, x, weight, window, draft_x, positions, slots, rows.counts, rows.accepted,
         num_channels, out.stride(0), x.stride(0),
-        N=num_drafts, W=width, TAPS=triton.next_power_of_2(width - 1), BLOCK=block, **chained(out),
+        N=num_drafts, W=width, TAPS=triton.next_power_of_2(width - 1), BLOCK=block, SILU=silu,
+        **chained(out),
     )  # fmt: skip
 
 
 @triton.jit
 def _either(own, draft, at, mask, is_own):
-    """Load from a row, or from an accepted draft."""
+    """Load from the batch, or from an accepted draft."""
     x = tl.load(own + at, mask=is_own & mask, other=0.0)
     return x + tl.load(draft + at, mask=(is_own == 0) & mask, other=0.0)
 
@@ -187,7 +189,7 @@ def _rule_kernel(
     weight = tl.load(norm_ptr + j, mask=is_value, other=0.0)
     g = h // (H // G)
     channels: tl.constexpr = 2 * G * K + H * V
-    last = accepted - (count == 0).to(tl.int64)  # the token whose state is kept
+    last = accepted - (count == 0).to(tl.int64)  # the token with the stored state
     for token in range(accepted + count):
         is_own, at = token >= accepted, first + token - accepted
         own, draft = qkv_ptr + at * qkv_stride, replayed_ptr + (first * N + token) * channels
@@ -228,9 +230,9 @@ def delta_rule_rows(
 ) -> None:
     """Run :func:`.step_triton.delta_rule_step` for consecutive rows of each slot.
 
-    The state of a slot becomes that after its first row. A slot without rows gets the state after
-    its accepted drafts, whose inputs are ``replayed`` and ``gates``. ``gates`` becomes those of the
-    rows after the first.
+    A slot's state becomes the state after its first token. A slot without tokens gets the state
+    after its accepted drafts, with inputs ``replayed`` and ``gates``. Later tokens replace
+    ``gates``.
     """
     inputs.check(state)
     weight, eps = norm
