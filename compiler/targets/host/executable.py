@@ -7,7 +7,7 @@ feedback and sampling. Values are numpy arrays. torch is imported only to return
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.draw import log_probabilities
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.host.batch import Batch, decode_batch, images_by_token
+from tilewright.compiler.targets.host.draft_outputs import divide, join, output_at
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     END_TOKEN,
@@ -281,7 +282,7 @@ class HostExecutable(Executable):
         groups: dict[bool, list[int]] = {True: [], False: []}
         for index, slot in enumerate(step.decode):
             groups[slot in step.drafts] += range(ends[index], ends[index + 1])
-        verified, others = _divided(step)
+        verified, others = divide(step)
         parts = [self._part(verified.decode, logits[groups[True]], verified, step.drafts)]
         if others.decode:
             parts.append(self._part(others.decode, logits[groups[False]], others))
@@ -318,7 +319,7 @@ class HostExecutable(Executable):
     def _verify_in_turn(self, step: Step) -> list[SamplerOutput]:
         """Decode all slots until their drafts are wrong. Nothing is rolled back."""
         if step.masked:
-            verified, others = _divided(step)
+            verified, others = divide(step)
             parts = self._verify_in_turn(verified)
             return parts + (self._run_decode(others) if others.decode else [])
         turn = replace(step, drafts={}, prompts=(), edits=())
@@ -326,12 +327,12 @@ class HostExecutable(Executable):
         while turn.decode:
             chosen, going = self._run_decode(turn)[0].read(), []
             for index, slot in enumerate(turn.decode):
-                outputs[slot].append(_output_at(chosen, index))
+                outputs[slot].append(output_at(chosen, index))
                 count, drafts = len(outputs[slot]), step.drafts.get(slot, ())
                 if drafts[count - 1 : count] == (chosen.tokens[index],):
                     going.append(slot)
             turn = replace(turn, decode=tuple(going), forced={})
-        joined = _joined(outputs.values())
+        joined = join(outputs.values())
         return [SamplerOutput(step.decode, lambda: joined)]
 
     def _run_prompt(self, chunk: PrefillChunk, step: Step) -> SamplerOutput | None:
@@ -567,40 +568,10 @@ class HostChoice:
         return self.chosen
 
 
-def _divided(step: Step) -> tuple[Step, Step]:
-    """Return a step's slots with drafts, which have no masks, and its other slots."""
-    found = []
-    for has_drafts in (True, False):
-        decode = tuple(slot for slot in step.decode if (slot in step.drafts) is has_drafts)
-        forced = {slot: token for slot, token in step.forced.items() if slot in decode}
-        found.append(replace(step, decode=decode, forced=forced, prompts=(), edits=()))
-    verified, others = found
-    return replace(verified, masked=False), replace(others, drafts={})
-
-
 def _why(slot_state: SlotState, token: int, is_number: bool) -> int:
     if not is_number:
         return NOT_A_NUMBER
     return END_TOKEN if token in slot_state.sampling.stop_token_ids else GOES_ON
-
-
-def _output_at(chosen: Chosen, index: int) -> Chosen:
-    """Return a single token's output."""
-    scores = None if chosen.logprobs is None else (chosen.logprobs[index],)
-    return Chosen((chosen.tokens[index],), (chosen.why[index],), scores)
-
-
-def _joined(slots: Iterable[Sequence[Chosen]]) -> Chosen:
-    """Join the outputs of several slots."""
-    slots = list(slots)
-    outputs = [output for slot in slots for output in slot]
-    scores = [output.logprobs[0] for output in outputs if output.logprobs is not None]
-    return Chosen(
-        [output.tokens[0] for output in outputs],
-        [output.why[0] for output in outputs],
-        scores or None,
-        counts=[len(slot) for slot in slots],
-    )
 
 
 def with_all_rows(batch: Batch) -> Batch:

@@ -141,9 +141,9 @@ def test_drafts_launch_attention_twice_and_nothing_else(monkeypatch: pytest.Monk
 def test_drafts_launch_the_delta_rule_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step with 4 rows, and in a replay."""
     text = {**SHAPES["qwen3.5-35b-a3b"], "num_hidden_layers": 4}
-    plan = plan_of(config_of_hf(text, where=""), precision_of("bf16"))
+    program = plan_of(config_of_hf(text, where=""), precision_of("bf16"))
     with recorded_gpu(monkeypatch, (9, 0)) as launches:
-        steps = steps_of(plan, max_rows=4, max_context=4096, max_drafts=3)
+        steps = steps_of(program, max_rows=4, max_context=4096, max_drafts=3)
         counts = torch.zeros(4, dtype=torch.int64, device=CUDA)
         rows = replace(rows_of(4), by_slot=SlotRows(counts, counts))
         steps.decode(rows, has_drafts=True)
