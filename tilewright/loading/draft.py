@@ -43,11 +43,14 @@ def open_draft_model(
     if not resolved.grouping.is_alone:
         raise ConfigError(f"{where} with several ranks; allowed: a single rank")
     seqs = min(_MAX_SEQS, resolved.config.num_seqs(resolved.target)[0])
-    own = {"model": speculative.model, "precision": None, "max_model_len": None}
-    limits = {"max_num_seqs": seqs, "gpu_memory_utilization": None}
-    config = replace(resolved.config, speculative_config=None, **own, **limits)
-    if resolved.config.max_model_len is not None:
-        config = replace(config, max_model_len=resolved.config.max_model_len)
+    config = replace(
+        resolved.config,
+        model=speculative.model,
+        precision=None,
+        speculative_config=None,
+        max_num_seqs=seqs,
+        gpu_memory_utilization=None,
+    )
     chosen = resolve(config)
     draft = load(chosen)
     if draft.max_positions < (config.max_model_len or 0):

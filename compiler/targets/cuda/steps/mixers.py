@@ -181,9 +181,15 @@ class Mixers:
             window = self._state.sequences[instruction.state.name]
             out, x = step.view(instruction.out), step.view(instruction.x)
             causal_conv1d_rows(
-                *(out, x.new_empty(len(x), *drafts.x.shape[1:]), x, weight),
-                **{"window": window, "draft_x": drafts.x, "rows": by_slot},
-                **{"silu": instruction.silu, **_where(rows)},
+                out,
+                x.new_empty(len(x), *drafts.x.shape[1:]),
+                x,
+                weight,
+                window=window,
+                draft_x=drafts.x,
+                rows=by_slot,
+                silu=instruction.silu,
+                **_where(rows),
             )
             return
         convolve = instruction.convolve

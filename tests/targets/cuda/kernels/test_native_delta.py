@@ -19,6 +19,7 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_step import (
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.rows_triton import (
     DraftInputs,
+    causal_conv1d_rows,
     linear_attention_rows,
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
@@ -401,3 +402,24 @@ def test_rows_after_accepted_drafts_equal_single_steps(
             window, state = states[slot][start - 1]
             assert torch.equal(first.window[slot], window)
             assert torch.equal(first.state[slot], state)
+
+
+def test_convolution_rows_without_silu_equal_single_steps() -> None:
+    x, weight, window = torch.randn(4, 20), torch.randn(20, 3), torch.randn(2, 20, 2)
+    single, expected = window.clone(), torch.empty_like(x)
+    slots, draft_x = torch.tensor([1, 1]), torch.full((2, 1, 20), NAN)
+    states = []
+    for token in range(4):
+        at = slice(token, token + 1)
+        where = {"positions": torch.tensor([5 + token]), "slots": slots[:1]}
+        causal_conv1d_step(expected[at], x[at], weight, window=single, silu=False, **where)
+        states.append(single.clone())
+    for first, accepted in ((0, 0), (2, 1)):
+        out, replayed = torch.full((2, 20), NAN), torch.empty(2, 1, 20)
+        rows = SlotRows(torch.tensor([2, 0]), torch.tensor([accepted, 0]))
+        state: dict[str, Any] = {"window": window, "draft_x": draft_x, "rows": rows}
+        where = {"positions": torch.tensor([5, 6]) + first, "slots": slots}
+        batch = x[first : first + 2]
+        causal_conv1d_rows(out, replayed, batch, weight, silu=False, **state, **where)
+        assert torch.equal(out, expected[first : first + 2])
+        assert torch.equal(window, states[first])
