@@ -183,6 +183,9 @@ def served_facts(source: ModelHandle, compiled: Compiled, *, invariance: str) ->
         "device": compiled.executable.device_name,
         "arithmetic": ARITHMETIC[invariance],
     }
+    if compiled.target == "cuda" and compiled.executable.capabilities.max_drafts:
+        # The largest step selects kernels, so the reserved rows change bits.
+        facts["max_drafts"] = str(compiled.executable.capabilities.max_drafts)
     if source.load is not None:
         facts["parameters"] = str(num_parameters(source))
     return facts

@@ -22,7 +22,6 @@ from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.memory_budget import (
     capabilities_of,
     decode_rows,
-    num_draft_states,
     num_marks,
 )
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now, needs_host
@@ -97,7 +96,7 @@ class CudaExecutable(Executable):
         num_pages = num_pages or options.max_batch * pages_of(options.max_context)
         self._state = PagedState(
             plan.states, options, device, num_pages=num_pages, sequence_specs=plan.sequence_states,
-            num_marks=num_marks(plan, options), num_draft_states=num_draft_states(plan, options),
+            num_marks=num_marks(plan, options),
         )  # fmt: skip
         reserved = copy_bytes(plan, copies)
         self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
@@ -109,6 +108,7 @@ class CudaExecutable(Executable):
         self._steps = Steps(
             plan, weights, self._state, max_rows=rows[-1], exact=exact, prompt_wire=prompt_wire,
             strict_rows=self.capabilities.max_invariant_rows, copies=copies,
+            max_drafts=self.capabilities.max_drafts,
         )  # fmt: skip
         self.notes = self._steps.copies.said(options.copies)
         if prompt_wire and options.parallel.tensor > 1:
@@ -128,7 +128,8 @@ class CudaExecutable(Executable):
         )  # fmt: skip
         shared = self._state, self._device_slots, self._buckets, self._answers, self._slot_states
         self._joined = Joined(self._steps, *shared, check=self._check, leave=self._leave)
-        self._drafts = DraftSteps(*shared, leave=self._leave)
+        has_states = self.capabilities.has_sequence_state
+        self._drafts = DraftSteps(*shared, has_states=has_states, leave=self._leave)
 
     def _make_buckets(
         self, plan: KernelProgram, rows: Sequence[int], options: CompileOptions

@@ -292,10 +292,11 @@ class Step:
         drafts: Draft tokens to verify, by slot of ``decode``: 1 to `Capabilities.max_drafts` ids of
             the vocabulary. The positions fit the context and the slot's pages. These slots are not
             in ``forced`` and have neither a token mask nor penalties.
-        masked: Delay sampling until :meth:`Executable.choose` with the token masks.
+        masked: Delay sampling until :meth:`Executable.choose` with the token masks. Slots with
+            drafts do not wait.
         logprobs: Number of top log probabilities per sampled token, in addition to the sampled
             token's. None: no log probabilities.
-        want_logits: Return logits. Not in a step with drafts, which also has no masks.
+        want_logits: Return logits. Not in a step with drafts.
     """
 
     decode: tuple[Slot, ...] = ()

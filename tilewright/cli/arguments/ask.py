@@ -134,16 +134,17 @@ def compile_asked(
     asked: PromptArgs, source: ModelHandle, sign: Sign, *, context: int | None = None
 ) -> LLM:
     """Compile the requested model for a single sequence. None: the context of the configuration."""
-    from tilewright.api import compile
+    from tilewright.api import compile, open_draft_model
     from tilewright.llm import LLM
 
     resolved = asked.model
     if context is not None:
         resolved = resolved.changed(max_model_len=context)
+    draft = open_draft_model(source, resolved, progress=sign.progress)
     compiled = compile(source, resolved, progress=sign.progress, ends_process=True)
     for note in only_fallbacks(compiled.notes, is_verbose=asked.arguments.verbose):
         sign.note(note)
-    return LLM.of_compiled(source, compiled, resolved.config)
+    return LLM.of_compiled(source, compiled, resolved.config, draft)
 
 
 def cost_line(llm: LLM, answer: Answer) -> str:

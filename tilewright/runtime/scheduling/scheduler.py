@@ -34,6 +34,7 @@ from tilewright.runtime.scheduling.request_state import (
 )
 from tilewright.runtime.scheduling.step_cost_model import StepCost
 from tilewright.runtime.scheduling.waiting_queue import WaitingLine
+from tilewright.runtime.speculative.draft_model import DraftModel
 from tilewright.runtime.speculative.speculator import Speculator
 
 HOLD_SECONDS = 5.0
@@ -70,6 +71,7 @@ class Scheduler:
         cost: StepCost | None = None,
         state_bytes: StateBytes = lambda num_positions, num_sequences: 0,
         cross_width: int = 0,
+        draft_model: DraftModel | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.capabilities = capabilities
@@ -84,7 +86,7 @@ class Scheduler:
         self.num_arrived = self.num_preemptions = self.num_preempted = 0
         cost = cost or StepCost()
         self._dealer = PromptDealer(capabilities, self.policy, cost)
-        self.speculator = Speculator(self.policy.speculative, capabilities, cost.decode)
+        self.speculator = Speculator(self.policy.speculative, capabilities, cost, draft_model)
         self._now = now
         self._swapped: set[RequestState] = set()
         self._held: RequestState | None = None
@@ -178,7 +180,7 @@ class Scheduler:
         chunks = self._chunks(len(decoding))
         if not decoding and not chunks:
             return None
-        drafts = self._drafts(decoding, chunks)
+        drafts = self._drafts(decoding)
         forced, rows = self._advance(decoding, drafts)
         if chunks:
             rows = dict(rows)
@@ -203,12 +205,9 @@ class Scheduler:
         prompts = sum(len(chunk.tokens) for chunk in step.prompts)
         return SchedulerOutput(step, rows, prompts, self._dealer.weigh(step.prompts), echoes)
 
-    def _drafts(self, decoding: list[RequestState], chunks: Sequence[_ChunkOutput]) -> Drafts:
-        """Return the draft tokens of a step. A step with token masks has none."""
+    def _drafts(self, decoding: list[RequestState]) -> Drafts:
+        """Return the draft tokens of a step."""
         if not self.speculator.max_drafts:
-            return {}
-        sampled = [*decoding, *(request for request, _, _ in chunks)]
-        if any(request.matcher is not None for request in sampled):
             return {}
         drafts: Drafts = {}
         for request, tokens in self.speculator.propose(decoding).items():

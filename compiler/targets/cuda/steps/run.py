@@ -90,8 +90,9 @@ class Steps:
         prompt_wire: str | None = None,
         copies: Kinds = NO_COPIES,
         gpu: Gpu | None = None,
+        max_drafts: int = 0,
     ) -> None:
-        """``gpu``: of the op tables. None: the GPU of the state."""
+        """``gpu``: of the op tables. None: the GPU of the state. ``max_drafts``: per slot."""
         self.group: RankGroup | None = None  # of a rank among several, once it has met them
         self.device = state.tables.device
         self.exact, self._strict_rows = exact, strict_rows
@@ -100,8 +101,9 @@ class Steps:
         self._plan, self._weights, self._state = plan, weights, state
         self._prompt_wire = prompt_wire
         is_strict = strict_rows >= max_rows
+        how: dict[str, Any] = {"max_rows": max_rows, "max_drafts": max_drafts}
         self._mixers = Mixers(
-            plan, weights, state, gpu=gpu, arithmetic=self._arithmetic(is_strict), max_rows=max_rows
+            plan, weights, state, gpu=gpu, arithmetic=self._arithmetic(is_strict), **how
         )
         self._beside = Beside(self.device)
         self._operand = torch.float32 if exact else torch.bfloat16
@@ -175,7 +177,7 @@ class Steps:
         layer's state of sequences before the last of them has read them, or that layer has.
 
         ``has_drafts``: Rows may be consecutive tokens of a sequence, which attend to the rows
-        before them. Not with ``captured``. Per-sequence state follows ``rows.chain``.
+        before them. Not with ``captured``. Per-sequence state follows ``rows.by_slot``.
         """
         assert not (has_drafts and captured), "kernels read pages of this step early"
         num_rows = len(rows.tokens)
@@ -197,6 +199,13 @@ class Steps:
             ):
                 self._run(each, step, rows, kernels, decodes=True)
         return step.logits
+
+    def replay(self, rows: TokenBatch) -> None:
+        """Apply the accepted drafts of ``rows.by_slot`` to the per-sequence state of slots."""
+        step = self._decode_buffers(len(rows.tokens))
+        for instruction in self._plan.instructions:
+            if isinstance(instruction, Convolve | DeltaRuleOp):
+                self._mixers.run(instruction, step, rows, decodes=True)
 
     def chosen_experts(self, rows: TokenBatch) -> list[int]:
         """A decode step, and how many different experts its rows chose, layer by layer."""
