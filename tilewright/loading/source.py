@@ -16,6 +16,7 @@ from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
 from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.errors import CheckpointError, RequestError
 from tilewright.images.processor import ImageProcessor
+from tilewright.images.tiles import TileSettings
 from tilewright.models import (
     FoundModel,
     LoadedModel,
@@ -190,7 +191,7 @@ def served_facts(source: ModelHandle, compiled: Compiled, *, invariance: str) ->
     return facts
 
 
-def image_processor(source: ModelHandle) -> ImageProcessor:
+def image_processor(source: ModelHandle) -> ImageProcessor | TileSettings:
     """Return the model's image processor. A checkpoint of the start index is opened.
 
     Raises:

@@ -97,6 +97,7 @@ class EngineLoop:
             cost=self.cost,
             state_bytes=executable.state_bytes,
             draft_model=draft_model,
+            cross_width=0 if executable.encoder is None else executable.encoder.cross_width,
         )
         self.num_dropped = 0
         self.failed: tuple[RequestState, ...] = ()
@@ -111,7 +112,9 @@ class EngineLoop:
             RequestError: for a token outside the vocabulary, an empty prompt, or a prompt that does
                 not fit the context with its output.
         """
-        check_tokens(request.prompt, self.executable.vocab_size)
+        ignored = request.image_tokens
+        tokens = [token for token in request.prompt if token not in ignored]
+        check_tokens(tokens if ignored else request.prompt, self.executable.vocab_size)
         if request.images and self.executable.encoder is None:
             raise RequestError("images: this model and target take text only; allowed: text")
         self.masks.check(request)

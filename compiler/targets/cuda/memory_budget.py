@@ -388,7 +388,7 @@ def most_prompt_tokens(options: CompileOptions) -> int:
 
 
 def work_bytes(plan: KernelProgram, options: CompileOptions) -> int:
-    """Return the bytes for intermediate values, a dequantized weight and libraries.
+    """Return the bytes for intermediate values, a dequantized weight, a tower and libraries.
 
     The largest captured prompt or mixed batch counts twice because graphs have separate memory.
     """
@@ -400,7 +400,7 @@ def work_bytes(plan: KernelProgram, options: CompileOptions) -> int:
     prompt = sum(_pass_bytes(plan, options, each) for each in (max(tokens, captured), captured))
     states = num_marks(plan, options) * sequence_bytes(plan.sequence_states)
     states += _draft_bytes(plan, options)
-    return _WORKSPACE + prompt + states + _decode_bytes(plan, options)
+    return _WORKSPACE + options.tower_bytes + prompt + states + _decode_bytes(plan, options)
 
 
 def _pass_bytes(plan: KernelProgram, options: CompileOptions, tokens: int) -> int:

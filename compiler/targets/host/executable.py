@@ -258,9 +258,10 @@ class HostExecutable(Executable):
         if any(deltas):
             positions = batch.positions + np.repeat(deltas, np.diff(batch.cu_seqlens))
             batch = replace(batch, rotary=self._rotary(positions))
-        counts = np.diff(batch.cu_seqlens).tolist()
-        pairs = zip(slot_states, counts, strict=True)
-        batch = self._with_visible(batch, [s.images for s, n in pairs for _ in range(n)])
+        if any(state.images for state in slot_states):
+            counts = np.diff(batch.cu_seqlens)
+            pairs = zip(slot_states, counts, strict=True)
+            batch = self._with_visible(batch, [s.images for s, n in pairs for _ in range(n)])
         logits = self.forward_drafts(batch) if step.drafts else self.forward(batch)
         for slot, token in step.forced.items():
             self._slot_states[slot].force(token)
@@ -373,8 +374,9 @@ class HostExecutable(Executable):
         positions = np.arange(start, end)
         batch = Batch(np.array(tokens), positions, bounds, wanted, (chunk.slot,), False)
         batch = self._with_images(batch, chunk, start)
-        seen = images_by_token(chunk)[start - chunk.start : end - chunk.start]
-        batch = self._with_visible(batch, seen)
+        if chunk.visible:
+            seen = images_by_token(chunk)[start - chunk.start : end - chunk.start]
+            batch = self._with_visible(batch, seen)
         return self.hidden(batch) if chunk.pools else self.forward(batch)
 
     def _with_images(self, batch: Batch, chunk: PrefillChunk, start: int) -> Batch:
@@ -399,26 +401,19 @@ class HostExecutable(Executable):
         return replace(batch, image_tokens=tokens, embeddings=embeddings, rotary=rotary)
 
     def _with_visible(self, batch: Batch, seen: Sequence[tuple[ImageId, ...]]) -> Batch:
-        """Add cross-attention rows to a batch. ``seen`` are the images per token.
-
-        Images with adjacent numbers in a token's list have adjacent rows.
-        """
+        """Add images for cross-attention to a batch. ``seen`` are the images per token."""
         if not any(seen):
             return batch
-        starts: dict[tuple[ImageId, ...], tuple[int, int]] = {}
+        ranges: dict[tuple[ImageId, ...], tuple[int, int]] = {(): (0, 0)}
         parts: list[np.ndarray] = []
-        num_rows = 0
-        for images in sorted(set(seen), key=len, reverse=True):
-            longer = next((key for key in starts if key[: len(images)] == images), None)
-            count = sum(len(self._images[image]) for image in images)
+        for images in sorted(set(seen) - {()}, key=len, reverse=True):
+            longer = next((key for key in ranges if key[: len(images)] == images), None)
+            first = len(parts) if longer is None else ranges[longer][0]
             if longer is None:
                 parts += [self._images[image] for image in images]
-                starts[images] = num_rows, num_rows + count
-                num_rows += count
-            else:
-                starts[images] = starts[longer][0], starts[longer][0] + count
-        visible = np.array([starts[images] if images else (0, 0) for images in seen])
-        return replace(batch, cross_cache=np.concatenate(parts), visible=visible)
+            ranges[images] = first, first + len(images)
+        visible = np.array([ranges[images] for images in seen])
+        return replace(batch, cross_rows=tuple(parts), visible=visible)
 
     def _rotary(self, positions: np.ndarray) -> np.ndarray:
         """Return positions of rotation by pair, for ``[T]`` or ``[3, T]``."""

@@ -8,7 +8,8 @@ to another process. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, NewType, TypeAlias
 
 from tilewright.compiler.sampling.params import SamplingParams
@@ -243,6 +244,28 @@ class PrefillChunk:
     def end(self) -> int:
         """Return the position after the last token."""
         return self.start + len(self.tokens)
+
+    def slice(self, start: int, end: int) -> PrefillChunk:
+        """Return the tokens from ``start`` to ``end`` with their images. All else is equal."""
+        first, last, count = start - self.start, end - self.start, len(self.tokens)
+        images = []
+        for rows in self.images:
+            low, high = max(rows.offset, first), min(rows.offset + rows.count, last)
+            if low < high:
+                at = rows.first + low - rows.offset
+                images.append(ImageRows(low - first, rows.image, at, high - low))
+        seen = [v for v in self.visible if v.offset < last]
+        begin = max((at for at, v in enumerate(seen) if v.offset <= first), default=0)
+        visible = (VisibleImages(max(0, v.offset - first), v.images) for v in seen[begin:])
+        axes = (self.rotary[axis * count :][first:last] for axis in range(3))
+        return replace(
+            self,
+            start=start,
+            tokens=self.tokens[first:last],
+            images=tuple(images),
+            visible=tuple(visible),
+            rotary=tuple(chain.from_iterable(axes)) if self.rotary else (),
+        )
 
 
 @dataclass(frozen=True, slots=True)

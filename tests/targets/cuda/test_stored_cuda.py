@@ -21,7 +21,7 @@ def test_file_of_one_type_is_near_the_reference(dtype: str, tmp_path: Path) -> N
 
 
 def test_file_of_several_types_is_near_the_reference(tmp_path: Path) -> None:
-    names = ("Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q3_K")
+    names = ("Q4_1", "Q5_0", "Q5_1", "IQ4_XS", "Q4_K", "Q5_K", "Q3_K")
     types = dict(zip(SHAPES, names, strict=True))
     check(
         write_llama(tmp_path / "mixed.gguf", types, embedding="Q8_0"),

@@ -103,8 +103,9 @@ def open_asked(asked: PromptArgs, sign: Sign) -> ModelHandle:
     with _collected_later():
         from tilewright.api import load
 
-        how: Any = {"use_cache": asked.model.config.use_cache, "progress": sign.progress}
-        source = load(asked.model.path, config=asked.model, **how)
+        resolved = asked.model
+        how: Any = {"use_cache": resolved.config.use_cache, "progress": sign.progress}
+        source = load(resolved.path, config=resolved, **how)
     for note in source.notes:
         sign.note(note)
     if source.weights == "random":

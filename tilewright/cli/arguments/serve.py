@@ -43,7 +43,7 @@ class ServeOptions:
         type=Path,
         metavar="FILE",
     )
-    verbose: bool = option("log the notes of the compiler", "-v", "--verbose", default=False)
+    verbose: bool = option("log the compiler's notes", "-v", "--verbose", default=False)
 
 
 def read_serve_options(

@@ -90,16 +90,16 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
 
 
 class _StartReport:
-    """Sends the progress of a start to the API server: every kind of work, and ten times a second."""
+    """Sends progress to the API server: every new work, and at most ten times a second."""
 
     def __init__(self, transport: SocketTransport) -> None:
         self._transport = transport
-        self._told, self._told_at = "", 0.0
+        self._sent, self._sent_at = "", 0.0
 
     def progress(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if what != self._told or now - self._told_at > _REPORT_S:
-            self._told, self._told_at = what, now
+        if what != self._sent or now - self._sent_at > _REPORT_S:
+            self._sent, self._sent_at = what, now
             self._transport.send([EngineStarting(what, done, max(total, 1))])
 
     def note(self, text: str) -> None:

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         options = _as_begun(options, begun)
     if len(options.models) > 1 or len(options.targets) > 1:
         raise ConfigError(
-            "a search over several models or targets; allowed: a single model and target"
+            "a search over several models or targets; allowed: one model and target"
         )
     if boards := [target for target in options.targets if target in BOARDS]:
         raise ConfigError(

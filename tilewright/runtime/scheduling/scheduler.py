@@ -19,6 +19,7 @@ from tilewright.compiler.targets.interface.step import (
     Step,
 )
 from tilewright.errors import RequestError
+from tilewright.images.prompt import PromptImage
 from tilewright.runtime.memory.cache_manager import CacheManager, StateBytes
 from tilewright.runtime.memory.contiguous_cache import ContiguousCacheManager
 from tilewright.runtime.memory.image_cache import ImageCache
@@ -58,6 +59,7 @@ class Scheduler:
         policy: options. None: the defaults.
         cost: measured step times.
         state_bytes: returns the bytes for positions and sequences.
+        cross_width: columns of image rows for cross-attention. 0: images are embeddings.
         now: clock in seconds.
     """
 
@@ -69,6 +71,7 @@ class Scheduler:
         cost: StepCost | None = None,
         state_bytes: StateBytes = lambda num_positions, num_sequences: 0,
         draft_model: DraftModel | None = None,
+        cross_width: int = 0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.capabilities = capabilities
@@ -79,7 +82,7 @@ class Scheduler:
         self.cache_manager = kind(capabilities, self.policy, state_bytes)
         self.line = WaitingLine()
         self.places = HostPlaces(self.policy.host_bytes)
-        self.images = ImageCache(capabilities.hidden_size)
+        self.images = ImageCache(capabilities.hidden_size, cross_width=cross_width)
         self.num_arrived = self.num_preemptions = self.num_preempted = 0
         cost = cost or StepCost()
         self._dealer = PromptDealer(capabilities, self.policy, cost)
@@ -135,6 +138,7 @@ class Scheduler:
             raise RequestError("this target gives no hidden states; allowed: cpu, cuda, reference")
         if not request.prompt:
             raise RequestError("the prompt is empty; allowed: at least one token")
+        self.images.check(request.images)
         most = limits.max_context
         if limits.page_size:
             most = min(most, limits.num_pages * limits.page_size)
@@ -188,7 +192,7 @@ class Scheduler:
             [(one, chunk.start) for one, _, chunk in chunks if chunk.echoes or chunk.pools]
         )
         asking = [request for request, _ in echoes]
-        self.images.end_step(self.cache_manager.edits)
+        self.images.end_step(self.cache_manager.edits, self._running_images())
         step = Step(
             decode=self._decode,
             prompts=tuple(chunk for _, _, chunk in chunks),
@@ -331,6 +335,8 @@ class Scheduler:
             return True
         if self._is_copied_later(request):
             return None
+        if request.images and not self.images.fits(request.images, self._running_images()):
+            return False
         found = cache_manager.find(request)
         pending = [each for each in cache_manager.running if each.prompt_left]
         if pending and cache_manager.waits_for(request, found, pending):
@@ -341,6 +347,9 @@ class Scheduler:
         if request.num_preemptions:
             self._forget_rows()  # see above
         return True
+
+    def _running_images(self) -> list[tuple[PromptImage, ...]]:
+        return [request.images for request in self.cache_manager.running if request.images]
 
     def _is_copied_later(self, request: RequestState) -> bool:
         """Return whether the first choice still has to compute the common prompt."""
@@ -437,6 +446,7 @@ class Scheduler:
             also=tuple(copies),
             pools=pooling is not None and pooling.needs(is_last=is_last),
             images=self.images.rows(request.images, start, end, self.cache_manager.edits),
+            visible=self.images.visible(request.images, start, end, self.cache_manager.edits),
             rotary=request.rotary_of(start, end),
         )
         return request, copies, chunk

@@ -116,11 +116,12 @@ class Speculator:
             if count > 0 and self._is_known(request):
                 counts[request] = count
         if self._model is not None:
+            counts = {request: count for request, count in counts.items() if not request.images}
             limit = self._choose(len(decoding), [*counts.values()], limit)
             short = {request: min(count, limit) for request, count in counts.items()}
             return self._model.propose(short) if limit else {}
         for request, count in counts.items():
-            draft = (0,) * count if self.is_warming_up else self._index(request).propose(count)
+            draft = (0,) * count if self.is_warming_up else self._draft(request, count)
             if draft:
                 drafts[request] = draft
         limit = self._choose(len(decoding), [len(draft) for draft in drafts.values()], limit)
@@ -146,6 +147,13 @@ class Speculator:
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
         self._length.record(num_drafts, num_accepted)
+
+    def _draft(self, request: RequestState, count: int) -> tuple[int, ...]:
+        """Return a draft up to the first image placeholder, which is never sampled."""
+        draft = self._index(request).propose(count)
+        placeholders = request.image_tokens
+        stop = next((at for at, token in enumerate(draft) if token in placeholders), len(draft))
+        return draft[:stop]
 
     @staticmethod
     def _is_known(request: RequestState) -> bool:

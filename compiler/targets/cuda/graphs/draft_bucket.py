@@ -16,7 +16,7 @@ from tilewright.compiler.targets.cuda.state.token_batch import SlotRows, TokenBa
 from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.interface.step import Slot
 
-_NUM_WORDS = 7
+_NUM_WORDS = 8
 OWN_TOKEN = -1
 """Word for a token that only the device has."""
 
@@ -32,6 +32,7 @@ class DraftRows:
         lengths: State length by slot, in positions, int64.
         tokens: Token 0 by slot, or `OWN_TOKEN`.
         accepted: Accepted drafts of the previous step that the per-sequence state lacks, by slot.
+        offsets: Rotary position minus position by slot. Empty: zeros.
     """
 
     slots: tuple[Slot, ...]
@@ -39,6 +40,7 @@ class DraftRows:
     lengths: np.ndarray
     tokens: tuple[int, ...]
     accepted: tuple[int, ...]
+    offsets: tuple[int, ...] = ()
 
     @property
     def counts(self) -> np.ndarray:
@@ -52,8 +54,8 @@ class DraftRows:
         return tuple(slot for slot, draft in pairs for _ in range(1 + len(draft)))
 
     def words(self, size: int, padding: int) -> np.ndarray:
-        """Return int64 ``[7, size]``: input token, position, slot, entry to read and entry to write
-        in the slot table, and the fields of `SlotRows`.
+        """Return int64 ``[8, size]``: input token, position, slot, entry to read and entry to write
+        in the slot table, the fields of `SlotRows`, and rotary offset.
 
         Args:
             padding: Table entry for padding.
@@ -63,7 +65,7 @@ class DraftRows:
         words = np.zeros((_NUM_WORDS, size), dtype=np.int64)
         words[1], words[3:5] = -1, padding
         words[5, num_rows:] = 1
-        tokens, positions, slots, rows, stores, of_slot, accepted = words[:, :num_rows]
+        tokens, positions, slots, rows, stores, of_slot, accepted, offsets = words[:, :num_rows]
         tokens[:] = [
             token
             for own, draft in zip(self.tokens, self.drafts, strict=True)
@@ -73,6 +75,8 @@ class DraftRows:
         slots[:] = rows[:] = np.repeat(self.slots, counts)
         stores[first[counts == 1]] = slots[first[counts == 1]]
         of_slot[first], accepted[first] = counts, self.accepted
+        if self.offsets:
+            offsets[:] = np.repeat(self.offsets, counts)
         return words
 
 
@@ -89,14 +93,14 @@ class DraftBucket:
         self.bucket, self._steps, self._device_slots = bucket, steps, device_slots
         shape = _NUM_WORDS, bucket.num_rows
         self._words = torch.zeros(shape, dtype=torch.int64, device=steps.device)
-        self._passes: dict[int, CapturedGraph] = {}
+        self._passes: dict[tuple[int, bool], CapturedGraph] = {}
         self._replay: CapturedGraph | None = None
         self._has_states = has_states
 
     def prepare(self) -> None:
         """Capture all steps. No slot may be in the rows."""
         for reach in self._steps.attention.reaches:
-            self._capture(reach)
+            self._capture(reach, has_offsets=False)
         if self._has_states:
             self._capture_replay()
 
@@ -105,7 +109,7 @@ class DraftBucket:
         counts = rows.counts
         num_pages = pages_of(int((rows.lengths + counts).max()))
         reach = next(size for size in self._steps.attention.reaches if size >= num_pages)
-        captured = self._capture(reach)
+        captured = self._capture(reach, has_offsets=any(rows.offsets))
         send_into(self._words, rows.words(self.bucket.num_rows, self._device_slots.padding))
         captured()
         if drawing is not None:
@@ -135,11 +139,12 @@ class DraftBucket:
             self._replay = self.bucket.captured(lambda: self._steps.replay(rows))
         return self._replay
 
-    def _capture(self, reach: int) -> CapturedGraph:
-        if reach not in self._passes:
+    def _capture(self, reach: int, *, has_offsets: bool) -> CapturedGraph:
+        key = reach, has_offsets
+        if key not in self._passes:
             self._clear()
-            self._passes[reach] = self.bucket.captured(lambda: self._run(reach))
-        return self._passes[reach]
+            self._passes[key] = self.bucket.captured(lambda: self._run(*key))
+        return self._passes[key]
 
     def _clear(self) -> None:
         self._words.zero_()
@@ -148,7 +153,7 @@ class DraftBucket:
     def _by_slot(self) -> SlotRows | None:
         return SlotRows(self._words[5], self._words[6]) if self._has_states else None
 
-    def _run(self, reach: int) -> None:
+    def _run(self, reach: int, has_offsets: bool) -> None:
         rows, choice = self.bucket.rows, self.bucket.choice
         tokens, positions, slots, at, *_ = self._words
         own = self._device_slots.tokens.index_select(0, at)
@@ -157,5 +162,7 @@ class DraftBucket:
         rows.slots.copy_(slots)
         choice.gather(self._device_slots, at)
         rows = replace(rows, by_slot=self._by_slot())
+        if has_offsets:
+            rows = replace(rows, offsets=self._words[-1])
         self.bucket.logits = self._steps.decode(rows, reach=reach, has_drafts=True)
         choice.take_likeliest(self.bucket.logits, advancing=rows.positions)

@@ -36,6 +36,8 @@ class TokenBatch:
         keeps: Slot for a copy of the state before a prompt token. -1: none.
         words: Contiguous memory ``[4, R]`` with all fields. None: separate tensors.
         by_slot: Rows by slot. None: a row is a slot.
+        offsets: Rotary position minus position, ``[R]`` or by rotated pair. None: zeros.
+        image_rows: Indices and their image embeddings, float32. None: no images.
     """
 
     tokens: Tensor
@@ -44,6 +46,8 @@ class TokenBatch:
     keeps: Tensor | None = None
     words: Tensor | None = None
     by_slot: SlotRows | None = None
+    offsets: Tensor | None = None
+    image_rows: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def padding(cls, num_rows: int, device: torch.device) -> Self:

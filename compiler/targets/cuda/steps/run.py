@@ -18,7 +18,6 @@ from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, STRICT, Gpu
 from tilewright.compiler.targets.cuda.kernels.elementwise.embedding import embed
-from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm_heads
 from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu_apart
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
@@ -325,13 +324,12 @@ class Steps:
                 decode_rows(out, weight, rows.tokens)
             else:
                 embed(out, rows.tokens, weight.data)
+            if rows.image_rows is not None:
+                out.index_copy_(0, *rows.image_rows)
         elif isinstance(each, SwiGLUOp):
             swiglu_apart(step.view(each.out), step.view(each.gate), step.view(each.up))
         elif isinstance(each, NormHeads):
-            weights = [self._weights.constant(one) for one in (each.q_norm, each.k_norm)]
-            views = step.view(each.out), step.view(each.qkv)
-            alone = True if decodes else False if kernels.is_strict else None
-            rms_norm_heads(*views, *weights, num_heads=each.num_heads, eps=each.eps, alone=alone)
+            kernels.norms.run_heads(each, step, decodes=decodes)
         elif isinstance(each, NormOp):
             kernels.norms.run(each, step, decodes=decodes)
         elif isinstance(each, Elementwise):
