@@ -116,6 +116,7 @@ class Speculator:
             if count > 0 and self._is_known(request):
                 counts[request] = count
         if self._model is not None:
+            counts = {request: count for request, count in counts.items() if not request.images}
             limit = self._choose(len(decoding), [*counts.values()], limit)
             short = {request: min(count, limit) for request, count in counts.items()}
             found = self._model.propose(short) if limit else {}
