@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import re
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from tilewright.compiler.devices import CPU_BACKENDS
 from tilewright.compiler.precision import PrecisionConfig, choose_precision, load_precision
-from tilewright.models import FoundModel
+from tilewright.models import FoundModel, ShapeName, model_files
 
 _PART = re.compile(r"(.+)-\d{5}(-of-\d{5})")
 
@@ -49,3 +50,17 @@ def _file_bytes(found: FoundModel) -> int | None:
     number = "[0-9]" * 5
     pattern = f"{glob.escape(part[1])}-{number}{part[2]}{found.suffix}"
     return sum(each.stat().st_size for each in found.parent.glob(pattern))
+
+
+def known_types(found: FoundModel) -> tuple[str, ...] | None:
+    """`quantised_types` of a model that the start index has, whose header was read before."""
+    if isinstance(found, ShapeName):
+        return None
+    from tilewright.compiler.artifacts.start import DamagedStartError, StartIndex
+
+    index = StartIndex.default()
+    key = index.key_of(found.name, model_files(found))
+    with contextlib.suppress(DamagedStartError):
+        record = None if key is None else index.record(key)
+        return None if record is None else record.stored_types
+    return None

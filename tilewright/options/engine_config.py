@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -401,9 +401,6 @@ class EngineConfig:
             host_bytes=int(self.swap_space * 1e9),
             cache_replies=cache_output if self.cache_output is None else self.cache_output,
         )
-
-
-FIELDS = tuple(entry.name for entry in fields(EngineConfig))
 
 
 def _is_switch(made: Any) -> bool:

@@ -21,9 +21,12 @@ from tilewright.models import (
     quantised_types,
 )
 from tilewright.options.arguments import refuse_given
-from tilewright.options.default_precision import ChosenPrecision, default_precision
+from tilewright.options.default_precision import (
+    ChosenPrecision,
+    default_precision,
+    known_types,
+)
 from tilewright.options.engine_config import TARGETS, EngineConfig
-from tilewright.options.known_types import known_types
 from tilewright.utils.removed_variables import check_environment
 
 
