@@ -212,7 +212,7 @@ LISTS = [name for name in _MEASURED if "nargs" in words_of(SweepOptions, name)]
 RUNNING = ("output", *names_of(SweepOptions, _RUN))
 """Options without influence on the results."""
 _IN_YAML = [name for name in _MEASURED if name not in ("levels", "cache_layers")]
-_ASKED = [*_MEASURED, *(name for name in names_of(SweepOptions, _SEARCH) if name != "output")]
+_GIVEN = [*_MEASURED, *(name for name in names_of(SweepOptions, _SEARCH) if name != "output")]
 
 
 def parser(plan: str) -> argparse.ArgumentParser:
@@ -283,7 +283,7 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         accuracy_text(text)
     found["results"] = Path(found["results"] or DEFAULT_FOLDER / f"{name}.jsonl")
     if not found["resume"]:
-        _check_asked(plan, found)
+        _check_options(plan, found)
     usual_levels = DEFAULT_LEVELS if plan == "search" else ("bfp8",)
     has_board = any(target in BOARDS for target in found["targets"])
     for key in ("sensitivities", "output", "calibration_text"):
@@ -293,7 +293,7 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         found[key] = None if found[key] is None else _size(option_name, found[key])
     found |= {
         "plan": plan,
-        "asked": _asked(given),
+        "asked": _given_texts(given),
         "levels": tuple(map(Level.parse, found["levels"] or usual_levels)),
         "jobs": min(found["jobs"], os.cpu_count() or 1),
         "timeout_s": found["timeout_s"] or (_BOARD_TIMEOUT if has_board else _TIMEOUT),
@@ -310,7 +310,7 @@ def _check_calibration(methods: Sequence[str], *, is_single: bool) -> None:
         raise ConfigError(f"{len(methods)} calibrations; allowed in sensitivity and search: 1")
 
 
-def _check_asked(plan: str, found: Mapping[str, Any]) -> None:
+def _check_options(plan: str, found: Mapping[str, Any]) -> None:
     if plan != "search" and found["other_code"] is not None and not found["results"].exists():
         raise ConfigError(
             f"--other-code with a new sweep {found['results']}; allowed: with the file of an "
@@ -323,10 +323,10 @@ def _check_asked(plan: str, found: Mapping[str, Any]) -> None:
         raise ConfigError(f"a search without a bound; {allowed(options)}, or several of them")
 
 
-def _asked(given: Mapping[str, Any]) -> dict[str, str]:
+def _given_texts(given: Mapping[str, Any]) -> dict[str, str]:
     return {
         key: shlex.join(value) if isinstance(value, list) else str(value)
-        for key in _ASKED
+        for key in _GIVEN
         if (value := given.get(key)) not in (None, False)
     }
 

@@ -16,7 +16,10 @@ class DraftLength:
     """Running acceptance by position. It chooses a length from the acceptance and the step time."""
 
     def __init__(self, max_drafts: int, decode_ms: Callable[[int], float]) -> None:
-        """``decode_ms``: Predicted milliseconds of a step by its number of rows. 0: unknown."""
+        """Start with the prior acceptance.
+
+        ``decode_ms`` predicts the milliseconds of a step from its number of rows. 0: unknown.
+        """
         self._decode_ms = decode_ms
         self._weights = [_PRIOR_WEIGHT] * max_drafts
         self._sums = [_PRIOR_WEIGHT * _PRIOR ** (at + 1) for at in range(max_drafts)]

@@ -152,9 +152,10 @@ def choose_way(held: HeldWeight, num_tokens: int, *, is_codes: bool = False) -> 
 
 
 def rows_of(held: HeldWeight) -> range:
-    """The numbers of tokens of products with bfloat16 rows that are among these: where whole
-    models, or above 64 tokens chains of products, were measured faster on an H200 than with the
-    kernels of few tokens and the library.
+    """Return the token counts at which this kernel is selected for a bfloat16 weight.
+
+    At these counts it was faster on an H200 than the small kernels and cuBLAS: in whole models, or
+    above 64 tokens in chains of matmuls.
     """
     if held.kind != "bf16" or held.num_experts > 1:
         return range(0)
@@ -169,8 +170,9 @@ def takes(held: HeldWeight, num_tokens: int, x: Tensor | None = None) -> bool:
 
 
 def takes_codes(held: HeldWeight, num_tokens: int) -> bool:
-    """Whether a product of codes is one of these: where it was measured faster on an H200 than the
-    library, of large weights up to 64 tokens, of others up to 32.
+    """Return whether this kernel is selected for a product of codes.
+
+    It was faster than cuBLAS on an H200 up to 64 tokens for large weights, up to 32 for others.
     """
     is_large = _turns(held) >= _MANY_TURNS
     return num_tokens <= (_SOME_TOKENS if is_large else _SOME_TOKENS // 2)
