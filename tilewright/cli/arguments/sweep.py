@@ -73,7 +73,7 @@ class SweepOptions:
     plan: str
     asked: dict[str, str]
     models: tuple[str, ...] = option(
-        "model paths, as for tilewright bench (default smollm2)",
+        "model paths, as for tilewright bench (default: smollm2)",
         group=_WHAT,
         nargs="+",
         metavar="PATH",
