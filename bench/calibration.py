@@ -40,7 +40,7 @@ class _Options:
 
 
 def main(argv: list[str]) -> int:
-    """Run the comparison with the arguments behind it; returns the exit code."""
+    """Run the comparison with its arguments and return the exit code."""
     options = parse(
         _Options, argv, prog="python -m bench compare-calibrated", description="Compare weights."
     )

@@ -6,7 +6,7 @@ from tilewright.options.arguments import Parser
 
 
 def main(argv: list[str]) -> int:
-    """Run ``python -m bench reference`` with the arguments behind it; returns the exit code."""
+    """Run ``python -m bench reference`` with its arguments and return the exit code."""
     parser = Parser(prog="python -m bench reference", description="Write a fp32 reference file.")
     parser.add_argument("--model", metavar="PATH", help="as for tilewright run (default: smollm2)")
     arguments = parser.parse_args(argv)

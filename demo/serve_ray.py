@@ -125,27 +125,27 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ray-port", type=int, default=8000, help="port (default: 8000)")
     parser.add_argument("--users", type=int, default=256, help="concurrent requests per replica")
     parser.add_argument("--address", help="address of a Ray cluster (default: start a cluster)")
-    asked, options = parser.parse_known_args(argv)
+    given, options = parser.parse_known_args(argv)
     try:
         import ray
         from ray import serve
     except ImportError:
         print("serve_ray: ray is missing; allowed: pip install -e '.[ray]'", file=sys.stderr)
         return 2
-    ray.init(address=asked.address, include_dashboard=False, log_to_driver=False)
-    serve.start(http_options={"host": asked.ray_host, "port": asked.ray_port})
+    ray.init(address=given.address, include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"host": given.ray_host, "port": given.ray_port})
     deployment = serve.deployment(
         name="tilewright",
-        num_replicas=asked.ray_replicas,
-        max_ongoing_requests=asked.users,
-        ray_actor_options={"num_cpus": asked.cpus, "num_gpus": asked.gpus},
+        num_replicas=given.ray_replicas,
+        max_ongoing_requests=given.users,
+        ray_actor_options={"num_cpus": given.cpus, "num_gpus": given.gpus},
         graceful_shutdown_timeout_s=600,
         health_check_period_s=5,
     )(Replica)
     serve.run(deployment.bind(options), name="tilewright")
-    where = f"http://{asked.ray_host}:{asked.ray_port}"
+    where = f"http://{given.ray_host}:{given.ray_port}"
     print(f"serving on {where}, cluster {ray.get_runtime_context().gcs_address}", flush=True)
-    if asked.address is None:
+    if given.address is None:
         signal.sigwait((signal.SIGINT, signal.SIGTERM))
         serve.shutdown()
         ray.shutdown()

@@ -325,21 +325,21 @@ class LLM:
         text = self.tokenizer.apply_chat_template(chat)
         return insert_images(self.tokenizer.encode(text), images, processor.image_token)
 
-    def _run(self, prompts: Iterable[_Prompt], asked: Mapping[str, Any]) -> list[Answer]:
-        requests = [self._request(prompt, asked) for prompt in prompts]
+    def _run(self, prompts: Iterable[_Prompt], values: Mapping[str, Any]) -> list[Answer]:
+        requests = [self._request(prompt, values) for prompt in prompts]
         self._loop.generate(requests)
         return [_answer(request, self.tokenizer) for request in requests]
 
-    def _stream(self, prompt: _Prompt, asked: Mapping[str, Any]) -> AnswerStream:
-        request = self._request(prompt, asked)
+    def _stream(self, prompt: _Prompt, values: Mapping[str, Any]) -> AnswerStream:
+        request = self._request(prompt, values)
         self._loop.check(request)
         return AnswerStream(request, self._pieces(request), self.tokenizer)
 
-    def _request(self, request: _Prompt, asked: Mapping[str, Any]) -> RequestState:
+    def _request(self, request: _Prompt, values: Mapping[str, Any]) -> RequestState:
         prompt, images = request
         room = max(1, self.max_context - len(prompt) + 1)
         defaults = {"max_tokens": min(MAX_TOKENS, room), "stop_token_ids": self.tokenizer.eos_ids}
-        sampling = sampling_of(asked, defaults)
+        sampling = sampling_of(values, defaults)
         return RequestState(next(self._numbers), prompt, sampling, images=images)
 
     def _pieces(self, request: RequestState) -> Iterator[str]:

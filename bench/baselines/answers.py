@@ -88,15 +88,15 @@ def main(argv: list[str]) -> int:
         answers = {
             name: [side.answer(prompt) for prompt in prompts] for name, side in sides.items()
         }
-        partings = {pair: part_all(prompts, answers, sides, pair) for pair in PAIRS}
+        differences = {pair: part_all(prompts, answers, sides, pair) for pair in PAIRS}
     asked = zip(prompts, answers[DEFAULT], strict=True)
     texts = [tokenizer.decode(answer, after=prompt) for prompt, answer in asked]
-    print(table(texts, answers, partings).markdown())
-    print("\n".join(f"- {line}" for line in summary(partings)))
+    print(table(texts, answers, differences).markdown())
+    print("\n".join(f"- {line}" for line in summary(differences)))
     found = environment()
     where = f"{source.name}, {found.timestamp[:10]}, commit {short_commit(found.commit)}"
     print(f"\n`python -m bench compare-answers --max-tokens {options.max_tokens}`, {where}")
-    return int(any(partings[EXACT, FLOAT_PEER]))
+    return int(any(differences[EXACT, FLOAT_PEER]))
 
 
 def _open(
@@ -201,30 +201,30 @@ def part_all(
 def table(
     texts: Sequence[str],
     answers: Mapping[str, Sequence[tuple[int, ...]]],
-    partings: Mapping[tuple[str, str], Sequence[Parting | None]],
+    differences: Mapping[tuple[str, str], Sequence[Parting | None]],
 ) -> Table:
     """Return a row for each question: the default answer, and the differences of all pairs."""
     rows = []
     for at, question in enumerate(QUESTIONS):
         text = " ".join(texts[at].split()).replace("|", "/")
         text = text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
-        cells = (cell(partings[pair][at]) for pair in PAIRS)
+        cells = (cell(differences[pair][at]) for pair in PAIRS)
         rows.append((question, text, str(len(answers[DEFAULT][at])), *cells))
     pairs = (f"{one} and {other}" for one, other in PAIRS)
     return Table.of(("question", "answer by default", "tokens", *pairs), rows)
 
 
-def cell(parting: Parting | None) -> str:
+def cell(difference: Parting | None) -> str:
     """Return ``=``, or the number of equal tokens and both margins."""
-    if parting is None:
+    if difference is None:
         return "="
-    return f"{parting.at} (by {parting.gaps[0]:.2g} and {parting.gaps[1]:.2g})"
+    return f"{difference.at} (by {difference.gaps[0]:.2g} and {difference.gaps[1]:.2g})"
 
 
-def summary(partings: Mapping[tuple[str, str], Sequence[Parting | None]]) -> list[str]:
+def summary(differences: Mapping[tuple[str, str], Sequence[Parting | None]]) -> list[str]:
     """Return a line for each pair: the number of equal answers and the largest margin."""
     lines = []
-    for (one, other), found in partings.items():
+    for (one, other), found in differences.items():
         gaps = [max(each.gaps) for each in found if each is not None]
         line = f"{one} and {other}: {found.count(None)} of {len(found)} answers token for token"
         lines.append(f"{line}; the others part by {max(gaps):.2g} at the most" if gaps else line)

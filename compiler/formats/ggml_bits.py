@@ -19,9 +19,9 @@ def signed(packed: Bytes) -> Floats:
 
 
 def fields(packed: Bytes, width: int, *, bits: int) -> Bytes:
-    """Every byte's ``bits``-wide fields, ``[blocks, bytes * 8 / bits]``.
+    """Return the fields of ``bits`` bits of every byte, ``[blocks, bytes * 8 / bits]``.
 
-    Bytes are taken ``width`` at a time: the lowest field of all of them, then the next one.
+    Bytes are taken ``width`` at a time: first the lowest field of all of them, then the next field.
     """
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     groups = packed.reshape(packed.shape[0], -1, 1, width)

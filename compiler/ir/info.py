@@ -41,7 +41,7 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class ShardedAxis:
     """An axis sharded over a mesh axis, with the ranges of each rank."""
 
     axis: int
@@ -58,10 +58,10 @@ class Placement:
         partial: Mesh axis with partial sums on its ranks. Empty: no partial sums.
     """
 
-    dealt: tuple[Dealt, ...] = ()
+    dealt: tuple[ShardedAxis, ...] = ()
     partial: str = ""
 
-    def along(self, axis: int) -> Dealt | None:
+    def along(self, axis: int) -> ShardedAxis | None:
         """Return an axis's sharding. None if every rank has the whole axis."""
         return next((each for each in self.dealt if each.axis == axis), None)
 

@@ -50,7 +50,7 @@ _MEANINGS = Meanings(
 
 
 class NullTarget(Target):
-    """A target that runs every pass and computes nothing, for what only schedules and serves."""
+    """A target that runs every pass and computes nothing: for tests of scheduling and serving."""
 
     name = "null"
 
@@ -68,11 +68,11 @@ class NullTarget(Target):
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
-        """This target holds nothing of any weight."""
+        """Return an empty storage: this target stores no weights."""
         return Holding("nothing", 0)
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """This target holds nothing of any state."""
+        """Return an empty storage: this target stores no state."""
         return Holding("nothing", 0)
 
     def build(

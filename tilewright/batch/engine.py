@@ -84,7 +84,7 @@ class _ActiveRequest:
     item: Item
     job: CompletionTask
     is_watched: bool
-    asked: dict[int, _ActiveChoice] = field(default_factory=dict)
+    active: dict[int, _ActiveChoice] = field(default_factory=dict)
     done: list[_ActiveChoice] = field(default_factory=list)
 
 
@@ -103,7 +103,7 @@ class BatchEngine:
     ) -> None:
         self._service, self._transport, self._preparer = service, transport, preparer
         self._numbers = itertools.count(1)
-        self._asked: dict[int, _ActiveChoice] = {}
+        self._active: dict[int, _ActiveChoice] = {}
         self._num_waiting = 0
         self._most_waiting = service.loop.executable.capabilities.max_num_seqs
         self.num_output = self.num_first = 0
@@ -125,7 +125,7 @@ class BatchEngine:
             RankError: if a rank is lost.
         """
         is_empty = False
-        while not is_empty or self._asked:
+        while not is_empty or self._active:
             ended: list[FinishedRequest] = []
             for _ in range(_FED_A_TURN):
                 if is_empty or self._num_waiting >= self._most_waiting:
@@ -136,7 +136,7 @@ class BatchEngine:
                     ended.append(FinishedRequest(record=item))
                 elif item is not None:
                     self._give(item, ended)
-            if self._asked:
+            if self._active:
                 self._turn(ended)
             yield ended
 
@@ -150,7 +150,7 @@ class BatchEngine:
             raise CompileError(f"{said}; --resume continues") from error
         outbox = self._transport.outbox
         while outbox:
-            self._hear(outbox.popleft(), ended)
+            self._receive(outbox.popleft(), ended)
 
     def _give(self, item: Item, ended: list[FinishedRequest]) -> None:
         """Submit a row. An invalid row is finished."""
@@ -165,7 +165,9 @@ class BatchEngine:
         for index, choice in enumerate(job.choices):
             number = next(self._numbers)
             like = first.setdefault(choice.request.prompt, number)
-            self._asked[number] = live.asked[number] = _ActiveChoice(live, index, RequestTimes(now))
+            self._active[number] = live.active[number] = _ActiveChoice(
+                live, index, RequestTimes(now)
+            )
             self._num_waiting += 1
             self._transport.inbox.append(
                 msgspec.structs.replace(
@@ -173,72 +175,72 @@ class BatchEngine:
                 )
             )
 
-    def _hear(self, message: FromEngine, ended: list[FinishedRequest]) -> None:
+    def _receive(self, message: FromEngine, ended: list[FinishedRequest]) -> None:
         if isinstance(message, EngineReady | EngineStarting | EngineStartFailed | Heartbeat):
             return
-        asked = self._asked.get(message.request_id)
-        if asked is None:
+        active = self._active.get(message.request_id)
+        if active is None:
             return
         if isinstance(message, NewTokens):
-            self._hear_tokens(message, asked, ended)
+            self._receive_tokens(message, active, ended)
         elif isinstance(message, RequestStarted):
-            self._num_waiting -= asked.times.started_at is None
-            asked.times.on_started(message)
-            asked.choice.started = asked.choice.started or message
+            self._num_waiting -= active.times.started_at is None
+            active.times.on_started(message)
+            active.choice.started = active.choice.started or message
         elif isinstance(message, RequestFinished):
-            self._push(asked)
-            asked.choice.finished = message
-            asked.choice.end(message.reason)
+            self._push(active)
+            active.choice.finished = message
+            active.choice.end(message.reason)
             self._leave(message.request_id, ended)
         else:
             assert isinstance(message, RequestFailed), message
-            self._fail(asked, message, ended)
+            self._fail(active, message, ended)
 
-    def _hear_tokens(
-        self, message: NewTokens, asked: _ActiveChoice, ended: list[FinishedRequest]
+    def _receive_tokens(
+        self, message: NewTokens, active: _ActiveChoice, ended: list[FinishedRequest]
     ) -> None:
         self.num_output += len(message.tokens)
-        self.num_first += asked.times.first_at is None
-        asked.times.on_tokens()
-        asked.tokens += message.tokens
-        asked.scores += message.logprobs
-        asked.echo = asked.echo or message.echo
-        if asked.live.is_watched:  # a stop string or a call may end the answer
-            self._push(asked)
-            if asked.choice.finish_reason is not None:
-                asked.choice.finished = asked.times.finished(message.request_id)
+        self.num_first += active.times.first_at is None
+        active.times.on_tokens()
+        active.tokens += message.tokens
+        active.scores += message.logprobs
+        active.echo = active.echo or message.echo
+        if active.live.is_watched:  # a stop string or a call may end the answer
+            self._push(active)
+            if active.choice.finish_reason is not None:
+                active.choice.finished = active.times.finished(message.request_id)
                 self._transport.inbox.append(AbortRequest(message.request_id))
                 self._leave(message.request_id, ended)
 
-    def _push(self, asked: _ActiveChoice) -> None:
+    def _push(self, active: _ActiveChoice) -> None:
         """Decode the received tokens. Most answers are decoded once, at their end."""
-        choice = asked.choice
-        if asked.tokens:
+        choice = active.choice
+        if active.tokens:
             if choice.awaits_echo:
-                choice.score_prompt(asked.echo)
-            choice.push(NewTokens(0, tuple(asked.tokens), tuple(asked.scores)))
-            asked.tokens.clear()
-            asked.scores.clear()
+                choice.score_prompt(active.echo)
+            choice.push(NewTokens(0, tuple(active.tokens), tuple(active.scores)))
+            active.tokens.clear()
+            active.scores.clear()
 
     def _leave(self, number: int, ended: list[FinishedRequest]) -> None:
-        asked = self._asked.pop(number)
-        live = asked.live
-        del live.asked[number]
-        live.done.append(asked)
-        self._num_waiting -= asked.times.started_at is None
-        if not live.asked:
+        active = self._active.pop(number)
+        live = active.live
+        del live.active[number]
+        live.done.append(active)
+        self._num_waiting -= active.times.started_at is None
+        if not live.active:
             ended.append(_ended(live))
 
     def _fail(
-        self, asked: _ActiveChoice, message: RequestFailed, ended: list[FinishedRequest]
+        self, active: _ActiveChoice, message: RequestFailed, ended: list[FinishedRequest]
     ) -> None:
         """Finish a row with the error of a choice."""
-        live = asked.live
-        for number, each in live.asked.items():
+        live = active.live
+        for number, each in live.active.items():
             if number != message.request_id:
                 self._transport.inbox.append(AbortRequest(number))
             self._num_waiting -= each.times.started_at is None
-            del self._asked[number]
+            del self._active[number]
         error = ApiError(500, message.code, message.message)
         ended.append(FinishedRequest(record=refused(live.item.row, error)))
 
@@ -260,10 +262,10 @@ def _ended(live: _ActiveRequest) -> FinishedRequest:
 
 
 def _first(done: Sequence[_ActiveChoice]) -> float | None:
-    times = [asked.times.finished(0) for asked in done]
+    times = [active.times.finished(0) for active in done]
     return min((end.prefill_s for end in times if end is not None), default=None)
 
 
 def _total(done: Sequence[_ActiveChoice]) -> float | None:
-    times = [asked.times.finished(0) for asked in done]
+    times = [active.times.finished(0) for active in done]
     return max((end.prefill_s + end.decode_s for end in times if end is not None), default=None)

@@ -116,8 +116,8 @@ class OpenAiRows:
         }
         error = None
         if not record.is_ok:
-            told = record.error()
-            error = {"code": told["code"], "message": told["message"]}
+            failure = record.error()
+            error = {"code": failure["code"], "message": failure["message"]}
         custom_id = self._ids[record.row]
         found = {"id": f"batch_req_{digest}", "custom_id": custom_id, "response": response}
         return encode({**found, "error": error})

@@ -64,11 +64,11 @@ class ParquetRows:
         import pyarrow
 
         parquet, table, source = _library(), self._file.read(), iter(records)
-        kinds = (pyarrow.string(),) * 2 + (pyarrow.int64(),) * 2 + (pyarrow.string(),)
-        fields = list(zip(self._asking.added(), kinds, strict=True))
+        types = (pyarrow.string(),) * 2 + (pyarrow.int64(),) * 2 + (pyarrow.string(),)
+        fields = list(zip(self._asking.added(), types, strict=True))
         schema = table.schema
-        for name, kind in fields:
-            schema = schema.append(pyarrow.field(name, kind))
+        for name, dtype in fields:
+            schema = schema.append(pyarrow.field(name, dtype))
         with parquet.ParquetWriter(path, schema) as writer:
             while found := list(islice(source, _ROWS)):
                 part = table.take([each.row for each in found])
@@ -96,8 +96,8 @@ class ParquetRows:
         added = [spent(each, self._asking.answer_column) for each in records]
         for columns, each in zip(added, records, strict=True):
             columns["error"] = None if each.is_ok else each.error()["message"]
-        for name, kind in fields:
-            part = part.append_column(name, pyarrow.array([one[name] for one in added], kind))
+        for name, dtype in fields:
+            part = part.append_column(name, pyarrow.array([one[name] for one in added], dtype))
         return part
 
 

@@ -87,12 +87,12 @@ class Preparer(JobMaker):
         """
         request: Common
         request, ignored = decode(item.body, ChatRequest if item.is_chat else CompletionRequest)
-        asked = self._with_defaults(request, item)
-        if isinstance(asked, ChatRequest):
-            job = _result_of(self.chat_job(asked))
+        complete = self._with_defaults(request, item)
+        if isinstance(complete, ChatRequest):
+            job = _result_of(self.chat_job(complete))
         else:
-            assert isinstance(asked, CompletionRequest)
-            job = _result_of(self.completion_job(asked))
+            assert isinstance(complete, CompletionRequest)
+            job = _result_of(self.completion_job(complete))
         job.ignored = (*ignored, *(["stream"] if request.stream else []))
         kind = "chatcmpl" if item.is_chat else "cmpl"
         job.request_id, job.created = f"{kind}-{item.row}", self.created

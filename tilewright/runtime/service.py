@@ -104,7 +104,7 @@ class EngineService:
         said: list[FromEngine] = []
         messages = self._transport.receive(patience)
         for message in messages:
-            self._hear(message, said)
+            self._receive(message, said)
         self._prepare(is_idle=not messages and not self.loop.has_work())
         if self.loop.has_work():
             self._step(said)
@@ -135,7 +135,7 @@ class EngineService:
                     said = f"a kind of step is not prepared: {one_line(error)}"
                     print(f"tilewright: {said}", file=sys.stderr)
 
-    def _hear(self, message: ToEngine, said: list[FromEngine]) -> None:
+    def _receive(self, message: ToEngine, said: list[FromEngine]) -> None:
         if isinstance(message, EngineRequest):
             like = self._live.get(message.like) if message.like is not None else None
             state = RequestState.of(message, cache_salt=self._salt(message.cache_salt), like=like)

@@ -23,7 +23,7 @@ from tilewright.serve.prompt.prepare import TokenizedPrompt, check_prompt, encod
 from tilewright.serve.prompt.structured import behind_reasoning, read_grammar
 from tilewright.serve.prompt.template import TemplateFacts
 from tilewright.serve.prompt.texts import TextCoder
-from tilewright.serve.tools.asked import ToolsAsked, read_tools
+from tilewright.serve.tools.asked import RequestedTools, read_tools
 from tilewright.serve.tools.grammars import call_grammar
 from tilewright.serve.web.errors import ApiError, unsupported
 from tilewright.serve.web.requests import (
@@ -112,7 +112,7 @@ class JobMaker(ABC):
         return job
 
     async def chat_prompt(
-        self, request: ChatRequest | TokenizeRequest, tools: ToolsAsked | None, **how: Any
+        self, request: ChatRequest | TokenizeRequest, tools: RequestedTools | None, **how: Any
     ) -> TokenizedPrompt:
         """Return a chat in token ids, with its images. ``how``: see `render`.
 
@@ -134,7 +134,7 @@ class JobMaker(ABC):
         return prompt
 
     async def _call_grammar(
-        self, tools: ToolsAsked, prompt: str, otherwise: GrammarSpec | None
+        self, tools: RequestedTools, prompt: str, otherwise: GrammarSpec | None
     ) -> tuple[GrammarSpec | None, str]:
         """Return the grammar for calls, or the reason for none.
 
@@ -157,7 +157,7 @@ class JobMaker(ABC):
     async def render(
         self,
         request: ChatRequest | TemplateRequest | TokenizeRequest,
-        tools: ToolsAsked | None = None,
+        tools: RequestedTools | None = None,
         *,
         effort: str | None = None,
         continues: bool = False,

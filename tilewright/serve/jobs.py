@@ -23,7 +23,7 @@ from tilewright.serve.output.stops import StopMatcher
 from tilewright.serve.output.tool_calls import CallReader
 from tilewright.serve.prompt.prepare import TokenizedPrompt, sampling_for
 from tilewright.serve.prompt.texts import TextCoder
-from tilewright.serve.tools.asked import ToolsAsked
+from tilewright.serve.tools.asked import RequestedTools
 from tilewright.serve.tools.base import ToolFormat
 from tilewright.serve.web.requests import Common
 from tilewright.serve.web.responses import CompletionTask
@@ -54,22 +54,22 @@ _TITLES = ("configuration", "precision_rule")
 
 def fingerprint_of(facts: Mapping[str, str]) -> str:
     """Return a hash over all settings with an effect on the output."""
-    told = [f"{key}={facts[key]}" for key in sorted(facts) if key not in _TITLES]
-    digest = hashlib.sha256("\n".join([__version__, *told]).encode())
+    lines = [f"{key}={facts[key]}" for key in sorted(facts) if key not in _TITLES]
+    digest = hashlib.sha256("\n".join([__version__, *lines]).encode())
     return f"fp_{digest.hexdigest()[:16]}"
 
 
 def template_variables(
-    given: Mapping[str, Any], asked: Mapping[str, Any] | None, effort: str | None
+    given: Mapping[str, Any], requested: Mapping[str, Any] | None, effort: str | None
 ) -> dict[str, Any]:
     """Return the variables for a chat template.
 
     Args:
         given: the operator's variables.
-        asked: the request's variables. They replace equal names.
+        requested: the request's variables. They replace equal names.
         effort: the request's reasoning effort. ``none`` disables thinking.
     """
-    variables = {**given, **(asked or {})}
+    variables = {**given, **(requested or {})}
     if effort is not None:
         variables.setdefault("reasoning_effort", effort)
         if effort == "none":
@@ -104,7 +104,7 @@ def make_job(
     )
 
 
-def read_calls(job: CompletionTask, tools: ToolsAsked, form: ToolFormat) -> None:
+def read_calls(job: CompletionTask, tools: RequestedTools, form: ToolFormat) -> None:
     """Separate tool calls from the content of every choice."""
     for choice in job.choices:
         parser = form.parser(tools.tools)

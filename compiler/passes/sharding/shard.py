@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.ir.info import WHOLE, Dealt, NodeInfo, Placement, info, set_info
+from tilewright.compiler.ir.info import WHOLE, NodeInfo, Placement, ShardedAxis, info, set_info
 from tilewright.compiler.ir.rewrite import emit
 from tilewright.compiler.ir.text import operator_name
 from tilewright.compiler.mesh import Split, deal
@@ -37,13 +37,13 @@ def shard(graph_module: GraphModule, ctx: PassContext) -> int:
         return 0
     shares = plan_shares(graph_module, ctx.parallel)
     ctx.notes.extend(shares.notes)
-    dealer = _Dealer(shares, ctx.parallel.wire or "fp32")
+    sharder = _Sharder(shares, ctx.parallel.wire or "fp32")
     for node in list(graph_module.graph.nodes):
-        dealer.visit(node)
-    for node, placement in (dealer.places | dealer.weights).items():
+        sharder.visit(node)
+    for node, placement in (sharder.places | sharder.weights).items():
         set_info(node, placement=placement)
-    ctx.places.extend(dict.fromkeys(_told(dealer.weights)))
-    return sum(placement != WHOLE for placement in dealer.weights.values())
+    ctx.places.extend(dict.fromkeys(_told(sharder.weights)))
+    return sum(placement != WHOLE for placement in sharder.weights.values())
 
 
 def _told(weights: Mapping[Node, Placement]) -> Iterator[tuple[str, str, str]]:
@@ -61,7 +61,7 @@ def _told(weights: Mapping[Node, Placement]) -> Iterator[tuple[str, str, str]]:
 _EXPERT_AXES = {0: "experts", 1: "out", 2: "in"}
 
 
-class _Dealer:
+class _Sharder:
     """Walks a graph from its inputs. ``places`` has value shardings, ``weights`` has weight
     shardings.
     """
@@ -81,7 +81,7 @@ class _Dealer:
         elif node.op == "output":
             _whole(self, node)
 
-    def hold(self, weight: Any, *dealt: Dealt) -> None:
+    def hold(self, weight: Any, *dealt: ShardedAxis) -> None:
         """Record a weight's or bias's sharding."""
         if isinstance(weight, Node):
             placement = Placement(dealt)
@@ -114,158 +114,160 @@ class _Dealer:
         node.replace_input_with(source, self._whole[source])
 
 
-def _whole(dealer: _Dealer, node: Node) -> Placement:
+def _whole(sharder: _Sharder, node: Node) -> Placement:
     """Read whole values and return a whole value."""
     for source in node.all_input_nodes:
-        dealer.make_whole(node, source)
+        sharder.make_whole(node, source)
     return WHOLE
 
 
-def _linear(dealer: _Dealer, node: Node) -> Placement:
+def _linear(sharder: _Sharder, node: Node) -> Placement:
     x, weight, *bias = node.args
     assert isinstance(x, Node)
-    if dealer.place(x).partial:
-        dealer.make_whole(node, x)
+    if sharder.place(x).partial:
+        sharder.make_whole(node, x)
     last = node.meta["val"].dim() - 1
-    inputs = dealer.place(node.args[0]).along(last)
+    inputs = sharder.place(node.args[0]).along(last)
     if inputs is not None:  # the bias is added once, by rank 0
-        dealer.hold(weight, Dealt(1, inputs.over, inputs.split))
+        sharder.hold(weight, ShardedAxis(1, inputs.over, inputs.split))
         return Placement(partial=RANKS)
-    if node not in dealer.outputs:
-        return _whole(dealer, node)
-    split = dealer.outputs[node]
-    dealer.hold(weight, Dealt(0, RANKS, split))
+    if node not in sharder.outputs:
+        return _whole(sharder, node)
+    split = sharder.outputs[node]
+    sharder.hold(weight, ShardedAxis(0, RANKS, split))
     for each in bias:
-        dealer.hold(each, Dealt(0, RANKS, split))
-    return Placement((Dealt(last, RANKS, split),))
+        sharder.hold(each, ShardedAxis(0, RANKS, split))
+    return Placement((ShardedAxis(last, RANKS, split),))
 
 
-def _expert_linear(dealer: _Dealer, node: Node) -> Placement:
+def _expert_linear(sharder: _Sharder, node: Node) -> Placement:
     """Shard whole experts over the expert axis, and each expert's width over the tensor axis."""
     x, weight, *choice = node.args
     for each in choice:
         if isinstance(each, Node):
-            dealer.make_whole(node, each)
+            sharder.make_whole(node, each)
     assert isinstance(weight, Node) and isinstance(x, Node)
-    last, count = node.meta["val"].dim() - 1, dealer.ranks.size(EXPERT)
+    last, count = node.meta["val"].dim() - 1, sharder.ranks.size(EXPERT)
     num_experts = int(weight.meta["val"].shape[0])
-    by_expert: tuple[Dealt, ...] = ()
+    by_expert: tuple[ShardedAxis, ...] = ()
     if count > 1:
-        split = deal(num_experts, count, unit=1, policy=dealer.ranks.policy_of(EXPERT))
-        by_expert = (Dealt(0, EXPERT, split),)
-    inputs = dealer.place(x).along(x.meta["val"].dim() - 1)
+        split = deal(num_experts, count, unit=1, policy=sharder.ranks.policy_of(EXPERT))
+        by_expert = (ShardedAxis(0, EXPERT, split),)
+    inputs = sharder.place(x).along(x.meta["val"].dim() - 1)
     if inputs is not None:
-        dealer.hold(weight, *by_expert, Dealt(2, TENSOR, inputs.split))
+        sharder.hold(weight, *by_expert, ShardedAxis(2, TENSOR, inputs.split))
         return Placement(partial=RANKS)
-    dealer.make_whole(node, x)
-    if node not in dealer.outputs:
+    sharder.make_whole(node, x)
+    if node not in sharder.outputs:
         return WHOLE
-    split = dealer.outputs[node]
-    dealer.hold(weight, *by_expert, Dealt(1, TENSOR, split))
-    return Placement((Dealt(last, TENSOR, split),))
+    split = sharder.outputs[node]
+    sharder.hold(weight, *by_expert, ShardedAxis(1, TENSOR, split))
+    return Placement((ShardedAxis(last, TENSOR, split),))
 
 
-def _value_by_value(dealer: _Dealer, node: Node) -> Placement:
+def _value_by_value(sharder: _Sharder, node: Node) -> Placement:
     """Keep the operands' common sharding. An operand with a single column may be whole."""
     operands = [each for each in node.args if isinstance(each, Node)]
     for each in operands:
-        if dealer.place(each).partial:
-            dealer.make_whole(node, each)
+        if sharder.place(each).partial:
+            sharder.make_whole(node, each)
     operands = [each for each in node.args if isinstance(each, Node)]
-    wide = [each for each in operands if each.meta["val"].shape[-1:] != (1,)]
-    places = {dealer.place(each) for each in wide}
-    if len(places) == 1 and all(each in wide or dealer.place(each) == WHOLE for each in operands):
+    vectors = [each for each in operands if each.meta["val"].shape[-1:] != (1,)]
+    places = {sharder.place(each) for each in vectors}
+    if len(places) == 1 and all(
+        each in vectors or sharder.place(each) == WHOLE for each in operands
+    ):
         return places.pop()
-    return _whole(dealer, node)
+    return _whole(sharder, node)
 
 
-def _sum(dealer: _Dealer, node: Node) -> Placement:
+def _sum(sharder: _Sharder, node: Node) -> Placement:
     """Keep the sum of two partial values partial."""
-    places = [dealer.place(each) for each in node.args[:2]]
+    places = [sharder.place(each) for each in node.args[:2]]
     if all(place.partial for place in places):
         return places[0]
-    return _value_by_value(dealer, node)
+    return _value_by_value(sharder, node)
 
 
-def _product(dealer: _Dealer, node: Node) -> Placement:
+def _product(sharder: _Sharder, node: Node) -> Placement:
     """Keep the product of a partial and a whole value partial."""
-    places = [dealer.place(each) for each in node.args[:2]]
+    places = [sharder.place(each) for each in node.args[:2]]
     partial = [place for place in places if place.partial]
     if len(partial) == 1 and WHOLE in places:
         return partial[0]
-    return _value_by_value(dealer, node)
+    return _value_by_value(sharder, node)
 
 
-def _quotient(dealer: _Dealer, node: Node) -> Placement:
-    is_scaled = dealer.place(node.args[0]).partial and dealer.place(node.args[1]) == WHOLE
-    return dealer.place(node.args[0]) if is_scaled else _value_by_value(dealer, node)
+def _quotient(sharder: _Sharder, node: Node) -> Placement:
+    is_scaled = sharder.place(node.args[0]).partial and sharder.place(node.args[1]) == WHOLE
+    return sharder.place(node.args[0]) if is_scaled else _value_by_value(sharder, node)
 
 
-def _by_heads(dealer: _Dealer, node: Node) -> Placement:
+def _by_heads(sharder: _Sharder, node: Node) -> Placement:
     """Keep head shardings for norms and rotations. They need the whole last axis."""
     x = node.args[0]
     assert isinstance(x, Node)
-    placement = dealer.place(x)
+    placement = sharder.place(x)
     if placement.partial or placement.along(x.meta["val"].dim() - 1) is not None:
-        dealer.make_whole(node, x)
+        sharder.make_whole(node, x)
         return WHOLE
     return placement
 
 
-def _attention(sharder: _Dealer, node: Node) -> Placement:
+def _attention(sharder: _Sharder, node: Node) -> Placement:
     q, k, v = node.args[:3]
     heads = sharder.place(q).along(1)
     if heads is None or any(sharder.place(each).along(1) is None for each in (k, v)):
         return _whole(sharder, node)
     for sinks in node.args[6:7]:
-        sharder.hold(sinks, Dealt(0, heads.over, heads.split))
+        sharder.hold(sinks, ShardedAxis(0, heads.over, heads.split))
     return sharder.place(q)
 
 
-def _causal_conv1d(sharder: _Dealer, node: Node) -> Placement:
+def _causal_conv1d(sharder: _Sharder, node: Node) -> Placement:
     x, weight = node.args[:2]
     split = sharder.place(x).along(1)
     if split is None:
         return _whole(sharder, node)
-    sharder.hold(weight, Dealt(0, split.over, split.split))
+    sharder.hold(weight, ShardedAxis(0, split.over, split.split))
     return sharder.place(x)
 
 
-def _gated_delta_rule(dealer: _Dealer, node: Node) -> Placement:
+def _gated_delta_rule(sharder: _Sharder, node: Node) -> Placement:
     qkv, a, b, *vectors = node.args[:5]
-    heads = dealer.place(a).along(1)
-    if heads is None or dealer.place(b) != dealer.place(a) or dealer.place(qkv) == WHOLE:
-        return _whole(dealer, node)
+    heads = sharder.place(a).along(1)
+    if heads is None or sharder.place(b) != sharder.place(a) or sharder.place(qkv) == WHOLE:
+        return _whole(sharder, node)
     for each in vectors:
-        dealer.hold(each, Dealt(0, heads.over, heads.split))
-    return dealer.place(a)
+        sharder.hold(each, ShardedAxis(0, heads.over, heads.split))
+    return sharder.place(a)
 
 
-def _unflatten(dealer: _Dealer, node: Node) -> Placement:
+def _unflatten(sharder: _Sharder, node: Node) -> Placement:
     """Convert a column sharding to a head sharding."""
     x, axis, sizes = node.args
     assert isinstance(x, Node) and isinstance(sizes, list | tuple)
     last = x.meta["val"].dim() - 1
-    dealt = dealer.place(x).along(last)
+    dealt = sharder.place(x).along(last)
     if dealt is None or axis not in (-1, last) or len(sizes) != 2:
-        return _whole(dealer, node)
+        return _whole(sharder, node)
     split = dealt.split.in_units(int(node.meta["val"].shape[-1]))
-    return Placement((Dealt(last, dealt.over, split),))
+    return Placement((ShardedAxis(last, dealt.over, split),))
 
 
-def _flatten(dealer: _Dealer, node: Node) -> Placement:
+def _flatten(sharder: _Sharder, node: Node) -> Placement:
     """Convert a head sharding to a column sharding."""
     x = node.args[0]
     assert isinstance(x, Node)
     last = node.meta["val"].dim() - 1
-    dealt = dealer.place(x).along(last)
+    dealt = sharder.place(x).along(last)
     if dealt is None or x.meta["val"].dim() != last + 2:
-        return _whole(dealer, node)
+        return _whole(sharder, node)
     split: Split = dealt.split.times(int(x.meta["val"].shape[-1]))
-    return Placement((Dealt(last, dealt.over, split),))
+    return Placement((ShardedAxis(last, dealt.over, split),))
 
 
-_RULES: Mapping[Any, Callable[[_Dealer, Node], Placement]] = {
+_RULES: Mapping[Any, Callable[[_Sharder, Node], Placement]] = {
     ops.linear.overload: _linear,
     ops.expert_linear.overload: _expert_linear,
     ops.swiglu.overload: _value_by_value,

@@ -59,9 +59,9 @@ class PromptArgs:
 
 
 def read_asked(
-    argv: Sequence[str], kind: type, sign: Sign, *, prog: str, description: str
+    argv: Sequence[str], extra: type, sign: Sign, *, prog: str, description: str
 ) -> PromptArgs:
-    """Read a command line with a path, the options of ``kind`` and the options of this module.
+    """Read a command line with a path, the options of ``extra`` and the options of this module.
 
     ``sign`` shows the first progress line after parsing, before any file is read.
 
@@ -70,7 +70,7 @@ def read_asked(
     """
     parser = Parser(prog=prog, description=description)
     scheduler = names_of(EngineConfig, SCHEDULER)
-    add_options(parser, PathArguments, ConfigArguments, kind, SamplingOptions)
+    add_options(parser, PathArguments, ConfigArguments, extra, SamplingOptions)
     add_options(parser, EngineConfig, without=scheduler, defaults=SINGLE)
     arguments = parser.parse_args(with_config(parser, argv))
     config = read_config(arguments, SINGLE)
@@ -97,13 +97,13 @@ class Sign(StatusLine):
         self.show(f"opening {model or DEFAULT_MODEL}")
 
 
-def open_asked(asked: PromptArgs, sign: Sign) -> ModelHandle:
+def open_model(args: PromptArgs, sign: Sign) -> ModelHandle:
     """Open the requested model without compiling. Imports heavy modules."""
     warnings.filterwarnings("ignore", module="torch")
     with _collected_later():
         from tilewright.api import load
 
-        resolved = asked.model
+        resolved = args.model
         how: Any = {"use_cache": resolved.config.use_cache, "progress": sign.progress}
         source = load(resolved.path, config=resolved, **how)
     for note in source.notes:
@@ -130,19 +130,19 @@ def _collected_later() -> Iterator[None]:
         gc.enable()
 
 
-def compile_asked(
-    asked: PromptArgs, source: ModelHandle, sign: Sign, *, context: int | None = None
+def compile_model(
+    args: PromptArgs, source: ModelHandle, sign: Sign, *, context: int | None = None
 ) -> LLM:
     """Compile the requested model for a single sequence. None: the context of the configuration."""
     from tilewright.api import compile, open_draft_model
     from tilewright.llm import LLM
 
-    resolved = asked.model
+    resolved = args.model
     if context is not None:
         resolved = resolved.changed(max_model_len=context)
     draft = open_draft_model(source, resolved, progress=sign.progress)
     compiled = compile(source, resolved, progress=sign.progress, ends_process=True)
-    for note in only_fallbacks(compiled.notes, is_verbose=asked.arguments.verbose):
+    for note in only_fallbacks(compiled.notes, is_verbose=args.arguments.verbose):
         sign.note(note)
     return LLM.of_compiled(source, compiled, resolved.config, draft)
 

@@ -15,8 +15,8 @@ def _option(name: str) -> tuple[str, type, object]:
     """Return a field of an option. None: the user gives no value."""
     span, text = range_of(name), help_of(name)
     if isinstance(span.low, int):
-        kind = integer(int(span.low), int(span.high))
-        return name, int, option(text, group="sampling", type=kind, metavar="N")
+        bounded = integer(int(span.low), int(span.high))
+        return name, int, option(text, group="sampling", type=bounded, metavar="N")
     number = real(span.low, span.high, above=span.is_above)
     return name, float, option(text, group="sampling", type=number)
 

@@ -73,103 +73,103 @@ class SweepOptions:
     plan: str
     asked: dict[str, str]
     models: tuple[str, ...] = option(
-        "model paths, as for tilewright bench (default smollm2)",
+        "model paths, as for tilewright bench (default: smollm2)",
         group=_WHAT,
         nargs="+",
         metavar="PATH",
     )
     targets: tuple[str, ...] = option(
-        "targets (default cpu, with native kernels if built)",
+        "targets (default: cpu, with native kernels if built)",
         group=_WHAT,
         nargs="+",
         metavar="NAME",
     )
     devices: tuple[str, ...] = option(
-        "devices (default chosen by the target)", group=_WHAT, nargs="+", metavar="NAME"
+        "devices (default: chosen by the target)", group=_WHAT, nargs="+", metavar="NAME"
     )
     precisions: tuple[str, ...] = option(
-        "configurations, as for tilewright bench, added to the plan's own (default none)",
+        "configurations, as for tilewright bench, added to the plan's own (default: none)",
         group=_WHAT,
         nargs="+",
         metavar="NAME",
     )
     cases: tuple[str, ...] | None = option(
-        "cases of tilewright bench --list (default the plan's)",
+        "cases of tilewright bench --list (default: the plan's)",
         group=_WHAT,
         nargs="+",
         metavar="NAME",
     )
     levels: tuple[Level, ...] = option(
-        f"lower formats for groups (default sensitivity bfp8, search {' '.join(DEFAULT_LEVELS)})",
+        f"lower formats for groups (default: sensitivity bfp8, search {' '.join(DEFAULT_LEVELS)})",
         group=_WHAT,
         nargs="+",
         metavar="FORMAT[:FIDELITY]",
     )
     rounds: int = option(
-        "rounds of every speed case (default 3)", group=_WHAT, type=integer(1, 10_000)
+        "rounds of every speed case (default: 3)", group=_WHAT, type=integer(1, 10_000)
     )
-    compute: str = option("arithmetic (default fast)", group=_WHAT, choices=("fast", "exact"))
+    compute: str = option("arithmetic (default: fast)", group=_WHAT, choices=("fast", "exact"))
     threads: int | None = option(
-        "threads for a speed measurement (default all cores)",
+        "threads for a speed measurement (default: all cores)",
         group=_WHAT,
         type=integer(1, 1024),
     )
     accuracy_text: str | None = option(
-        "text for accuracy, as for tilewright bench (default accuracy)",
+        "text for accuracy, as for tilewright bench (default: accuracy)",
         group=_WHAT,
         metavar="TEXT",
     )
     calibration: tuple[str, ...] = option(
         "weights for all configurations except the base: none (round to nearest), rtn, imatrix or "
-        "gptq, see tilewright calibrate. sensitivity and search take one method (default none)",
+        "gptq, see tilewright calibrate. sensitivity and search take one method (default: none)",
         group=_WHAT,
         nargs="+",
         metavar="METHOD",
     )
     calibration_text: Path | None = option(
-        "UTF-8 text for calibration (default the package's)", group=_WHAT, metavar="FILE"
+        "UTF-8 text for calibration (default: the package's)", group=_WHAT, metavar="FILE"
     )
     cache_layers: bool = option(
-        "also lower the KV cache layer by layer (default all layers together)",
+        "also lower the KV cache layer by layer (default: all layers together)",
         group=_WHAT,
         default=False,
     )
-    base: str = option("baseline configuration (default bf16)", group=_WHAT, metavar="NAME")
+    base: str = option("baseline configuration (default: bf16)", group=_WHAT, metavar="NAME")
     min_top1: float | None = option(
-        "minimum top-1, as 95 (default no bound)",
+        "minimum top-1, as 95 (default: no bound)",
         group=_SEARCH,
         type=real(0, 100),
         metavar="PERCENT",
     )
     max_kl: float | None = option(
-        "maximum divergence from fp32, as 0.01 (default no bound)",
+        "maximum divergence from fp32, as 0.01 (default: no bound)",
         group=_SEARCH,
         type=real(0, 100),
         metavar="NATS",
     )
     max_bytes: int | None = option(
-        "maximum weight size, as 1.2GB or 300MB (default no bound)",
+        "maximum weight size, as 1.2GB or 300MB (default: no bound)",
         group=_SEARCH,
         metavar="SIZE",
     )
     sensitivities: Path | None = option(
-        "sensitivity sweep file (default the usual file if it fits, else measure first)",
+        "sensitivity sweep file (default: the usual file if it fits, else measure first)",
         "--from",
         group=_SEARCH,
         metavar="FILE",
     )
     held_out: str = option(
-        "text for the confirmation (default held-out)", group=_SEARCH, metavar="TEXT"
+        "text for the confirmation (default: held-out)", group=_SEARCH, metavar="TEXT"
     )
     output: Path | None = option(
-        "YAML file for the winner (default in the directory of the sweep file)",
+        "YAML file for the winner (default: in the directory of the sweep file)",
         "-o",
         "--output",
         group=_SEARCH,
         metavar="YAML",
     )
     results: Path = option(
-        f"sweep file (default {DEFAULT_FOLDER / 'PLAN'}.jsonl, or the name of the YAML)",
+        f"sweep file (default: {DEFAULT_FOLDER / 'PLAN'}.jsonl, or the name of the YAML)",
         group=_RUN,
         metavar="FILE",
     )
@@ -187,18 +187,18 @@ class SweepOptions:
     dry_run: bool = option("print the cells' bytes and time", group=_RUN, default=False)
     yes: bool = option("allow a very large plan", group=_RUN, default=False)
     jobs: int = option(
-        "concurrent accuracy cells (default 1)", group=_RUN, default=1, type=integer(1, 256)
+        "concurrent accuracy cells (default: 1)", group=_RUN, default=1, type=integer(1, 256)
     )
     timeout_s: float = option(
         "time limit per cell, in seconds "
-        f"(default {_TIMEOUT:.0f}, on emulated boards {_BOARD_TIMEOUT:.0f})",
+        f"(default: {_TIMEOUT:.0f}, on emulated boards {_BOARD_TIMEOUT:.0f})",
         "--timeout",
         group=_RUN,
         type=real(0, 1e7, above=True),
         metavar="S",
     )
     memory: int | None = option(
-        "memory limit per cell, as 8GB (default no limit)", group=_RUN, metavar="SIZE"
+        "memory limit per cell, as 8GB (default: no limit)", group=_RUN, metavar="SIZE"
     )
 
     @property
@@ -212,7 +212,7 @@ LISTS = [name for name in _MEASURED if "nargs" in words_of(SweepOptions, name)]
 RUNNING = ("output", *names_of(SweepOptions, _RUN))
 """Options without influence on the results."""
 _IN_YAML = [name for name in _MEASURED if name not in ("levels", "cache_layers")]
-_ASKED = [*_MEASURED, *(name for name in names_of(SweepOptions, _SEARCH) if name != "output")]
+_GIVEN = [*_MEASURED, *(name for name in names_of(SweepOptions, _SEARCH) if name != "output")]
 
 
 def parser(plan: str) -> argparse.ArgumentParser:
@@ -283,7 +283,7 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         accuracy_text(text)
     found["results"] = Path(found["results"] or DEFAULT_FOLDER / f"{name}.jsonl")
     if not found["resume"]:
-        _check_asked(plan, found)
+        _check_options(plan, found)
     usual_levels = DEFAULT_LEVELS if plan == "search" else ("bfp8",)
     has_board = any(target in BOARDS for target in found["targets"])
     for key in ("sensitivities", "output", "calibration_text"):
@@ -293,7 +293,7 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         found[key] = None if found[key] is None else _size(option_name, found[key])
     found |= {
         "plan": plan,
-        "asked": _asked(given),
+        "asked": _given_texts(given),
         "levels": tuple(map(Level.parse, found["levels"] or usual_levels)),
         "jobs": min(found["jobs"], os.cpu_count() or 1),
         "timeout_s": found["timeout_s"] or (_BOARD_TIMEOUT if has_board else _TIMEOUT),
@@ -310,7 +310,7 @@ def _check_calibration(methods: Sequence[str], *, is_single: bool) -> None:
         raise ConfigError(f"{len(methods)} calibrations; allowed in sensitivity and search: 1")
 
 
-def _check_asked(plan: str, found: Mapping[str, Any]) -> None:
+def _check_options(plan: str, found: Mapping[str, Any]) -> None:
     if plan != "search" and found["other_code"] is not None and not found["results"].exists():
         raise ConfigError(
             f"--other-code with a new sweep {found['results']}; allowed: with the file of an "
@@ -323,10 +323,10 @@ def _check_asked(plan: str, found: Mapping[str, Any]) -> None:
         raise ConfigError(f"a search without a bound; {allowed(options)}, or several of them")
 
 
-def _asked(given: Mapping[str, Any]) -> dict[str, str]:
+def _given_texts(given: Mapping[str, Any]) -> dict[str, str]:
     return {
         key: shlex.join(value) if isinstance(value, list) else str(value)
-        for key in _ASKED
+        for key in _GIVEN
         if (value := given.get(key)) not in (None, False)
     }
 

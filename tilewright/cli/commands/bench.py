@@ -14,7 +14,7 @@ from tilewright.evaluate.cases.cases import CASES
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright bench`` with the arguments behind it; returns the exit code."""
+    """Run ``tilewright bench`` with its arguments and return the exit code."""
     if any(word.partition("=")[0] == "--url" for word in argv):
         return bench_serve.main(argv)
     if nodes.has_options(argv):

@@ -17,10 +17,10 @@ from tilewright.cli.arguments.ask import (
     AskArguments,
     PromptArgs,
     Sign,
-    compile_asked,
+    compile_model,
     cost_line,
     messages_of,
-    open_asked,
+    open_model,
     read_asked,
 )
 from tilewright.cli.arguments.sampling import SAMPLING_NAMES
@@ -53,21 +53,21 @@ def main(argv: list[str]) -> int:
     """Run ``tilewright chat``. Return the exit code."""
     sign, words = Sign(), "Talk with a model, turn by turn."
     try:
-        asked = read_asked(argv, _ChatArgs, sign, prog="tilewright chat", description=words)
-        source = open_asked(asked, sign)
+        args = read_asked(argv, _ChatArgs, sign, prog="tilewright chat", description=words)
+        source = open_model(args, sign)
         if not source.tokenizer.has_chat_template:
             raise RequestError(
                 f"{source.name} has no chat template; allowed: a chat model, or tilewright run"
             )
-        llm = compile_asked(asked, source, sign)
+        llm = compile_model(args, source, sign)
     finally:
         sign.clear()
     is_typed = sys.stdin.isatty() and sys.stdout.isatty()
-    talk = Talk(llm, asked, sign)
+    talk = Talk(llm, args, sign)
     try:
         if is_typed:
             sign.note(f"{source.name}: /help says more, Ctrl-D leaves")
-            with _history(asked.arguments.no_history):
+            with _history(args.arguments.no_history):
                 _talk_typed(talk, sign)
         else:
             _talk_piped(talk)
@@ -79,10 +79,10 @@ def main(argv: list[str]) -> int:
 class Talk:
     """A conversation: its messages, and the settings for the next answer."""
 
-    def __init__(self, llm: LLM, asked: PromptArgs, sign: Sign) -> None:
+    def __init__(self, llm: LLM, args: PromptArgs, sign: Sign) -> None:
         self._llm, self._sign = llm, sign
-        self._sampling: dict[str, Any] = dict(asked.sampling)
-        self.messages: list[dict[str, str]] = messages_of(asked.arguments.system)
+        self._sampling: dict[str, Any] = dict(args.sampling)
+        self.messages: list[dict[str, str]] = messages_of(args.arguments.system)
 
     def hear(self, line: str) -> bool:
         """Process a line of the user. Return False if it ends the conversation.
@@ -115,8 +115,8 @@ class Talk:
 
     def _answer(self, text: str) -> None:
         """Stream the answer to a message. A Ctrl-C keeps the received part."""
-        asked = [*self.messages, {"role": "user", "content": text}]
-        with _interruptible() as is_stopped, self._llm.stream_chat(asked, **self._sampling) as said:
+        args = [*self.messages, {"role": "user", "content": text}]
+        with _interruptible() as is_stopped, self._llm.stream_chat(args, **self._sampling) as said:
             for piece in said:
                 print(piece, end="", flush=True)
                 if is_stopped():
@@ -125,7 +125,7 @@ class Talk:
         answer = said.answer
         self._sign.note(cost_line(self._llm, answer))
         if answer.text:
-            self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+            self.messages = [*args, {"role": "assistant", "content": answer.text}]
 
     def _help(self, rest: str) -> None:
         self._sign.write_lines(_HELP.format(names=", ".join((*SAMPLING_NAMES, "system"))))

@@ -308,9 +308,9 @@ def _notes(given: _NodesArgs, prompts: Sequence[_NodesPrompt], max_context: int)
     notes = []
     if given.task is not None:
         own = _TASKS[given.task] | {"steps": ", ".join(map(str, _PROMPTS.values()))}
-        asked = {name: getattr(given, name) for name in own} | {"nodes": _num_nodes(given)}
-        asked["steps"] = asked["steps"] or own["steps"]
-        others = [f"{n} {asked[n]} in place of {own[n]}" for n in own if asked[n] != own[n]]
+        actual = {name: getattr(given, name) for name in own} | {"nodes": _num_nodes(given)}
+        actual["steps"] = actual["steps"] or own["steps"]
+        others = [f"{n} {actual[n]} in place of {own[n]}" for n in own if actual[n] != own[n]]
         notes += [f"task {given.task} with {'; '.join(others)}"] if others else []
     if (given.max_seq_len or 0) > max_context:
         notes.append(f"{given.max_seq_len} positions asked for; the model has {max_context}")

@@ -12,10 +12,10 @@ from tilewright.cli.arguments.ask import (
     AskArguments,
     PromptArgs,
     Sign,
-    compile_asked,
+    compile_model,
     cost_line,
     messages_of,
-    open_asked,
+    open_model,
     read_asked,
 )
 from tilewright.cli.commands import nodes
@@ -52,19 +52,19 @@ def main(argv: list[str]) -> int:
         "(distributed-llama)."
     )
     try:
-        asked = read_asked(argv, _RunArgs, sign, prog="tilewright run", description=words)
-        prompt = _prompt(asked.arguments.prompt)
-        source = open_asked(asked, sign)
-        tokens, images = _prompt_of(source, prompt, asked.arguments)
-        llm = compile_asked(asked, source, sign, context=_context(source, asked, len(tokens)))
+        args = read_asked(argv, _RunArgs, sign, prog="tilewright run", description=words)
+        prompt = _prompt(args.arguments.prompt)
+        source = open_model(args, sign)
+        tokens, images = _prompt_of(source, prompt, args.arguments)
+        llm = compile_model(args, source, sign, context=_context(source, args, len(tokens)))
         ready_s = time.perf_counter() - started
         sign.show("reading the prompt")
-        answer = _answer(llm, tokens, images, asked, sign)
+        answer = _answer(llm, tokens, images, args, sign)
     finally:
         sign.clear()
-    if asked.arguments.as_json:
+    if args.arguments.as_json:
         print(json.dumps(_facts(llm, answer, ready_s), ensure_ascii=False))
-    elif asked.arguments.figures:
+    elif args.arguments.figures:
         _print_figures(llm, answer, ready_s)
     else:
         sign.note(f"{cost_line(llm, answer)}; ready after {ready_s:.1f} s")
@@ -123,7 +123,7 @@ def _prompt_of(source: ModelHandle, prompt: str, arguments: Any) -> tuple[tuple[
     return insert_images(tokenizer.encode(text), images, processor.image_token)
 
 
-def _context(source: ModelHandle, asked: PromptArgs, num_prompt: int) -> int:
+def _context(source: ModelHandle, args: PromptArgs, num_prompt: int) -> int:
     """Return the context for the prompt and its answer.
 
     Raises:
@@ -131,8 +131,8 @@ def _context(source: ModelHandle, asked: PromptArgs, num_prompt: int) -> int:
     """
     from tilewright.llm import MAX_TOKENS
 
-    least, most = asked.sampling.get("max_tokens", 1), source.max_positions
-    named = asked.model.config.max_model_len
+    least, most = args.sampling.get("max_tokens", 1), source.max_positions
+    named = args.model.config.max_model_len
     if named is not None:
         most = min(most, named)
     if num_prompt + least > most:
@@ -142,20 +142,18 @@ def _context(source: ModelHandle, asked: PromptArgs, num_prompt: int) -> int:
         )
     if named is not None:
         return named
-    wanted = num_prompt + asked.sampling.get("max_tokens", MAX_TOKENS)
+    wanted = num_prompt + args.sampling.get("max_tokens", MAX_TOKENS)
     return min(most, max(wanted, _LEAST_CONTEXT))
 
 
-def _answer(
-    llm: LLM, tokens: tuple[int, ...], images: Any, asked: PromptArgs, sign: Sign
-) -> Answer:
-    with llm.stream_tokens(tokens, images, **asked.sampling) as stream:
+def _answer(llm: LLM, tokens: tuple[int, ...], images: Any, args: PromptArgs, sign: Sign) -> Answer:
+    with llm.stream_tokens(tokens, images, **args.sampling) as stream:
         for number, piece in enumerate(stream):
-            if not asked.arguments.as_json:
+            if not args.arguments.as_json:
                 if not number:
                     sign.clear()
                 print(piece, end="", flush=True)
-        if not asked.arguments.as_json:
+        if not args.arguments.as_json:
             print(flush=True)
         return stream.answer
 

@@ -116,10 +116,10 @@ def print_byte_plan(
     precision, target = choices.precision, choices.target
     if model is None or precision is None:
         return
-    resolved, asked = resolve_precision(model, precision), get_target(target)
+    resolved, backend = resolve_precision(model, precision), get_target(target)
     tell = byte_plan if cache is None else partial(kept_byte_plan, cache=cache)
     try:
-        plan = tell(model, resolved, asked, batch=batch, context=context, compute=choices.compute)
+        plan = tell(model, resolved, backend, batch=batch, context=context, compute=choices.compute)
     except CompileError:
         return
     name = f"{model.name} {RANDOM_WEIGHTS}" if model.weights == "random" else model.name

@@ -131,5 +131,5 @@ def _ended(
     known = msgspec.json.decode(bytes(ignored), type=tuple[str, ...])
     times = {"first_s": first, "total_s": total}
     # A numeric block contains NaN for an absent time.
-    told = {name: value for name, value in times.items() if value is not None and value == value}
-    return FinishedRequest(record=decoded, ignored=known, **told)
+    valid = {name: value for name, value in times.items() if value is not None and value == value}
+    return FinishedRequest(record=decoded, ignored=known, **valid)

@@ -24,8 +24,9 @@ _MALFORMED_BODIES = (
 
 
 async def soak(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
-    """A tenth of the requests first, then the rest: nothing may be left over, and memory must not
-    have grown by more than its noise meanwhile.
+    """Send a tenth of the requests, then the rest, and yield the growth between the two.
+
+    No request may be left over, and memory may grow only within its noise.
     """
     tenth = max(1, shape.requests // 10)
     first = await _stretch(client, shape, 0, tenth)
@@ -50,8 +51,8 @@ async def _stretch(client: Client, shape: LoadConfig, begin: int, end: int) -> F
     num_cancelled = 0
     for number in range(begin, end):
         chooser = random.Random(shape.seed + number)
-        kind = chooser.random()
-        if kind < _MALFORMED:
+        draw = chooser.random()
+        if draw < _MALFORMED:
             jobs.append(partial(malformed, number))
             continue
         body = shape.body(
@@ -59,10 +60,10 @@ async def _stretch(client: Client, shape: LoadConfig, begin: int, end: int) -> F
             num_input=chooser.randint(1, shape.input_tokens),
             num_output=chooser.randint(1, shape.output_tokens),
         )
-        if kind < _MALFORMED + _CANCELLED:
+        if draw < _MALFORMED + _CANCELLED:
             num_cancelled += 1
             jobs.append(partial(client.stream, COMPLETIONS, body, 1))
-        elif kind < 0.6:
+        elif draw < 0.6:
             jobs.append(partial(client.stream, COMPLETIONS, body))
         else:
             jobs.append(partial(client.whole, COMPLETIONS, body))

@@ -59,29 +59,29 @@ def load_engine(path: str) -> Any:
     return module
 
 
-def run_trial(asked: Trial) -> dict[str, Any]:
+def run_trial(trial: Trial) -> dict[str, Any]:
     """Return the maximum error, median seconds and tokens by case, and the seconds for
     creation.
     """
-    config = json.loads(Path(asked.config).read_text("utf-8"))
-    device = torch.device(asked.device)
+    config = json.loads(Path(trial.config).read_text("utf-8"))
+    device = torch.device(trial.device)
     settings = read_settings(config, device)
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
-    make = _maker(asked, config, settings, device)
+    make = _maker(trial, config, settings, device)
     begun = time.perf_counter()
     engine = make()
     found: dict[str, Any] = {"create_s": time.perf_counter() - begun, "cases": {}}
-    expected = {} if asked.engine is None else torch.load(asked.expected, weights_only=True)
-    for name, calls in cases(asked.scale).items():
-        trace = Trace(calls, settings.vocab_size, asked.device)
+    expected = {} if trial.engine is None else torch.load(trial.expected, weights_only=True)
+    for name, calls in cases(trial.scale).items():
+        trace = Trace(calls, settings.vocab_size, trial.device)
         begun = time.perf_counter()
         logits = [each.cpu() for each in trace.run(engine)]
-        seconds = [] if asked.repeats else [time.perf_counter() - begun]
-        if asked.engine is None:
+        seconds = [] if trial.repeats else [time.perf_counter() - begun]
+        if trial.engine is None:
             expected[name] = logits
-        for _ in range(asked.repeats):
+        for _ in range(trial.repeats):
             engine.remove(trace.requests)
-            if asked.fresh:
+            if trial.fresh:
                 del engine
                 engine = make()
             seconds.append(trace.seconds(engine, wait))
@@ -93,28 +93,28 @@ def run_trial(asked: Trial) -> dict[str, Any]:
             "tokens": trace.num_tokens,
             "decoded": trace.num_decoded,
         }
-    if asked.engine is None:
-        torch.save(expected, asked.expected)
+    if trial.engine is None:
+        torch.save(expected, trial.expected)
     return found
 
 
 def _maker(
-    asked: Trial, config: dict[str, Any], settings: Settings, device: torch.device
+    trial: Trial, config: dict[str, Any], settings: Settings, device: torch.device
 ) -> Callable[[], Any]:
     """Return a function that creates the engine or the reference."""
-    if asked.engine is None:
-        return partial(Reference, load_weights(asked.weights, settings), settings, device)
-    module = load_engine(asked.engine)
-    return partial(module.create_engine, config, asked.weights, asked.device)
+    if trial.engine is None:
+        return partial(Reference, load_weights(trial.weights, settings), settings, device)
+    module = load_engine(trial.engine)
+    return partial(module.create_engine, config, trial.weights, trial.device)
 
 
 def _worst(ours: list[Tensor], expected: list[Tensor]) -> float:
     return max(error_of(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-def command(asked: Trial) -> list[str]:
+def command(trial: Trial) -> list[str]:
     """Return the interpreter arguments that run a trial in a child process."""
-    return ["-m", __spec__.name, json.dumps(asdict(asked))]
+    return ["-m", __spec__.name, json.dumps(asdict(trial))]
 
 
 if __name__ == "__main__":

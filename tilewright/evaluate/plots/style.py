@@ -105,11 +105,11 @@ def save(figure: Figure, stem: Path) -> list[Path]:
         raise ConfigError(f"{str(stem)!r} names no file; allowed: a path that ends in a name")
     written = []
     with settings():
-        for kind in ("svg", "png"):
+        for suffix in ("svg", "png"):
             buffer = io.BytesIO()
-            about = {"Date": None} if kind == "svg" else {}
-            figure.savefig(buffer, format=kind, dpi=DPI, metadata=about, facecolor="white")
-            written.append((stem.parent / f"{stem.name}.{kind}", buffer.getvalue()))
+            about = {"Date": None} if suffix == "svg" else {}
+            figure.savefig(buffer, format=suffix, dpi=DPI, metadata=about, facecolor="white")
+            written.append((stem.parent / f"{stem.name}.{suffix}", buffer.getvalue()))
     for path, content in written:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -252,8 +252,8 @@ LENGTHS = "Batch x prompt"
 
 def marks(commits: str, *, is_of_other_run: bool) -> list[str]:
     """Return the marks of a row: `OTHER_RUN`, and `CHANGED` for a commit with local changes."""
-    told = ((OTHER_RUN, is_of_other_run), (CHANGED, "-dirty" in commits))
-    return [sign for sign, is_so in told if is_so]
+    signs = ((OTHER_RUN, is_of_other_run), (CHANGED, "-dirty" in commits))
+    return [sign for sign, is_so in signs if is_so]
 
 
 COLUMNS: Mapping[str, Callable[[ResultRow], str]] = MappingProxyType(

@@ -90,12 +90,12 @@ def unplaced(results: Iterable[Result]) -> list[Result]:
 def group_results(results: list[Result]) -> list[ResultGroup]:
     """Return current results by effective configuration, in row order; see `told_apart`."""
     found: dict[tuple[object, ...], list[Result]] = {}
-    for result in _current(told_apart(results)):
+    for result in _current(distinct(results)):
         found.setdefault((*_place(result), result.effective_id), []).append(result)
     return sorted((ResultGroup(tuple(members)) for members in found.values()), key=row_order)
 
 
-def told_apart(results: list[Result]) -> list[Result]:
+def distinct(results: list[Result]) -> list[Result]:
     """Return the results with separate device names for different machines or thread counts.
 
     For example ``CPU [a processor, 1 threads]``. The bare device name belongs to the machine with

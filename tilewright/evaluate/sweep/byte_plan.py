@@ -152,9 +152,9 @@ def lower_outline(model: CompilableModel, precision: ResolvedPrecision, target: 
     for place, layers in _lists_of_layers(model.module):
         for name, layer in layers.named_children():
             path = f"{place}.{name}"
-            asked = _asked(model.module.tensor_groups, path, layer, precision)
+            settings = _settings_of(model.module.tensor_groups, path, layer, precision)
             formats = tuple(stored[name] for name, _ in layer.named_parameters(prefix=path))
-            like[_built(layer), asked, formats].append(path)
+            like[_built(layer), settings, formats].append(path)
     kept = {paths[0]: len(paths) for paths in like.values()}
     with _only(model.module, set(kept)):
         graph_module, _ = lower_model(model, precision, target.stages(), silent)
@@ -192,7 +192,7 @@ def _built(module: nn.Module) -> Hashable:
     return type(module), tuple(settings), tuple(tensors), tuple(children)
 
 
-def _asked(
+def _settings_of(
     groups: Any, path: str, layer: nn.Module, precision: ResolvedPrecision
 ) -> tuple[Hashable, ...]:
     """Return every format and fidelity of a layer's modules."""

@@ -168,12 +168,12 @@ def holding_of(
     Raises:
         CompileError: for a weight that the target cannot store.
     """
-    recipe, facts = _asked(precision, weight)
-    block = [_asked(precision, each) for each in others]
+    recipe, facts = _recipe_of(precision, weight)
+    block = [_recipe_of(precision, each) for each in others]
     return target.holding(recipe, facts, compute=compute, block=block)
 
 
-def _asked(precision: ResolvedPrecision, weight: SweepWeight) -> tuple[WeightRecipe, NodeInfo]:
+def _recipe_of(precision: ResolvedPrecision, weight: SweepWeight) -> tuple[WeightRecipe, NodeInfo]:
     """Return a weight's recipe after the passes, and the metadata for its matmul."""
     group, layer, fqn = weight.group, weight.layer, weight.fqn
     name = precision.format(group, layer=layer, fqn=fqn)

@@ -38,7 +38,7 @@ class PrefixMatch:
         slot: a cached or running slot with these positions.
         snapshot: per-sequence state after them. None: the model has no such state, or the slot is
             continued.
-        junction: computed positions that are useless without a snapshot. 0: none.
+        branch_point: computed positions that are useless without a snapshot. 0: none.
         reached: largest length of the slot's state, see `Capabilities.can_cut`.
     """
 
@@ -46,7 +46,7 @@ class PrefixMatch:
     pages: tuple[int, ...] = ()
     slot: Slot | None = None
     snapshot: Snapshot | None = None
-    junction: int = 0
+    branch_point: int = 0
     reached: int = 0
 
 
@@ -172,7 +172,7 @@ class CacheManager(ABC):
             if shared > other.num_computed and shared - found.length >= self.capabilities.cell:
                 if self._has_state:
                     other.saves.add(shared)
-                    other.partings.add(shared)
+                    other.branch_points.add(shared)
                 return True
         return False
 
@@ -193,7 +193,7 @@ class CacheManager(ABC):
                 keys.append(key)
             if key not in self.snapshots:
                 continue
-            if at in running.partings:
+            if at in running.branch_points:
                 self.snapshots.use(key, 2)
             if not running.saves and at == passed[-1]:
                 self._go_on(running, key)
@@ -242,12 +242,12 @@ class CacheManager(ABC):
         request.take_slot(slot, num_cached=found.length, max_num_computed=found.reached)
         request.page_capacity = self.capabilities.max_context
         if self._has_state and request.page_keys and not self.snapshots.is_empty:
-            known, junction = found.length, found.junction
+            known, branch_point = found.length, found.branch_point
             ends = request.sampling.stop_token_ids
             request.saves = places_worth(
-                request.prompt, self.grain, ends, known=known, junction=junction
+                request.prompt, self.grain, ends, known=known, branch_point=branch_point
             )
-            request.partings = {junction}
+            request.branch_points = {branch_point}
         self._take_in(request)
 
     def _begin_copy(self, leader: RequestState, request: RequestState, slot: Slot) -> None:

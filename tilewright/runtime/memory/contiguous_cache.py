@@ -45,7 +45,9 @@ class ContiguousCacheManager(CacheManager):
                 continue
             is_whole = is_kept and common == len(tokens)
             found = self._use_of(request, slot, common, reached, is_whole=is_whole)
-            if found.length > best.length or (not best.length and found.junction > best.junction):
+            if found.length > best.length or (
+                not best.length and found.branch_point > best.branch_point
+            ):
                 best = found
         return best
 
@@ -71,12 +73,14 @@ class ContiguousCacheManager(CacheManager):
             is_held = is_whole or can_cut(reached, common)
             return PrefixMatch(common, slot=slot, reached=reached) if is_held else NOTHING
         found = self.snapshots.find(request.page_keys, common // self.grain)
-        junction = common // self.grain * self.grain
+        branch_point = common // self.grain * self.grain
         if found is None or not can_cut(reached, found[0] * self.grain):
-            return PrefixMatch(junction=junction)
+            return PrefixMatch(branch_point=branch_point)
         length = found[0] * self.grain
-        junction = junction if junction > length else 0
-        return PrefixMatch(length, slot=slot, snapshot=found[1], junction=junction, reached=reached)
+        branch_point = branch_point if branch_point > length else 0
+        return PrefixMatch(
+            length, slot=slot, snapshot=found[1], branch_point=branch_point, reached=reached
+        )
 
     @staticmethod
     def _reached(running: RequestState) -> int:

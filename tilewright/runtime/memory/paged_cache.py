@@ -45,10 +45,10 @@ class PagedCacheManager(CacheManager):
             return PrefixMatch(len(pages) * self.grain, tuple(pages))
         found = self.snapshots.find(request.page_keys, len(pages))
         if found is None:
-            return PrefixMatch(junction=len(pages) * self.grain)
+            return PrefixMatch(branch_point=len(pages) * self.grain)
         count, snapshot = found
-        junction = len(pages) * self.grain if count < len(pages) else 0
-        return PrefixMatch(count * self.grain, tuple(pages[:count]), None, snapshot, junction)
+        branch_point = len(pages) * self.grain if count < len(pages) else 0
+        return PrefixMatch(count * self.grain, tuple(pages[:count]), None, snapshot, branch_point)
 
     def shared_with(self, request: RequestState, other: RequestState) -> int:
         usable = (len(request.prompt) - 1) // self.grain

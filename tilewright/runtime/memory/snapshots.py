@@ -129,18 +129,18 @@ def spacing(grain: int) -> int:
 
 
 def places_worth(
-    prompt: Sequence[int], grain: int, ends: Collection[int], *, known: int, junction: int
+    prompt: Sequence[int], grain: int, ends: Collection[int], *, known: int, branch_point: int
 ) -> set[int]:
     """Return positions where later prompts probably diverge, as multiples of ``grain`` after
     ``known``:
 
     - the last position before the prompt's end,
     - the ends of the first two and the last four turns (a token in ``ends``),
-    - the ``junction`` with an earlier prompt,
+    - the ``branch_point`` with an earlier prompt,
     - a position every `spacing` tokens.
     """
     last = (len(prompt) - 1) // grain * grain
-    found = {last, junction, *range(spacing(grain), last, spacing(grain))}
+    found = {last, branch_point, *range(spacing(grain), last, spacing(grain))}
     turns = [at for at, token in enumerate(prompt) if token in ends] if ends else []
     if len(turns) > _FIRST_TURNS + _LAST_TURNS:
         turns = turns[:_FIRST_TURNS] + turns[-_LAST_TURNS:]

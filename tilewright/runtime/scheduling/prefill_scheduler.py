@@ -214,7 +214,7 @@ class PromptDealer:
     def _weight_beside(self, num_decoding: int) -> int:
         """Return the weighted tokens that fit the time with ``num_decoding`` decode rows.
 
-        The allowed time is at least the time of these rows. The result is at least a cell.
+        The allowed time includes these rows. The result is at least a cell.
         """
         allowed = max(self._policy.step_ms, self._cost.decode(num_decoding))
         return max(self._cost.tokens_within(allowed) or 0, self._limits.cell)

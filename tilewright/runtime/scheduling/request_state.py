@@ -93,7 +93,7 @@ class RequestState:
         replay_tokens: Output tokens that decode steps must read again after preemption.
         num_named: Full prompt pages that are in the prefix cache.
         saves: Prompt positions whose per-sequence state is kept.
-        partings: Positions in ``saves`` where another prompt branches off.
+        branch_points: Positions in ``saves`` where another prompt branches off.
         latest: Key of the last prefix with a snapshot.
         reply: Output position and snapshot of its per-sequence state.
         place: Host memory of the swapped state. None: the state is not swapped out.
@@ -147,7 +147,7 @@ class RequestState:
     pages: list[int] = field(default_factory=list)
     num_named: int = 0
     saves: set[int] = field(default_factory=set)
-    partings: set[int] = field(default_factory=set)
+    branch_points: set[int] = field(default_factory=set)
     latest: bytes | None = None
     reply: tuple[int, Snapshot] | None = None
     place: HostPlace | None = None

@@ -222,26 +222,26 @@ class EngineClient:
     def _send(self, engine: int, message: ToEngine) -> None:
         self.engines[engine].give(message)
 
-    def _place(self, asked: EngineRequest) -> int | None:
+    def _place(self, request: EngineRequest) -> int | None:
         assert self.ready is not None
         ready = [each for each in self.engines if each.state == READY]
         heard = [each for each in ready if each.is_healthy]
         size = self.ready.page_size or _PAGE
         keys: list[bytes] = []
-        is_shared = self.ready.shares_prefixes and asked.sampling.prompt_logprobs is None
-        is_shared &= asked.pooling != MEAN
+        is_shared = self.ready.shares_prefixes and request.sampling.prompt_logprobs is None
+        is_shared &= request.pooling != MEAN
         if len(self.engines) > 1 and is_shared:
-            keys = chain_keys(asked.prompt, size, asked.cache_salt)
+            keys = chain_keys(request.prompt, size, request.cache_salt)
         held = self.ready.num_pages or self.ready.max_num_seqs * self.ready.max_context // size
         return self._tracker.router.place(
-            asked.request_id,
+            request.request_id,
             keys,
-            num_prompt=len(asked.prompt),
-            num_answer=asked.sampling.max_tokens,
+            num_prompt=len(request.prompt),
+            num_answer=request.sampling.max_tokens,
             usable=[each.number for each in heard or ready],
             num_slots=self.ready.max_num_seqs // len(self.engines),
             most_keys=held // len(self.engines),
-            like=asked.like,
+            like=request.like,
         )
 
 

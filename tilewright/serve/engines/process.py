@@ -174,11 +174,11 @@ class EngineProcess:
             return
         try:
             for message in from_engine.decode(data):
-                self._hear(message, folder)
+                self._receive(message, folder)
         except Exception as error:
             self._give_up_for(error)
 
-    def _hear(self, message: FromEngine, folder: Path) -> None:
+    def _receive(self, message: FromEngine, folder: Path) -> None:
         if isinstance(message, NewTokens):  # the most frequent message
             self._listener.hear(self.number, message)
         elif isinstance(message, Heartbeat):

@@ -78,7 +78,7 @@ def _with_gpus(count: int, ranks: int, devices: tuple[int, ...]) -> tuple[Replic
             arguments=(*_ALONE, "--devices", _listed(range(ranks))),
             environment={_VISIBLE: ",".join(visible[each] for each in own)},
         )
-        for own in _dealt(devices, count)
+        for own in _slices(devices, count)
     )
 
 
@@ -95,17 +95,17 @@ def _with_cores(count: int, ranks: int, threads: int | None) -> tuple[Replica, .
             f"--replicas {count} of {ranks} ranks with {threads} threads; allowed: up to {most} "
             "replicas, or more --num-threads"
         )
-    own = _dealt(cores[:threads], count)
+    own = _slices(cores[:threads], count)
     if len(cores) < count:
         say(f"{count} replicas share {len(cores)} cores")
         own = [()] * count
     return tuple(
         Replica(arguments=(*_ALONE, "--num-threads", str(len(mine) // ranks)), cores=pinned)
-        for mine, pinned in zip(_dealt(range(threads), count), own, strict=True)
+        for mine, pinned in zip(_slices(range(threads), count), own, strict=True)
     )
 
 
-def _dealt(things: Sequence[_T], count: int) -> list[tuple[_T, ...]]:
+def _slices(things: Sequence[_T], count: int) -> list[tuple[_T, ...]]:
     """Return ``count`` consecutive slices of almost equal size, larger slices first."""
     sizes = [len(things) // count + (at < len(things) % count) for at in range(count)]
     ends = accumulate(sizes, initial=0)

@@ -168,7 +168,7 @@ class RequestTracker:
         settings: ServerConfig,
     ) -> None:
         self._place, self._send, self.router, self._settings = place, send, router, settings
-        self._asked: dict[int, PendingRequest] = {}
+        self._pending: dict[int, PendingRequest] = {}
         self._num_tokens_waiting = self._image_bytes_waiting = 0
         self._rate = 0.0
         self._num_running = 1
@@ -177,7 +177,7 @@ class RequestTracker:
         self.num_waiting = 0
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._pending)
 
     def submit(
         self, messages: Sequence[EngineRequest], *, max_context: int, client: str = ""
@@ -204,7 +204,7 @@ class RequestTracker:
             )
             handle.ids.append(self._next_id)
             now = time.perf_counter()
-            self._asked[self._next_id] = PendingRequest(
+            self._pending[self._next_id] = PendingRequest(
                 numbered, handle, index, now, RequestTimes(now)
             )
             self._count(numbered, 1)
@@ -218,55 +218,55 @@ class RequestTracker:
 
         The engine sends no further message about it.
         """
-        asked = self._forget(request_id)
-        if asked is None:
+        pending = self._forget(request_id)
+        if pending is None:
             return None
         engine = self.router.leave(request_id)
         if engine is not None:
             self._send(engine, AbortRequest(request_id))
-        done = asked.times.finished(request_id)
+        done = pending.times.finished(request_id)
         if done is not None:
-            self._measure(asked.message, done)
+            self._measure(pending.message, done)
         return done
 
     def on_message(
         self, message: Answer, num_running: int | None = None, *, engine: int = 0
     ) -> None:
         """Pass a message to its handle. ``num_running``: running requests. None: unchanged."""
-        asked = self._asked.get(message.request_id)
-        if asked is None:
+        pending = self._pending.get(message.request_id)
+        if pending is None:
             return
         if num_running is not None:
             self._num_running = max(1, num_running)
         if isinstance(message, NewTokens):
             self.router.advance(message.request_id, len(message.tokens))
-            asked.times.on_tokens()
+            pending.times.on_tokens()
         elif isinstance(message, RequestStarted):
-            if not asked.has_started:
-                self._count(asked.message, -1)
-                asked.handle.engines[asked.index] = engine
-            asked.times.on_started(message)
+            if not pending.has_started:
+                self._count(pending.message, -1)
+                pending.handle.engines[pending.index] = engine
+            pending.times.on_started(message)
         else:
             if isinstance(message, RequestFinished):
-                self._measure(asked.message, message)
+                self._measure(pending.message, message)
             self._forget(message.request_id)
             self.router.leave(message.request_id)
-        asked.handle.put(asked.index, message)
+        pending.handle.put(pending.index, message)
 
     def fail_all(self, code: str, message: str) -> None:
         """Fail all requests."""
-        for request_id in list(self._asked):
+        for request_id in list(self._pending):
             self._fail(request_id, code, message)
 
     def fail_started(self, engine: int, message: str) -> None:
         """Fail a lost engine's started requests. Its waiting requests have no engine now."""
         for request_id in self.router.lose(engine):
-            pending = self._asked.get(request_id)
+            pending = self._pending.get(request_id)
             if pending is not None and pending.has_started:
                 self._fail(request_id, "engine_error", message)
 
     def _fail(self, request_id: int, code: str, message: str) -> None:
-        pending = self._asked[request_id]
+        pending = self._pending[request_id]
         self.cancel(request_id)
         pending.handle.put(pending.index, RequestFailed(request_id, code, message))
 
@@ -281,12 +281,12 @@ class RequestTracker:
                 "priority": pending.message.priority,
                 "engine": self.router.engine_of(request_id),
             }
-            for request_id, pending in self._asked.items()
+            for request_id, pending in self._pending.items()
         ]
 
     def start_waiting(self) -> None:
         """Send the requests without an engine to one."""
-        for request_id, pending in list(self._asked.items()):
+        for request_id, pending in list(self._pending.items()):
             if request_id not in self.router:
                 pending.times.sent_at = time.perf_counter()
                 self._start(pending.message)
@@ -314,10 +314,10 @@ class RequestTracker:
         self._image_bytes_waiting += sign * message.image_bytes
 
     def _forget(self, request_id: int) -> PendingRequest | None:
-        asked = self._asked.pop(request_id, None)
-        if asked is not None and not asked.has_started:
-            self._count(asked.message, -1)
-        return asked
+        pending = self._pending.pop(request_id, None)
+        if pending is not None and not pending.has_started:
+            self._count(pending.message, -1)
+        return pending
 
     def _look_later(self) -> None:
         """Start a single timer for all requests, because a thousand may wait."""
@@ -327,17 +327,17 @@ class RequestTracker:
     def _expire(self) -> None:
         """Fail the requests above the queue timeout."""
         latest = time.perf_counter() - self._settings.queue_timeout
-        for request_id, asked in list(self._asked.items()):
-            if not asked.has_started and asked.since <= latest:
+        for request_id, pending in list(self._pending.items()):
+            if not pending.has_started and pending.since <= latest:
                 said = f"waited {self._settings.queue_timeout:g} s in the queue"
                 self._fail(request_id, "queue_timeout", said)
         self._timer = None
-        if self._asked:
+        if self._pending:
             self._look_later()
 
-    def _measure(self, asked: EngineRequest, done: RequestFinished) -> None:
+    def _measure(self, message: EngineRequest, done: RequestFinished) -> None:
         """Update the rate of prompt tokens per second over all running requests."""
         spent = done.prefill_s + done.decode_s
         if spent > 0:
-            rate = len(asked.prompt) / spent * self._num_running
+            rate = len(message.prompt) / spent * self._num_running
             self._rate = _OLD * self._rate + _NEW * rate if self._rate else rate

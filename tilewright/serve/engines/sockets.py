@@ -66,8 +66,8 @@ class FrontSocket:
         hear: receives a frame.
     """
 
-    def __init__(self, folder: Path, hear: Callable[[bytes], None]) -> None:
-        self._hear, self._is_due = hear, False
+    def __init__(self, folder: Path, on_frame: Callable[[bytes], None]) -> None:
+        self._on_frame, self._is_due = on_frame, False
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
@@ -104,5 +104,5 @@ class FrontSocket:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._hear(frame)
+            self._on_frame(frame)
         self._look_soon()

@@ -15,7 +15,7 @@ from tilewright.images.prompt import PromptImage
 from tilewright.runtime.messages import EngineReady
 from tilewright.serve.prompt.template import TemplateFacts
 from tilewright.serve.prompt.texts import TextCoder
-from tilewright.serve.tools.asked import ToolsAsked
+from tilewright.serve.tools.asked import RequestedTools
 from tilewright.serve.web.errors import invalid, refuse
 from tilewright.serve.web.requests import ChatMessage, Common, sampling_values
 
@@ -39,7 +39,7 @@ def render_chat(
     messages: Sequence[ChatMessage],
     *,
     facts: TemplateFacts,
-    tools: ToolsAsked | None = None,
+    tools: RequestedTools | None = None,
     variables: Mapping[str, object] | None = None,
     continues: bool = False,
     opens: bool = True,
@@ -59,11 +59,11 @@ def render_chat(
         ApiError: 400 without a template, or if it refuses the messages.
     """
     given = [_plain_message(message, at) for at, message in enumerate(messages)]
-    told = tools.given if tools is not None and facts.tells_tools else None
+    template_tools = tools.given if tools is not None and facts.tells_tools else None
     try:
         plain = facts.messages(given, () if tools is None else tools.tools)
         text = coder.apply_chat_template(
-            plain, opens and not continues, tools=told, variables=variables
+            plain, opens and not continues, tools=template_tools, variables=variables
         )
     except (RequestError, RecursionError) as error:
         raise refuse(error, "template_error", "messages") from None

@@ -88,8 +88,8 @@ class ResponseSpelling:
 
     def whole(self) -> dict[str, Any]:
         """Return the current response."""
-        job, asked = self._job, self._request
-        reasoning, sampling = asked.reasoning, job.choices[0].request.sampling
+        job, request = self._job, self._request
+        reasoning, sampling = request.reasoning, job.choices[0].request.sampling
         is_over = self._status in ("completed", "incomplete")
         is_cut = self._status == "incomplete"
         return {
@@ -100,30 +100,30 @@ class ResponseSpelling:
             "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
             "max_tool_calls": None,
-            "metadata": asked.metadata or {},
+            "metadata": request.metadata or {},
             "model": job.model,
             "output": self.output,
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": asked.previous_response_id,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
             "reasoning": {
                 "effort": reasoning.effort if reasoning is not None else None,
                 "summary": None,
             },
             "service_tier": "default",
-            "store": asked.is_stored,
+            "store": request.is_stored,
             "system_fingerprint": job.fingerprint,
             "temperature": sampling.temperature,
-            "text": {"format": _format_of(asked)},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
-            "top_logprobs": asked.top_logprobs or 0,
+            "text": {"format": _format_of(request)},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_logprobs": request.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": _usage(job) if is_over else None,
-            "user": asked.user,
+            "user": request.user,
         }
 
     def _begin(self) -> list[dict[str, Any]]:

@@ -50,15 +50,15 @@ class EmbeddingRequest(Struct, kw_only=True, frozen=True):
 
 async def _embeddings(request: web.Request) -> web.Response:
     front = request.app[FRONT]
-    asked, ignored = decode(await read_body(request, front), EmbeddingRequest)
+    parsed, ignored = decode(await read_body(request, front), EmbeddingRequest)
     ready, _ = front.up()
-    front.check_model(asked.model, ready)
-    _check(asked, ready)
-    prompts = await _prompts(front, asked, ready)
-    vectors = await _embed(front, asked, prompts, client=request[CLIENT])
-    width = asked.dimensions or ready.hidden_size
+    front.check_model(parsed.model, ready)
+    _check(parsed, ready)
+    prompts = await _prompts(front, parsed, ready)
+    vectors = await _embed(front, parsed, prompts, client=request[CLIENT])
+    width = parsed.dimensions or ready.hidden_size
     size = _CHARACTERS_A_VALUE * width * len(vectors)
-    spelled = await front.aside(size, _spell, vectors, width, asked.encoding_format == "base64")
+    spelled = await front.aside(size, _spell, vectors, width, parsed.encoding_format == "base64")
     count = sum(len(prompt.tokens) for prompt in prompts)
     body = {
         "object": "list",
@@ -69,23 +69,23 @@ async def _embeddings(request: web.Request) -> web.Response:
     return await front.aside(size, json_response, body, headers=ignored_fields(ignored))
 
 
-def _check(asked: EmbeddingRequest, ready: EngineReady) -> None:
+def _check(parsed: EmbeddingRequest, ready: EngineReady) -> None:
     """Raise an ApiError with status 400 if the target cannot serve the request."""
     if not ready.hidden_size:
         target = ready.facts.get("target", "of this server")
         said = f"target {target} gives no hidden states; allowed: cpu, cuda, reference"
         raise unsupported("embeddings", said)
-    if (asked.dimensions or 0) > ready.hidden_size:
-        said = f"dimensions: {asked.dimensions}; allowed: 1 to {ready.hidden_size}"
+    if (parsed.dimensions or 0) > ready.hidden_size:
+        said = f"dimensions: {parsed.dimensions}; allowed: 1 to {ready.hidden_size}"
         raise invalid(said, "dimensions")
 
 
 async def _prompts(
-    front: Front, asked: EmbeddingRequest, ready: EngineReady
+    front: Front, parsed: EmbeddingRequest, ready: EngineReady
 ) -> list[TokenizedPrompt]:
     """Return a prompt for each input. Raise an ApiError with status 400 for bad input."""
     _, coder = front.up()
-    inputs = prompt_list(asked.input, "input", MAX_INPUTS)
+    inputs = prompt_list(parsed.input, "input", MAX_INPUTS)
     found = []
     for at, given in enumerate(inputs):
         where = f"input[{at}]" if len(inputs) > 1 else "input"
@@ -104,18 +104,18 @@ async def _prompts(
 
 
 async def _embed(
-    front: Front, asked: EmbeddingRequest, prompts: Sequence[TokenizedPrompt], *, client: str
+    front: Front, parsed: EmbeddingRequest, prompts: Sequence[TokenizedPrompt], *, client: str
 ) -> list[bytes]:
     """Return a little-endian float32 vector for each prompt, computed in groups."""
     found = []
     count = min(_AT_A_TIME, front.settings.max_queue)
     for first in range(0, len(prompts), count):
-        found += await _embed_together(front, asked, prompts[first : first + count], client)
+        found += await _embed_together(front, parsed, prompts[first : first + count], client)
     return found
 
 
 async def _embed_together(
-    front: Front, asked: EmbeddingRequest, prompts: Sequence[TokenizedPrompt], client: str
+    front: Front, parsed: EmbeddingRequest, prompts: Sequence[TokenizedPrompt], client: str
 ) -> list[bytes]:
     began = time.perf_counter()
     handle = front.client.submit(
@@ -124,9 +124,9 @@ async def _embed_together(
                 UNNUMBERED,
                 prompt.tokens,
                 SamplingParams(max_tokens=1),
-                priority=asked.priority or 0,
-                cache_salt=asked.cache_salt or "",
-                pooling=asked.pooling or front.settings.pooling,
+                priority=parsed.priority or 0,
+                cache_salt=parsed.cache_salt or "",
+                pooling=parsed.pooling or front.settings.pooling,
             )
             for prompt in prompts
         ],

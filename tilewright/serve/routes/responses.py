@@ -37,34 +37,34 @@ _MOST_LISTED, _LISTED = 100, 20
 
 async def _create(request: web.Request) -> web.StreamResponse:
     front = request.app[FRONT]
-    asked, ignored = decode(await read_body(request, front), ResponsesRequest)
-    job, spelling = await begin_response(front, asked, request[CLIENT])
+    parsed, ignored = decode(await read_body(request, front), ResponsesRequest)
+    job, spelling = await begin_response(front, parsed, request[CLIENT])
     return await answer(request, job, spelling, ignored_fields(ignored))
 
 
 async def begin_response(
-    front: Front, asked: ResponsesRequest, client: str
+    front: Front, parsed: ResponsesRequest, client: str
 ) -> tuple[CompletionTask, ResponseSpelling]:
     """Return the job and the spelling of a response, or raise ApiError."""
-    check_responses(asked)
+    check_responses(parsed)
     front.up()
     before: list[Item] = []
-    if asked.previous_response_id is not None:
-        found = front.responses.find(client, asked.previous_response_id)
+    if parsed.previous_response_id is not None:
+        found = front.responses.find(client, parsed.previous_response_id)
         if found is None:
             name = "previous_response_id"
-            said = f"{name}: {asked.previous_response_id!r} is not stored; allowed: a stored one"
+            said = f"{name}: {parsed.previous_response_id!r} is not stored; allowed: a stored one"
             raise invalid(said, name, "previous_response_not_found")
         before = found.conversation
-    given = items_of(asked.input)
+    given = items_of(parsed.input)
     try:
-        job = await front.chat_job(chat_of(asked, [*before, *given]))
+        job = await front.chat_job(chat_of(parsed, [*before, *given]))
     except ApiError as error:
         raise _renamed(error) from None
     job.client = client
     keep = partial(front.responses.add, client, given=given, before=before)
-    on_end = keep if asked.is_stored else lambda body: None
-    return job, ResponseSpelling(job, asked, on_end=on_end)
+    on_end = keep if parsed.is_stored else lambda body: None
+    return job, ResponseSpelling(job, parsed, on_end=on_end)
 
 
 def _renamed(error: ApiError) -> ApiError:

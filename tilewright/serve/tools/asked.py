@@ -40,7 +40,7 @@ class _ToolChoice(Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class ToolsAsked:
+class RequestedTools:
     """Tools of a request.
 
     Attributes:
@@ -62,7 +62,7 @@ def read_tools(
     given: Sequence[Mapping[str, Any]] | None,
     choice: str | Mapping[str, Any] | None = None,
     is_parallel: bool | None = None,
-) -> ToolsAsked | None:
+) -> RequestedTools | None:
     """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls``. None: no calls.
 
     Raises:
@@ -85,7 +85,7 @@ def read_tools(
     if not tools or choice == "none":
         return None
     must_call = only is not None or choice == "required"
-    return ToolsAsked(tools, given or (), must_call, only, is_parallel is not False)
+    return RequestedTools(tools, given or (), must_call, only, is_parallel is not False)
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[ToolSpec, ...]:

@@ -10,7 +10,7 @@ from tilewright.runtime.grammar.spec import JSON_SCHEMA, LARK, GrammarSpec
 from tilewright.serve.output.reasoning import CLOSE, begins_in_reasoning
 from tilewright.serve.prompt.structured import behind_reasoning
 from tilewright.serve.prompt.texts import TextCoder
-from tilewright.serve.tools.asked import ToolsAsked
+from tilewright.serve.tools.asked import RequestedTools
 from tilewright.serve.tools.base import ToolFormat, ToShape
 from tilewright.serve.tools.shapes import CallGrammar, Term, json_term, quoted
 from tilewright.serve.web.errors import unsupported
@@ -31,7 +31,7 @@ def term_of(coder: TextCoder) -> Term:
 
 
 def call_grammar(
-    asked: ToolsAsked,
+    requested: RequestedTools,
     form: ToolFormat,
     coder: TextCoder,
     *,
@@ -50,23 +50,23 @@ def call_grammar(
     Raises:
         ApiError: 400 if calls and ``otherwise`` cannot both be enforced.
     """
-    tools = [tool for tool in asked.tools if asked.only in (None, tool.name)]
-    is_parallel = asked.is_parallel and asked.only is None
+    tools = [tool for tool in requested.tools if requested.only in (None, tool.name)]
+    is_parallel = requested.is_parallel and requested.only is None
     term = term_of(coder)
     shape = form.shape(ToShape(tools, is_parallel, coder.chat_template or "", term))
     marker = term(shape.opening) if shape.opening else ""
     repeats = shape.repeats and is_parallel
-    if otherwise is not None and not asked.must_call and not marker:
+    if otherwise is not None and not requested.must_call and not marker:
         said = f"beside tools, which {form.name} does not mark; allowed: tool_choice none"
         raise unsupported("response_format", said)
-    if asked.must_call and repeats:
+    if requested.must_call and repeats:
         lines = [*_free(marker, has_begun=True, repeats=True), _GAP]
         lines[0] = lines[0].replace("start:", f"start: GAP? {marker}")
         return behind_reasoning(_spec(lines, shape), prompt, coder)
-    if asked.must_call or otherwise is not None:
+    if requested.must_call or otherwise is not None:
         more = f" (GAP? {marker} region)* GAP?" if repeats else ""
         lines = [f"start: GAP? {marker} region{more}", _GAP]
-        if not asked.must_call and otherwise is not None:
+        if not requested.must_call and otherwise is not None:
             lines[0] += f" | {_json(otherwise)}"
         return behind_reasoning(_spec(lines, shape), prompt, coder)
     if not shape.opening:

@@ -35,7 +35,7 @@ _PREFLIGHT = {
     "access-control-max-age": "7200",  # Chromium's maximum
     "vary": "origin, access-control-request-method, access-control-request-headers",
 }
-_ASKED_HEADERS = "access-control-request-headers"
+_REQUESTED_HEADERS = "access-control-request-headers"
 _USUAL_HEADERS = ("authorization", "content-type", "x-request-id")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
@@ -54,7 +54,10 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             request[HEADERS]["access-control-allow-origin"] = allowed_origin
             request[HEADERS]["access-control-expose-headers"] = _EXPOSED
         if allowed_origin and request.method == "OPTIONS":
-            request[HEADERS] |= {**_PREFLIGHT, "access-control-allow-headers": _asked(request)}
+            request[HEADERS] |= {
+                **_PREFLIGHT,
+                "access-control-allow-headers": _requested_headers(request),
+            }
             response: web.StreamResponse = web.Response(status=204)
         else:
             _check_key(request, front)
@@ -168,9 +171,9 @@ def _is_loopback(name: str) -> bool:
         return name == "localhost"
 
 
-def _asked(request: web.Request) -> str:
+def _requested_headers(request: web.Request) -> str:
     """Return the header names that a preflight request asks for, without malformed names."""
-    fields = request.headers.getall(_ASKED_HEADERS, ())
+    fields = request.headers.getall(_REQUESTED_HEADERS, ())
     names = [name.strip() for field in fields for name in field.split(",")]
     known = [name for name in names if _HEADER_NAME.fullmatch(name)]
     return ", ".join(known or _USUAL_HEADERS)

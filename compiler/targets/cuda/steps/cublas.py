@@ -43,8 +43,10 @@ def codes_product(x_codes: Tensor, codes: Tensor, one: Tensor) -> Tensor:
 
 
 def scaled_product(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor]) -> Tensor:
-    """:func:`codes_product` in bfloat16, each of codes and what multiplies its rows (float32
-    ``[M, 1]`` and ``[N, 1]``, powers of two). The library has no float32 with those.
+    """Return :func:`codes_product` in bfloat16, with a scale for every row.
+
+    Both operands are codes and scales (float32 ``[M, 1]`` and ``[N, 1]``, powers of two).
+    cuBLAS has no float32 output with such scales.
     """
     (x_codes, x_scales), (codes, scales) = x, weight
     by_row = x_scales, scales.T

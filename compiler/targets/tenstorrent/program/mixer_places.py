@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.ir.info import WHOLE, Dealt, Placement, info
+from tilewright.compiler.ir.info import WHOLE, Placement, ShardedAxis, info
 from tilewright.compiler.mesh import ROWS, Split, deal, join
 from tilewright.compiler.targets.tenstorrent.program.instructions import EXPERTS
 from tilewright.errors import CompileError
@@ -91,7 +91,7 @@ def assign_experts(places: Places, node: Node) -> Placement:
         return WHOLE
     count = int(weight.meta["val"].shape[0])
     split = _whole(places, node, count, "experts")
-    places.weights[weight] = Placement((Dealt(EXPERTS, ROWS, split),))
+    places.weights[weight] = Placement((ShardedAxis(EXPERTS, ROWS, split),))
     return Placement(partial=ROWS)
 
 
@@ -110,4 +110,4 @@ def _whole(places: Places, node: Node, count: int, noun: str) -> Split:
 
 
 def _columns(places: Places, split: Split) -> Placement:
-    return WHOLE if places.mesh.rows == 1 else Placement((Dealt(_OUT, ROWS, split),))
+    return WHOLE if places.mesh.rows == 1 else Placement((ShardedAxis(_OUT, ROWS, split),))

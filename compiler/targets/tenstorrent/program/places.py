@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.formats.block_float import TILE
-from tilewright.compiler.ir.info import WHOLE, Dealt, Placement, info
+from tilewright.compiler.ir.info import WHOLE, Placement, ShardedAxis, info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
 from tilewright.compiler.mesh import (
@@ -49,7 +49,7 @@ def max_tiles_a_core(columns: int) -> int:
 
 def columns_dealt(over: str, split: Split | None) -> Placement:
     """Return the placement for columns sharded over a mesh axis, or `WHOLE` without an axis."""
-    return Placement((Dealt(OUT, over, split),)) if over and split is not None else WHOLE
+    return Placement((ShardedAxis(OUT, over, split),)) if over and split is not None else WHOLE
 
 
 class Places:
@@ -167,7 +167,7 @@ def _linear(places: Places, node: Node) -> Placement:
     if inputs is None:
         places.weights[weight] = found
         return found
-    places.weights[weight] = Placement((Dealt(IN, inputs.over, inputs.split), *found.dealt))
+    places.weights[weight] = Placement((ShardedAxis(IN, inputs.over, inputs.split), *found.dealt))
     return Placement(found.dealt, partial=inputs.over)
 
 

@@ -152,9 +152,10 @@ def choose_way(held: HeldWeight, num_tokens: int, *, is_codes: bool = False) -> 
 
 
 def rows_of(held: HeldWeight) -> range:
-    """The numbers of tokens of products with bfloat16 rows that are among these: where whole
-    models, or above 64 tokens chains of products, were measured faster on an H200 than with the
-    kernels of few tokens and the library.
+    """Return the token counts at which this kernel is selected for a bfloat16 weight.
+
+    At these counts it was faster on an H200 than the small kernels and cuBLAS: in whole models, or
+    above 64 tokens in chains of matmuls.
     """
     if held.kind != "bf16" or held.num_experts > 1:
         return range(0)

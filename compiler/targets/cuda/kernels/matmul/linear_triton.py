@@ -176,7 +176,9 @@ def linear(
     residual: bool = False,
     swiglu: bool = False,
 ) -> None:
-    """``out [M, N]`` of ``x [M, >= K]`` and a weight of N rows and K columns, float32 sums.
+    """Compute ``out [M, N]`` from ``x [M, >= K]`` and a weight of N rows and K columns.
+
+    Sums are float32.
 
     ``x`` is bfloat16; or float32 with ``norm`` (weight float32 ``[K]``, eps), the RMSNorm of its
     rows, rounded once to bfloat16. ``bias`` is float32 ``[N]``, rows as held.
