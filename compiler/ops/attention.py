@@ -178,8 +178,8 @@ class RopeAttentionArguments(NamedTuple):
         """
         args: tuple[Any, ...] = tuple(self)
         defaults = tuple(self._field_defaults.get(name) for name in self._fields)
-        least = self._fields.index("interleaved") + 1
-        while len(args) > least and args[-1] == defaults[len(args) - 1]:
+        shortest = self._fields.index("interleaved") + 1
+        while len(args) > shortest and args[-1] == defaults[len(args) - 1]:
             args = args[:-1]
         return args
 

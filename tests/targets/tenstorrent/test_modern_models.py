@@ -35,6 +35,7 @@ HYBRID = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**HIDDEN, "model_type": "qwen3"},
+    "glm4": {**HIDDEN, "model_type": "glm4", "rope": RopeConfig(theta=10000.0, num_rotated=16)},
     "qwen3_moe": {**HIDDEN, **EXPERTS, "model_type": "qwen3_moe"},
     "softmax_of_all": {**HIDDEN, **EXPERTS, "model_type": "qwen3_moe", "renormalise": False},
     "qwen3_5": {**HYBRID, "model_type": "qwen3_5"},
