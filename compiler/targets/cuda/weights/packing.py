@@ -149,14 +149,14 @@ def _shared_exponents(x_NK: Tensor) -> Tensor:
 
 def _stray_exponent(exponents: Tensor, kind: str) -> int | None:
     """Return an exponent out of range, or None. A block with exponent 0 has zeros only."""
-    least, most = EXPONENTS[kind]
+    first, last = EXPONENTS[kind]
     if exponents.numel() == 0:
         return None
     ends = torch.stack((exponents.masked_fill(exponents == 0, _EMPTY).min(), exponents.max()))
     low, high = ends.tolist()
-    if high > most:
+    if high > last:
         return int(high)
-    return int(low) if low < least else None
+    return int(low) if low < first else None
 
 
 def _tiles(x_NK: Tensor, kind: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Op table of dense matmuls: kernel selection by weight and rows. Excludes launches."""
+"""Kernel selection of dense matmuls by weight and rows. Excludes launches."""
 
 from __future__ import annotations
 
