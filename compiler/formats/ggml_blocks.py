@@ -128,7 +128,7 @@ def super_blocks(stored: Bytes, dtype: str) -> SuperBlocks:
     if dtype == "IQ4_XS":
         return SuperBlocks(
             codes=rows_of(nibbles(blocks[:, 8:], 16)),
-            scales=rows_of(scales_iq4_xs(blocks)),
+            scales=rows_of(scales_iq4_xs(blocks).view(np.uint8)).view(torch.int8),
             minimums=None,
             factors=rows_of(blocks[:, :2]).view(torch.float16),
         )

@@ -96,8 +96,8 @@ class EngineLoop:
             policy=policy,
             cost=self.cost,
             state_bytes=executable.state_bytes,
-            draft_model=draft_model,
             cross_width=0 if executable.encoder is None else executable.encoder.cross_width,
+            draft_model=draft_model,
         )
         self.num_dropped = 0
         self.failed: tuple[RequestState, ...] = ()

@@ -271,8 +271,8 @@ class HostExecutable(Executable):
         self._verified = batch
         if step.drafts and not self.follows:
             verified = parts[0]
-            counts = dict(zip(verified.slots, verified.read().counts or (), strict=True))
-            self._counts = bytes(counts.get(slot, 1) for slot in step.decode)
+            accepted = dict(zip(verified.slots, verified.read().counts or (), strict=True))
+            self._counts = bytes(accepted.get(slot, 1) for slot in step.decode)
             self._discard_rejected(self._counts)
         return parts
 

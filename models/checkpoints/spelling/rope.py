@@ -115,7 +115,9 @@ def hf_rope_values(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
         }
     elif isinstance(scaling, ProportionalScaling):
         fraction = 2 * scaling.num_turned / head_dim
-        found.update(rope_type="proportional", partial_rotary_factor=fraction, factor=scaling.factor)
+        found.update(
+            rope_type="proportional", partial_rotary_factor=fraction, factor=scaling.factor
+        )
     elif isinstance(scaling, YarnScaling):
         found |= {
             "rope_type": "yarn",

@@ -54,8 +54,8 @@ def read_serve_options(
     Args:
         argv: arguments after ``serve``.
         sign: shows the first progress line after parsing, before any file is read.
-        last_wins: Whether a doubled option is allowed. An engine gets the server's options, then its
-            replica's options.
+        last_wins: Whether a doubled option is allowed. An engine gets the server's options, then
+            its replica's options.
 
     Raises:
         TilewrightError: for every mistake that is visible without the model.

@@ -40,9 +40,7 @@ def main(argv: list[str]) -> int:
     if begun is not None:
         options = _as_begun(options, begun)
     if len(options.models) > 1 or len(options.targets) > 1:
-        raise ConfigError(
-            "a search over several models or targets; allowed: one model and target"
-        )
+        raise ConfigError("a search over several models or targets; allowed: one model and target")
     if boards := [target for target in options.targets if target in BOARDS]:
         raise ConfigError(
             f"a search on {boards[0]}: it compares speeds measured in turn, and a board's is "

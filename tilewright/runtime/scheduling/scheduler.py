@@ -70,8 +70,8 @@ class Scheduler:
         policy: SchedulerConfig | None = None,
         cost: StepCost | None = None,
         state_bytes: StateBytes = lambda num_positions, num_sequences: 0,
-        draft_model: DraftModel | None = None,
         cross_width: int = 0,
+        draft_model: DraftModel | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.capabilities = capabilities

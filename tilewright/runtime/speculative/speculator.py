@@ -119,7 +119,8 @@ class Speculator:
             counts = {request: count for request, count in counts.items() if not request.images}
             limit = self._choose(len(decoding), [*counts.values()], limit)
             short = {request: min(count, limit) for request, count in counts.items()}
-            return self._model.propose(short) if limit else {}
+            found = self._model.propose(short) if limit else {}
+            return {request: _up_to_image(request, draft) for request, draft in found.items()}
         for request, count in counts.items():
             draft = (0,) * count if self.is_warming_up else self._draft(request, count)
             if draft:
@@ -149,11 +150,7 @@ class Speculator:
         self._length.record(num_drafts, num_accepted)
 
     def _draft(self, request: RequestState, count: int) -> tuple[int, ...]:
-        """Return a draft up to the first image placeholder, which is never sampled."""
-        draft = self._index(request).propose(count)
-        placeholders = request.image_tokens
-        stop = next((at for at, token in enumerate(draft) if token in placeholders), len(draft))
-        return draft[:stop]
+        return _up_to_image(request, self._index(request).propose(count))
 
     @staticmethod
     def _is_known(request: RequestState) -> bool:
@@ -169,3 +166,10 @@ class Speculator:
             index = request.ngrams = NgramIndex(request.prompt, longest=longest, shortest=shortest)
         index.update(request.output)
         return index
+
+
+def _up_to_image(request: RequestState, draft: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a draft up to the first image placeholder, which is never sampled."""
+    placeholders = request.image_tokens
+    stop = next((at for at, token in enumerate(draft) if token in placeholders), len(draft))
+    return draft[:stop]

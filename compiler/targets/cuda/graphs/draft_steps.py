@@ -179,9 +179,10 @@ class DraftSteps:
         drafts = tuple(step.drafts.get(slot, ()) for slot in slots)
         slot_states = [self._slot_states[slot] for slot in slots]
         lengths = np.array([state.length for state in slot_states])
-        settled = [self._settled.pop(slot, _Settled(OWN_TOKEN, 0)) for slot in slots]
         offsets = tuple(state.rotary_delta for state in slot_states)
-        rows = DraftRows(slots, drafts, lengths, *zip(*settled, strict=True), offsets)
+        settled = [self._settled.pop(slot, _Settled(OWN_TOKEN, 0)) for slot in slots]
+        tokens, accepted = zip(*settled, strict=True)
+        rows = DraftRows(slots, drafts, lengths, tokens, accepted, offsets)
         self._state.check_all(slots, rows.lengths + rows.counts)
         bucket = self._buckets.drafts(len(rows.token_slots))
         bucket.run(rows, drawing_of(state.sampling for state in slot_states))

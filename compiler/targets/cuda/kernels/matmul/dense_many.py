@@ -35,7 +35,7 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 MAX_TOKENS = 4096
 """The most tokens of a product here: of more, the second-level cache does not hold x."""
 
-LEAST_TOKENS = 65
+MIN_TOKENS = 65
 """The fewest that are worth it: blocks have at least 128."""
 
 _SIDE = 128
@@ -150,7 +150,7 @@ def rows_of(num_rows: int, processors: int) -> tuple[range, ...]:
     """
     if num_rows < _MIN_ROWS:
         return ()
-    counts = range(LEAST_TOKENS, MAX_TOKENS + 1)
+    counts = range(MIN_TOKENS, MAX_TOKENS + 1)
     taken = [_fills_device(num_rows, count, processors) for count in counts]
     edges = [
         count
