@@ -1,8 +1,8 @@
 """Wheels with native CPU kernels.
 
-With TILEWRIGHT_WHEEL_KERNELS=1, the kernels are compiled into the wheel, which then fits a single
-processor type, or into the clone of an editable installation. pyproject.toml has all other
-settings.
+The kernels are compiled into a wheel, which then fits a single processor type.
+TILEWRIGHT_WHEEL_KERNELS=0 omits them, and 1 also compiles them into the clone of an editable
+installation. pyproject.toml has all other settings.
 
 Without a working compiler the kernels are omitted. The installation then compiles them at first
 use, or runs ONNX Runtime.
@@ -34,9 +34,11 @@ def _recipe() -> ModuleType:
 
 RECIPE = _recipe()
 try:
-    HAS_KERNELS = RECIPE.switch("TILEWRIGHT_WHEEL_KERNELS", False)
-    COMPILER = (RECIPE.words("CXX") if HAS_KERNELS else []) or ["c++"]
-    _ = RECIPE.words("CXXFLAGS") if HAS_KERNELS else []
+    IS_WANTED = RECIPE.switch("TILEWRIGHT_WHEEL_KERNELS", True)
+    IS_NAMED = bool(os.environ.get("TILEWRIGHT_WHEEL_KERNELS"))
+    COMPILER = (RECIPE.words("CXX") if IS_WANTED else []) or ["c++"]
+    _ = RECIPE.words("CXXFLAGS") if IS_WANTED else []
+    HAS_KERNELS = IS_WANTED and (IS_NAMED or shutil.which(COMPILER[0]) is not None)
 except ValueError as error:
     sys.exit(f"setup.py: {error}")
 
@@ -47,7 +49,7 @@ class BuildWithKernels(build_py):
     def run(self) -> None:
         """Build as usual, then compile the kernels if requested."""
         super().run()
-        if not HAS_KERNELS:
+        if not HAS_KERNELS or (self.editable_mode and not IS_NAMED):
             return
         library = Path("" if self.editable_mode else self.build_lib, NATIVE, RECIPE.packaged_name())
         if library.exists():

@@ -17,7 +17,7 @@ _VOCABULARY, _MAX_CONTEXT = 49_152, 1 << 20
 def main(argv: list[str]) -> int:
     """Run ``python -m bench bench-loop`` and return the exit code."""
     parser = Parser(prog="python -m bench bench-loop", description=__doc__)
-    parser.add_argument("--seats", type=int, nargs="+", default=[1, 64, 256], metavar="N")
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 64, 256], metavar="N")
     given = parser.parse_args(argv)
     for slots in given.slots:
         options = CompileOptions(max_batch=slots, max_context=_MAX_CONTEXT)

@@ -200,7 +200,9 @@ def _attention(
         "early": True,
     }
     for name, strict in (("fast", False), ("strict", True)):
-        share = split.share_of_step(rows, num_kv_heads, num_pages, head_dim, strict=strict)
+        share = split.share_of_step(
+            rows, num_kv_heads, num_pages, head_dim, strict=strict, spreads=fmt == "bf16"
+        )
         launch: Launch = lambda at, share=share: attention.attend_decode(  # type: ignore[misc]  # noqa: E731
             caches[at], qkv, out=out, share=share, **fixed
         )

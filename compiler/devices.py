@@ -251,6 +251,17 @@ def num_gpus() -> int:
     return count.value if found else 0
 
 
+def gpu_name() -> str:
+    """Return the name of the first GPU that this process can use. Empty: there is none."""
+    if not num_gpus():
+        return ""
+    driver, device = ctypes.CDLL(_CUDA_DRIVER), ctypes.c_int(0)
+    text = ctypes.create_string_buffer(256)
+    is_known = driver.cuDeviceGet(ctypes.byref(device), 0) == 0
+    is_known = is_known and driver.cuDeviceGetName(text, len(text), device) == 0
+    return text.value.decode(errors="replace") if is_known else ""
+
+
 def describe_cpu(cpuinfo: Path = _CPUINFO) -> CpuDescription:
     """Return the processor of the host from ``/proc/cpuinfo``. Unknown fields are marked."""
     try:

@@ -17,11 +17,17 @@ from tilewright.compiler.formats import stored_together
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig, ResolvedPrecision
-from tilewright.compiler.targets.image_encoder import EncoderSettings, ImageEncoder
+from tilewright.compiler.targets.image_encoder import (
+    AnyEncoder,
+    AnySettings,
+    EncoderSettings,
+    encoder_of,
+)
 from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Stage, Target
 from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.pipeline import RANK, with_ranks
 from tilewright.compiler.targets.table import get_target
+from tilewright.compiler.targets.tile_encoder import TileEncoderSettings
 from tilewright.compiler.tracer import grouped_modules, trace
 from tilewright.distributed.parallel import ALONE, Parallel
 
@@ -72,13 +78,17 @@ def compile_model(
     backend, resolved = get_target(target), resolve_precision(model, precision)
     parallel, rank = backend.settled(options), options.rank
     how: Any = {"dump_dir": dump_dir, "parallel": parallel, "rank": rank}
+    text = text_model(model, backend, parallel)
     graph_module, ctx = lower_model(
-        model, resolved, backend.stages(), report, block_axis=backend.block_axis, **how
+        text, resolved, backend.stages(), report, block_axis=backend.block_axis, **how
     )
+    encoder = compile_encoder(model, resolved, backend, parallel)
+    if encoder is not None:
+        options = replace(options, tower_bytes=tower_bytes(model))
     backend.check_room(graph_module, options)
-    source = weight_source(model, options.max_context, parallel)
+    source = weight_source(text, options.max_context, parallel)
     executable = backend.compile(graph_module, source, options, report)
-    executable.encoder = compile_encoder(model, resolved, backend, parallel)
+    executable.encoder = encoder
     return Compiled(
         executable=executable,
         target=target,
@@ -125,15 +135,17 @@ def resolve_precision(model: CompilableModel, precision: PrecisionConfig) -> Res
     Raises:
         ConfigError: A layer does not exist, or a rule has no effect.
     """
-    modules = grouped_modules(model.module)
-    if (tower := tower_of(model)) is not None:
-        modules += grouped_modules(tower.module)
+    vision: Any = getattr(model, "vision", None)
+    has_cross_layers = vision is not None and vision.text_module is not None
+    modules = grouped_modules(vision.text_module if has_cross_layers else model.module)
+    if vision is not None:
+        modules += grouped_modules(vision.module)
     return precision.resolve(model.config.num_layers, model.name, modules=modules)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tower:
-    """A vision tower as a model of its own, with the model's checkpoint."""
+class _Part:
+    """A vision tower or a text model as a model of its own, with the model's checkpoint."""
 
     name: str
     module: Any
@@ -141,31 +153,66 @@ class _Tower:
     checkpoint: Any
 
 
-def tower_of(model: CompilableModel) -> _Tower | None:
+def tower_of(model: CompilableModel) -> _Part | None:
     """Return the model's vision tower as a model, or None."""
     vision = getattr(model, "vision", None)
     if vision is None:
         return None
-    return _Tower(model.name, vision.module, vision.config, model.checkpoint)
+    return _Part(model.name, vision.module, vision.config, model.checkpoint)
+
+
+def text_model(model: CompilableModel, backend: Target, parallel: Parallel) -> CompilableModel:
+    """Return the model of text to compile, with its cross-attention layers if they can run."""
+    vision: Any = getattr(model, "vision", None)
+    if vision is None or vision.text_module is None or not takes_images(model, backend, parallel):
+        return model
+    return _Part(model.name, vision.text_module, model.config, model.checkpoint)
+
+
+def takes_images(model: CompilableModel, backend: Target, parallel: Parallel) -> bool:
+    """Return whether the model's tower can run on a target."""
+    vision: Any = getattr(model, "vision", None)
+    if vision is None or not backend.has_images or parallel.tensor > 1:
+        return False
+    return vision.text_module is None or backend.has_cross_layers
+
+
+def tower_bytes(model: CompilableModel) -> int:
+    """Return the device memory for a tower in fp32 and the values of its largest image."""
+    vision: Any = model.vision  # type: ignore[attr-defined]
+    config, processor = vision.config, vision.processor
+    rows = 0
+    if vision.text_module is None:
+        rows = processor.max_pixels // processor.patch_size**2
+    num_values = sum(tensor.numel() for tensor in vision.module.parameters())
+    return 4 * (num_values + 3 * rows * config.intermediate_size)
 
 
 def lower_tower(
     model: CompilableModel, precision: ResolvedPrecision
 ) -> tuple[GraphModule, ModelWeights] | None:
     """Return the graph of the vision tower and its weights. None: the model has no tower."""
-    from tilewright.compiler.targets.reference_tower import STAGES
+    from tilewright.compiler.targets.reference_tower import ENCODER_STAGES, STAGES
 
     tower = tower_of(model)
     if tower is None:
         return None
-    graph_module, _ = lower_model(tower, precision, STAGES, silent)
+    vision: Any = model.vision  # type: ignore[attr-defined]
+    stages = STAGES if vision.text_module is None else ENCODER_STAGES
+    graph_module, _ = lower_model(tower, precision, stages, silent)
     return graph_module, weight_source(tower)
 
 
-def encoder_settings(model: CompilableModel) -> EncoderSettings:
+def encoder_settings(model: CompilableModel, precision: ResolvedPrecision) -> AnySettings:
     """Return the settings of the model's vision tower. It must have one."""
     vision: Any = model.vision  # type: ignore[attr-defined]
-    config = vision.config
+    config, text = vision.config, model.config
+    if vision.text_module is not None:
+        width = 2 * text.num_kv_heads * text.head_dim * len(text.cross_layers)
+        cache_format = precision.format("cross_kv_cache")
+        return TileEncoderSettings(
+            processor=vision.processor, cross_width=width, cache_format=cache_format
+        )
     return EncoderSettings(
         processor=vision.processor,
         num_frames=config.num_frames,
@@ -177,19 +224,19 @@ def encoder_settings(model: CompilableModel) -> EncoderSettings:
 
 def compile_encoder(
     model: CompilableModel, precision: ResolvedPrecision, backend: Target, parallel: Parallel
-) -> ImageEncoder | None:
+) -> AnyEncoder | None:
     """Return the model's image encoder. Its weights are read with the first image.
 
     None: the model has no tower, the target takes no images, or there are several ranks.
     """
     from tilewright.compiler.targets.reference_tower import compile_tower
 
-    if not backend.has_images or parallel.tensor > 1:
+    if not takes_images(model, backend, parallel):
         return None
     lowered = lower_tower(model, precision)
-    if lowered is None:
-        return None
-    return ImageEncoder(encoder_settings(model), lambda: compile_tower(*lowered))
+    assert lowered is not None
+    device = backend.tower_device()
+    return encoder_of(encoder_settings(model, precision), lambda: compile_tower(*lowered, device))
 
 
 _MAX_TRACED = 32

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tilewright.errors import CheckpointError
 from tilewright.models.architectures.table import model_types
@@ -222,6 +222,8 @@ def load_model(
     module = _empty_module(config)
     vision = _empty_tower(checkpoint)
     towers = {} if vision is None else stored_shapes(vision.module)
+    if vision is not None and vision.text_module is not None:
+        towers |= stored_shapes(vision.text_module)
     check_tensors(checkpoint, {**stored_shapes(module), **towers})
     if tokenizer is None:
         tokenizer = load_tokenizer(checkpoint.tokenizer_source)
@@ -240,12 +242,18 @@ def _empty_tower(checkpoint: Checkpoint) -> VisionModel | None:
         return None
     import torch
 
+    from tilewright.models.architectures import mllama_cross
     from tilewright.models.architectures.qwen3_5_vision import VisionTower
-    from tilewright.models.vision_config import VisionModel
+    from tilewright.models.vision_config import VisionConfig, VisionModel
 
     config, processor = vision
     with torch.device("meta"):
-        return VisionModel(config, VisionTower(config), processor)
+        if isinstance(config, VisionConfig):
+            return VisionModel(config, VisionTower(config), processor)
+        text: Any = checkpoint.config
+        encoder = mllama_cross.ImageEncoderModel(config, text)
+        whole = mllama_cross.ImageTextForCausalLM(text)
+        return VisionModel(config, encoder, processor, whole)
 
 
 def _random_model(shape: ShapeName) -> LoadedModel:

@@ -71,7 +71,21 @@ class YarnScaling:
         return int(self.factor * self.original_max_positions)
 
 
-Scaling: TypeAlias = Llama3Scaling | LinearScaling | LongRopeScaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """Rotation of the first ``num_turned`` pairs (``rope_type: proportional``; Gemma 4).
+
+    A pair has channels half a head apart. Frequencies are those of the whole head, divided by
+    ``factor``.
+    """
+
+    num_turned: int
+    factor: float = 1.0
+
+
+Scaling: TypeAlias = (
+    Llama3Scaling | LinearScaling | LongRopeScaling | YarnScaling | ProportionalScaling
+)
 
 
 @dataclass(frozen=True, slots=True)

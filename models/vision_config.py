@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tilewright.images.processor import ImageProcessor
+    from tilewright.images.tiles import TileSettings
+    from tilewright.models.architectures.mllama_vision import TileTowerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,11 @@ class VisionModel:
         config: Sizes.
         module: The tower on the meta device.
         processor: Image processor.
+        text_module: The text model with cross-attention layers. None: images are embeddings in the
+            prompt.
     """
 
-    config: VisionConfig
+    config: VisionConfig | TileTowerConfig
     module: Any
-    processor: ImageProcessor
+    processor: ImageProcessor | TileSettings
+    text_module: Any = None

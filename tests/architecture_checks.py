@@ -145,10 +145,12 @@ def check_gguf(
     architecture: gguf.MODEL_ARCH,
     extra: Callable[[gguf.GGUFWriter], None],
     adjacent: bool = False,
+    prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> None:
     """So is a file with the names of llama.cpp's own library; ``extra`` writes further keys.
 
-    ``adjacent``: The converter makes rotation pairs adjacent in q and k.
+    ``adjacent``: The file has adjacent rotation pairs in q and k. ``prepare`` converts tensors to
+    names known by llama.cpp's library.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
@@ -166,13 +168,15 @@ def check_gguf(
     extra(writer)
     names = gguf.get_tensor_name_map(architecture, config.num_layers)
     added = architecture_of(config.model_type).gguf_norm_offset
-    for name, tensor in model.checkpoint.tensors.items():
+    num_rotated = 2 * config.rope.num_pairs(config.head_dim)
+    for name, tensor in prepare(model.checkpoint.tensors).items():
         theirs = names.get_name(name, (".weight", ".bias"))
         assert theirs is not None, name
         values = tensor + added if name.endswith("norm.weight") else tensor
-        if adjacent and name.endswith(("q_proj.weight", "k_proj.weight")):
-            pairs = values.unflatten(0, (-1, 2, config.head_dim // 2))
-            values = pairs.transpose(1, 2).reshape(values.shape)
+        if adjacent and (".q_proj." in name or ".k_proj." in name):
+            heads = values.unflatten(0, (-1, config.head_dim))
+            pairs = heads[:, :num_rotated].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+            values = torch.cat((pairs, heads[:, num_rotated:]), dim=1).flatten(0, 1)
         writer.add_tensor(theirs, values.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -41,6 +41,8 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "qwen3_5": _HYBRID,
     "qwen3_5_moe": {**_HYBRID, **_SPARSE, "shared_size": 64},
     "qwen3_next": {**_HYBRID, **_SPARSE, "shared_size": 64},
+    "glm4_moe": {**_SPARSE, "shared_size": 64, "num_layers": 2, "dense_layers": (0,)},
+    "lfm2": {"num_layers": 2, "conv_layers": (0,), "hidden_size": 64},
 }
 BIASES = {"attention_bias": True, "output_bias": True, "mlp_bias": True}
 

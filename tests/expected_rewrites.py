@@ -58,8 +58,63 @@ def _granite(config: Any) -> Counts:
     return _llama(config) | {"fuse_linear_residual": 0}
 
 
+def _glm4(config: Any) -> Counts:
+    return _llama(config) | {
+        "match_rms_norm": 4 * config.num_layers + 1,
+        "fuse_linear_residual": 0,
+    }
+
+
+def _sigmoid_experts(dense: Counts, config: Any) -> Counts:
+    """Return the counts with experts after a sigmoid router. A shared expert has no gate."""
+    num_sparse = config.num_layers - len(config.dense_layers)
+    shared = int(config.shared_size > 0)
+    changes = {
+        "match_router": -num_sparse,
+        "fuse_experts": -num_sparse,
+        "match_sigmoid_gate": -shared * num_sparse,
+        "match_calls": -shared * num_sparse,
+        "fuse_expert_sum": -2 * shared * num_sparse,
+        "fuse_linear_residual": shared * num_sparse,
+    }
+    counts = _with_experts(dense, config)
+    return counts | {name: counts[name] + n for name, n in changes.items()}
+
+
+def _glm4_moe(config: Any) -> Counts:
+    return _sigmoid_experts(_llama(config), config)
+
+
+def _minimax_m2(config: Any) -> Counts:
+    dense = _llama(config)
+    return _sigmoid_experts(
+        dense | {"match_rms_norm": dense["match_rms_norm"] + 2 * config.num_layers}, config
+    )
+
+
+def _muse_glimmer(config: Any) -> Counts:
+    counts = _llama(config)
+    return counts | {
+        "match_rms_norm": 6 * config.num_layers + 2,
+        "match_sigmoid_gate": config.num_layers,
+        "match_calls": counts["match_calls"] + config.num_layers,
+        "fuse_linear_residual": 0,
+    }
+
+
 def _gpt_oss(config: Any) -> Counts:
     return _with_experts(_llama(config), config) | {"match_swiglu": 0, "fuse_experts": 0}
+
+
+def _lfm2(config: Any) -> Counts:
+    num_conv = len(config.conv_layers)
+    changes = {
+        "match_rms_norm": -2 * num_conv,
+        "match_rope": -2 * num_conv,
+        "fuse_rope_attention": -num_conv,
+    }
+    counts = _llama(config)
+    return counts | {name: counts[name] + n for name, n in changes.items()}
 
 
 def _hybrid(config: Any) -> Counts:
@@ -110,13 +165,18 @@ def _sparse_hybrid(config: Any) -> Counts:
 
 _FAMILIES: dict[str, Callable[[Any], Counts]] = {
     "gemma3_text": _gemma3,
+    "glm4": _glm4,
+    "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "granite": _granite,
     "granitemoehybrid": _granite,
+    "lfm2": _lfm2,
     "llama": _llama,
+    "minimax_m2": _minimax_m2,
     "ministral3": _llama,
     "mistral": _llama,
     "mllama": _llama,
+    "muse_glimmer": _muse_glimmer,
     "olmo3": _olmo3,
     "phi3": _llama,
     "qwen2": _llama,

@@ -117,7 +117,9 @@ def parameters_of(model: SimpleNamespace) -> dict[str, Tensor]:
 def assert_eager_equals_twin(model: SimpleNamespace) -> None:
     """Names, shapes and fp32 logits of a tiny model (`tests.tiny.tiny_model`) are transformers'."""
     theirs = twin_of(model.config, model.checkpoint.tensors)
-    names = {name: tuple(weight.shape) for name, weight in theirs.named_parameters()}
+    stored = theirs.state_dict().keys()
+    tensors = (*theirs.named_parameters(), *theirs.named_buffers())
+    names = {name: tuple(tensor.shape) for name, tensor in tensors if name in stored}
     loaded = find_twin(model.config.model_type).loaded(dict(model.checkpoint.tensors))
     assert names == {n: tuple(w.shape) for n, w in loaded.items()}
     tokens = torch.tensor(random_tokens(23))

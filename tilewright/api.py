@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tilewright.compiler.artifacts.paths import is_compiled
 from tilewright.compiler.artifacts.start import MAX_BYTES, DamagedStartError
-from tilewright.compiler.targets.interface.base import Progress
+from tilewright.compiler.targets.interface.base import Executable, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled, silent
 from tilewright.errors import CheckpointError
 from tilewright.loading.program import begin_kernels, compile_program
@@ -57,6 +57,28 @@ def load(
         begin_kernels(config)
     progress("opening the model", 0, 1)
     return replace(source_of(load_model(named), named), notes=notes)
+
+
+def open_draft_model(
+    source: ModelHandle, resolved: ResolvedConfig, *, progress: Progress = silent
+) -> Executable | None:
+    """Return the executable of a configured draft model. Call this before `compile`.
+
+    Raises:
+        TilewrightError: see `loading.draft.open_draft_model`.
+    """
+    if resolved.config.speculative_config is None:
+        return None
+    from tilewright.loading import draft
+
+    use_cache = resolved.config.use_cache
+    return draft.open_draft_model(
+        source,
+        resolved,
+        progress,
+        load=lambda own: load(own.path, config=own, use_cache=use_cache, progress=progress),
+        compile=lambda model, own: compile(model, own, progress=progress),
+    )
 
 
 def compile(

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast, overload
 
-from tilewright.api import compile, load
+from tilewright.api import compile, load, open_draft_model
 from tilewright.compiler.sampling.params import sampling_of
-from tilewright.compiler.targets.interface.base import Progress
+from tilewright.compiler.targets.interface.base import Executable, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.errors import RequestError, allowed
 from tilewright.images.decode import ImageLimits
@@ -31,6 +31,7 @@ from tilewright.runtime.pooling import MEAN, POOLINGS, Pooling, normalized
 from tilewright.runtime.request import FAILED
 from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.runtime.speculative.config import draft_note
+from tilewright.runtime.speculative.draft_model import DraftModel
 from tilewright.utils.status_line import StatusLine
 
 if TYPE_CHECKING:
@@ -163,28 +164,42 @@ class LLM:
         try:
             how: Any = {"use_cache": made.use_cache, "progress": report}
             source = load(resolved.path, config=resolved, **how)
+            draft = open_draft_model(source, resolved, progress=report)
             compiled = compile(source, resolved, progress=report)
         finally:
             status.clear()
         for note in source.notes:
             warnings.warn(note, stacklevel=2)
-        self._begin(source, compiled, made)
+        self._begin(source, compiled, made, draft)
 
     @classmethod
-    def of_compiled(cls, source: ModelHandle, compiled: Compiled, config: EngineConfig) -> Self:
-        """Make an LLM from a compiled model."""
+    def of_compiled(
+        cls,
+        source: ModelHandle,
+        compiled: Compiled,
+        config: EngineConfig,
+        draft: Executable | None = None,
+    ) -> Self:
+        """Make an LLM from a compiled model, and from its draft model."""
         made = cls.__new__(cls)
-        made._begin(source, compiled, config)
+        made._begin(source, compiled, config, draft)
         return made
 
-    def _begin(self, source: ModelHandle, compiled: Compiled, config: EngineConfig) -> None:
+    def _begin(
+        self,
+        source: ModelHandle,
+        compiled: Compiled,
+        config: EngineConfig,
+        draft: Executable | None,
+    ) -> None:
         self.source, self.compiled = source, compiled
         self.tokenizer = source.tokenizer
         policy = config.scheduler_config(cache_output=False)
         note = draft_note(policy.speculative, compiled.executable.capabilities)
         if note is not None:
             warnings.warn(note, stacklevel=3)
-        self._loop = EngineLoop(compiled.executable, policy=policy)
+        self._draft_model = None if draft is None else DraftModel(draft)
+        self._loop = EngineLoop(compiled.executable, policy=policy, draft_model=self._draft_model)
         self._numbers = itertools.count()
 
     @property
@@ -278,6 +293,8 @@ class LLM:
 
     def close(self) -> None:
         """Release the model."""
+        if self._draft_model is not None:
+            self._draft_model.close()
         self.compiled.executable.close()
 
     def __enter__(self) -> Self:

@@ -1,25 +1,140 @@
-"""The fit of Blackhole's time model: constants, left-out errors, error bars, report."""
+"""Published speeds of Blackhole boards as samples of the time model, and their fit."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
+from pathlib import Path
+from typing import Any
 
 from bench.boards_fit import fitting
-from bench.boards_fit.blackhole_rows import BlackholeSample, read_blackhole_samples
+from bench.boards_fit.programs import Programs, Work
+from bench.boards_fit.report import error_bar, markdown, percents, summarize
+from tilewright.compiler.devices import get_device
+from tilewright.compiler.mesh import Mesh
+from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.tenstorrent.perf.blackhole import (
     BLACKHOLE_START,
     SOFTWARE,
     BlackholeConstants,
+    blackhole_seconds,
 )
-from tilewright.evaluate.report.table import Table
+from tilewright.compiler.targets.tenstorrent.perf.work import COLLECTIVE
+from tilewright.models.shapes import SHAPES
 
+ROWS = Path(__file__).with_name("blackhole_published.json")
 STEP_NAMES = ("cache_bytes_per_s", "ring_factor", *SOFTWARE)
 PROMPT_NAMES = ("matmul_factor", "prompt_op_seconds")
-_BAR = 90
+
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 40960,
+    "hidden_act": "silu",
+}
+_GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 1024,
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _sized(base: Mapping[str, Any], *sizes: int, **more: Any) -> dict[str, Any]:
+    return {**base, **dict(zip(_SIZES, sizes, strict=True)), **more}
+
+
+_QWEN36 = {
+    **_sized(_QWEN3, 5120, 17408, 64, 24, num_key_value_heads=4),
+    **{"model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 48},
+    "max_position_embeddings": 262144,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16,
+}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "Llama-3.1-8B-Instruct": SHAPES["llama-3.1-8b"],
+    "Llama-3.3-70B-Instruct": SHAPES["llama-3.1-70b"],
+    "Qwen3-4B": _sized(_QWEN3, 2560, 9728, 36, 32, tie_word_embeddings=True),
+    "Qwen3-32B": _sized(_QWEN3, 5120, 25600, 64, 64),
+    "gemma-3-12b-it": _sized(_GEMMA3, 3840, 15360, 48, 16, num_key_value_heads=8, head_dim=256),
+    "gemma-3-27b-it": _sized(_GEMMA3, 5376, 21504, 62, 32, num_key_value_heads=16, head_dim=128),
+    "Qwen3-Coder-30B-A3B": SHAPES["qwen3-30b-a3b"],
+    "Qwen3.6-27B": _QWEN36,
+    "Qwen3.8-27B": _QWEN36,
+}
+"""Configurations of the published models."""
+
+DEVICES = {"p150x2": "p300", "p150x4": "qb2", "p300x2": "qb2", "p150x8": "loudbox"}
+
+
+@dataclass(frozen=True, slots=True)
+class BlackholeSample:
+    """A published decode step or first token: ``seconds``, software, and work with its counts."""
+
+    id: int
+    model: str
+    board: str
+    batch: int
+    context: int
+    date: str
+    software: str
+    seconds: float
+    is_decode: bool
+    work: Work
+
+    def predict(self, constants: BlackholeConstants) -> float:
+        """Return the seconds of the time model."""
+        total = 0.0
+        for work, count in self.work:
+            start, moved, computed = blackhole_seconds(
+                work, constants, self.software, is_decode=self.is_decode
+            )
+            busy = moved + computed if work.kind == COLLECTIVE else max(moved, computed)
+            total += count * (start + busy)
+        return total
+
+    def error(self, constants: BlackholeConstants) -> float:
+        """Return predicted over published time, less 1."""
+        return self.predict(constants) / self.seconds - 1
+
+
+def read_samples() -> list[BlackholeSample]:
+    """Return the rows of the data file: decode steps, then first tokens."""
+    programs = Programs()
+    rows = json.loads(ROWS.read_text(encoding="utf-8"))["rows"]
+    steps = [_sample(record, programs, is_decode=True) for record in rows]
+    prompts = [record for record in rows if "first_token_ms" in record]
+    return [*steps, *(_sample(record, programs, is_decode=False) for record in prompts)]
+
+
+def _sample(record: Mapping[str, Any], programs: Programs, *, is_decode: bool) -> BlackholeSample:
+    board = DEVICES.get(record["board"], record["board"])
+    context = record["isl"] + (record.get("osl", 200) // 2 if is_decode else 0)
+    work = programs.work(
+        MODELS[record["model"]],
+        load_precision(record["precision"]),
+        model=record["model"],
+        board=board,
+        mesh=Mesh(record.get("chips", get_device(board).num_chips)),
+        phase="decode" if is_decode else "prefill",
+        batch=record["batch"] if is_decode else 1,
+        length=1 if is_decode else record["isl"],
+        context=context,
+    )
+    facts = {name: record[name] for name in ("id", "model", "board", "batch", "date", "software")}
+    seconds = record["step_ms" if is_decode else "first_token_ms"] / 1e3
+    return BlackholeSample(
+        **facts, context=context, seconds=seconds, is_decode=is_decode, work=work
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,50 +149,30 @@ class BlackholeStudy:
 
     def bars(self) -> tuple[float, float]:
         """Return the errors that nine of ten left-out steps and prompts are within."""
-        return _bar(self.step_errors), _bar(self.prompt_errors)
+        return error_bar(self.step_errors), error_bar(self.prompt_errors)
 
 
 def study_blackhole() -> BlackholeStudy:
     """Fit all rows, and fit again without each sample."""
-    rows = read_blackhole_samples()
+    rows = read_samples()
     steps = [sample for sample in rows if sample.is_decode]
-    counts = Counter(sample.software for sample in steps)
-    judged = [
-        sample for sample in steps if counts[sample.software] > 1
-    ]  # a single sample is not left out
     prompts = [sample for sample in rows if not sample.is_decode]
     constants = fitting.fit(steps, STEP_NAMES, BLACKHOLE_START)
     constants = fitting.fit(prompts, PROMPT_NAMES, constants)
-    return BlackholeStudy(
-        tuple(judged),
-        tuple(prompts),
-        constants,
-        tuple(_left_out(steps, judged)),
-        tuple(fitting.held_out(prompts, PROMPT_NAMES, _identity, constants)),
-    )
-
-
-def _left_out(steps: list[BlackholeSample], judged: list[BlackholeSample]) -> list[float]:
-    errors = fitting.held_out(steps, STEP_NAMES, _identity, BLACKHOLE_START)
-    ids = {sample.id for sample in judged}
-    return [error for sample, error in zip(steps, errors, strict=True) if sample.id in ids]
-
-
-def _identity(sample: BlackholeSample) -> int:
-    return sample.id
-
-
-def _bar(errors: tuple[float, ...]) -> float:
-    return float(np.expm1(np.percentile(np.abs(np.log1p(errors)), _BAR)))
+    errors = fitting.held_out(steps, STEP_NAMES, lambda sample: sample.id, BLACKHOLE_START)
+    counts = Counter(sample.software for sample in steps)
+    judged = [  # the only sample of a generation cannot be left out
+        (sample, error)
+        for sample, error in zip(steps, errors, strict=True)
+        if counts[sample.software] > 1
+    ]
+    left_out = fitting.held_out(prompts, PROMPT_NAMES, lambda sample: sample.id, constants)
+    used, step_errors = zip(*judged, strict=True)
+    return BlackholeStudy(used, tuple(prompts), constants, step_errors, tuple(left_out))
 
 
 def blackhole_report(study: BlackholeStudy) -> str:
     """Return tables of the errors and of all rows, as Markdown."""
-    summary = []
-    for name, errors in (("decode step", study.step_errors), ("prompt", study.prompt_errors)):
-        sizes = 100 * np.abs(errors)
-        cells = f"{np.median(sizes):.1f}", f"{np.max(sizes):.1f}"
-        summary.append((name, str(len(errors)), *cells))
     rows = []
     for samples, errors in ((study.steps, study.step_errors), (study.prompts, study.prompt_errors)):
         for sample, error in zip(samples, errors, strict=True):
@@ -85,26 +180,17 @@ def blackhole_report(study: BlackholeStudy) -> str:
             size = f"{sample.batch} x {sample.context:,}"
             times = f"{1e3 * sample.seconds:.2f}", f"{1e3 * sample.predict(study.constants):.2f}"
             software = sample.software if sample.is_decode else ""
-            details = (what, size, sample.date, software, *times, f"{100 * error:+.1f}")
+            details = (what, size, sample.date, software, *times, *percents(error))
             rows.append((sample.model, sample.board, *details))
+    summary = [
+        summarize("decode step", "sample", study.step_errors),
+        summarize("prompt", "sample", study.prompt_errors),
+    ]
     columns = ("model", "board", "", "users x positions", "date", "software", "published (ms)")
     return "\n\n".join(
         [
-            "### Blackhole: errors of left-out rows",
-            Table.of(("", "rows", "median (%)", "worst (%)"), summary).markdown().rstrip("\n"),
-            "### Blackhole: rows",
-            Table.of((*columns, "fitted (ms)", "left-out error (%)"), rows).markdown(),
+            "### Blackhole",
+            markdown(("figure", "left out", "rows", "median (%)", "worst (%)"), summary),
+            markdown((*columns, "fitted (ms)", "left-out error (%)"), rows),
         ]
     )
-
-
-def blackhole_source(study: BlackholeStudy) -> str:
-    """Return the source lines of the constants and error bars."""
-    lines = "".join(
-        f"    {field.name}={getattr(study.constants, field.name):.4g},\n"
-        for field in dataclasses.fields(study.constants)
-    )
-    steps, prompts = study.bars()
-    bars = f"BLACKHOLE_BARS = ({steps:.3f}, {prompts:.3f})"
-    # ruff writes exponents without a plus sign
-    return f"BLACKHOLE = BlackholeConstants(\n{lines})\n{bars}\n".replace("e+", "e")

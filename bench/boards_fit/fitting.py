@@ -7,7 +7,6 @@ fitted. Knows samples (a program's work and a published time), not programs.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,8 +16,7 @@ from numpy.typing import NDArray
 
 from tilewright.compiler.targets.tenstorrent.perf.constants import START, Constants
 from tilewright.compiler.targets.tenstorrent.perf.price import once_seconds, work_seconds
-from tilewright.compiler.targets.tenstorrent.perf.work import InstructionCost, program_work
-from tilewright.compiler.targets.tenstorrent.program.instructions import DECODE, DeviceProgram
+from tilewright.compiler.targets.tenstorrent.perf.work import InstructionCost
 
 Vector = NDArray[np.float64]
 C = TypeVar("C", bound=Any)
@@ -47,7 +45,7 @@ class Sample:
     device: str
     source: str
     seconds: float
-    work: tuple[tuple[InstructionCost, int], ...]
+    work: tuple[tuple[InstructionCost, float], ...]
     is_decode: bool
 
     def predict(self, constants: Constants) -> float:
@@ -61,14 +59,6 @@ class Sample:
     def error(self, constants: Constants) -> float:
         """Return the prediction's relative error."""
         return self.predict(constants) / self.seconds - 1
-
-
-def sample_of(
-    program: DeviceProgram, *, model: str, device: str, source: str, seconds: float
-) -> Sample:
-    """Return a program's sample. Equal work is counted, not listed."""
-    work = tuple(Counter(program_work(program)).items())
-    return Sample(model, device, source, seconds, work, program.phase == DECODE)
 
 
 def fit(samples: Sequence[Any], names: Sequence[str], start: C = START) -> C:  # type: ignore[assignment]

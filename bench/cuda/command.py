@@ -10,9 +10,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bench.cuda.rows import DECODE, METRICS, START, TTFT, BenchRow, find_rows
+from bench.cuda.rows import DECODE, METRICS, TTFT, BenchRow, find_rows
 from tilewright.cli.terminal.console import compile_progress, err, note, out, print_table
 from tilewright.compiler.devices import check_gpu
 from tilewright.errors import CheckpointError, TilewrightError, one_line
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         TilewrightError: for bad arguments, or without a GPU.
     """
-    words = "Measure decoding, prompts and starts with random weights on a GPU."
+    words = "Measure decoding and prompts with random weights on a GPU."
     options = parse(_Options, argv, prog="python -m bench bench-cuda", description=words)
     rows = find_rows(options.rows, options.tensor_parallel)
     if options.list:
@@ -107,11 +107,9 @@ def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
 
 
 def programs(rows: Sequence[BenchRow]) -> list[tuple[BenchRow, ...]]:
-    """Return the rows of each program. Starts are separate and last."""
-    compiled = [row for row in rows if row.metric != START]
-    keys = dict.fromkeys(row.program for row in compiled)
-    shared = [tuple(row for row in compiled if row.program == key) for key in keys]
-    return [*shared, *((row,) for row in rows if row.metric == START)]
+    """Return the rows of each program."""
+    keys = dict.fromkeys(row.program for row in rows)
+    return [tuple(row for row in rows if row.program == key) for key in keys]
 
 
 @dataclass(slots=True)
@@ -143,16 +141,13 @@ class _Session:
                 self._print(f"{row.name}: not measured: {reason}", style="yellow")
 
     def _measure(self, rows: Sequence[BenchRow]) -> None:
-        from bench.cuda.measure import Bench, measure_start
+        from bench.cuda.measure import Bench
         from bench.cuda.step_times import host_times
 
-        how = {"target": self.choices.target, "repeats": self.choices.repeats}
-        if rows[0].metric == START:
-            self._take(measure_start(rows[0], **how))  # type: ignore[arg-type]
-            return
+        target, repeats = self.choices.target, self.choices.repeats
+        how: dict[str, Any] = {"target": target, "repeats": repeats}
         with compile_progress(err()) as progress:
-            ranks = self.choices.num_ranks
-            made = Bench(rows, progress=progress, num_ranks=ranks, **how)  # type: ignore[arg-type]
+            made = Bench(rows, progress=progress, num_ranks=self.choices.num_ranks, **how)
         note(self.screen, made.text())
         try:
             for row in rows:

@@ -1,4 +1,4 @@
-"""Measures the rows of ``bench-cuda``: programs, timed runs, records and starts.
+"""Measures the rows of ``bench-cuda``: programs, timed runs and records.
 
 Prints nothing.
 """
@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -20,18 +19,15 @@ from bench.cuda.rows import (
     DECODE_SHARE,
     PREFILL_SECONDS,
     PREFILL_SHARE,
-    START,
     TTFT,
     BenchRow,
 )
 from tilewright.api import load
 from tilewright.cli.arguments.bench import RunOptions, read_options
 from tilewright.cli.measure import measure
-from tilewright.cli.terminal.console import RANDOM_NOTE
 from tilewright.compiler.ops.moe import expected_experts
 from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Slot
 from tilewright.compiler.targets.interface.compiled import Compiled
-from tilewright.errors import CompileError
 from tilewright.evaluate.cases.cases import CASES, TABLE_PROMPT_LENGTH
 from tilewright.evaluate.measure.roofline import (
     StepTraffic,
@@ -44,12 +40,9 @@ from tilewright.evaluate.results.record import RANDOM_WEIGHTS, Ceilings, Result
 from tilewright.loading.program import compile_program
 from tilewright.loading.source import ModelHandle
 from tilewright.runtime.engine import Engine
-from tilewright.utils.child_process import PYTHON, Child
 
 _LONG_PROMPT, _LONG_REPEATS = 16384, 3
-"""Long prompt length, and the maximum number of repeats for long prompts and starts."""
-_START_SECONDS, _START_PROMPT = 300, "Why is the sky blue?"
-_DEMO = Path(__file__).resolve().parents[2] / "demo" / "simple_text_demo.py"
+"""Long prompt length, and the maximum number of repeats for long prompts."""
 
 
 @runtime_checkable
@@ -241,38 +234,3 @@ def _figure(
     assert row.metric == PREFILL_SHARE
     shares = tuple(100 * works[0].flops / each / ceilings.flops_per_s for each in prompts)
     return shares, 100.0, f"{prompting}; {decoding}"
-
-
-def measure_start(row: BenchRow, *, target: str, repeats: int) -> Figures:
-    """Measure the seconds from process start to the demo's first text, after a warm-up.
-
-    Raises:
-        CompileError: if the demo fails.
-    """
-    assert row.metric == START
-    name = load(run_options(row, target=target, repeats=1).model.path).name
-    argv = [*PYTHON, str(_DEMO), "--model", f"shape:{row.shape}", "--target", target]
-    argv += ["--precision", row.precision, "--prompt", _START_PROMPT, "--no-results"]
-    argv += ["--max-generated-tokens", "16", "--repeat-batches", "1"]
-    mark = RANDOM_NOTE.format(name) + "\n"
-    seconds = [_seconds_to_text(argv, mark) for _ in range(1 + min(repeats, _LONG_REPEATS))]
-    detail = f"with the demo's warm-up; the start before these took {seconds[0]:.1f} s"
-    return Figures(row, tuple(seconds[1:]), detail=detail)
-
-
-def _seconds_to_text(argv: Sequence[str], mark: str) -> float:
-    """Return the seconds until the output of a process continues after ``mark``."""
-    seen, found = b"", None
-    started = time.perf_counter()
-    wide = {"COLUMNS": "400"}  # the line of the mark must not wrap
-    with Child(argv, timeout_s=_START_SECONDS, has_pipes=True, environment=wide) as child:
-        while chunk := child.read():
-            seen += chunk
-            if found is None and seen.partition(mark.encode())[2]:
-                found = time.perf_counter() - started
-        ended = child.wait()
-    assert ended is not None
-    if ended.code or found is None:
-        said = (ended.last or "nothing")[:200]
-        raise CompileError(f"the demo ended with {ended.code}, saying {said!r}")
-    return found

@@ -32,7 +32,7 @@ class Metric:
 
 
 DECODE, TTFT, PREFILL_SHARE = "decode", "ttft", "prefill share"
-PREFILL_SECONDS, DECODE_SHARE, START = "prefill seconds", "decode share", "start"
+PREFILL_SECONDS, DECODE_SHARE = "prefill seconds", "decode share"
 
 METRICS: Mapping[str, Metric] = {
     DECODE: Metric("t/s", "decode", "decoded tokens a second of all users, without the first step"),
@@ -40,7 +40,6 @@ METRICS: Mapping[str, Metric] = {
     PREFILL_SHARE: Metric("%", "of products", "share of the measured matmul rate in prefill"),
     PREFILL_SECONDS: Metric("s", "TTFT", "time to the first token of a prompt", 2, True),
     DECODE_SHARE: Metric("%", "of reads", "share of the measured read rate in decode"),
-    START: Metric("s", "start", "time from process start to the first text", is_most=True),
 }
 
 
@@ -78,7 +77,7 @@ class BenchRow:
 _1B, _8B, _70B = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
 _35B = "qwen3.5-35b-a3b"
 _2K, _64K = 2048 + TABLE_GENERATED_TOKENS, 65536 + TABLE_GENERATED_TOKENS
-_PRECISIONS = {name: f"all-{name}" for name in ("bfp8", "bfp4", "q40", "q80")}
+_PRECISIONS = {name: f"all-{name}" for name in ("bfp8", "bfp4", "q40", "q80", "fp8")}
 """Precisions by short name, if the names differ."""
 
 
@@ -118,6 +117,7 @@ ROWS: tuple[BenchRow, ...] = (
     *_rows("8b-bfp4", _8B, _USERS, first=""),
     *_rows("8b-q40", _8B, "1: 32: 256:", first=""),
     *_rows("8b-q80", _8B, "1: 32: 256:", first=""),
+    *_rows("8b-fp8", _8B, "1: 32: 256:", first=""),
     *(
         replace(row, name=f"{row.name}-{length}", prompt_length=length, context=_2K)
         for name in ("bf16", "bfp8", "performance", "bfp4")
@@ -136,9 +136,8 @@ ROWS: tuple[BenchRow, ...] = (
     BenchRow("8b-decode-32k", _8B, "bf16", DECODE_SHARE, prompt_length=32768, context=_64K),
     BenchRow("8b-prefill-64k", _8B, "bf16", PREFILL_SECONDS, 5, prompt_length=65536),
     BenchRow("8b-decode-64k", _8B, "bf16", DECODE_SHARE, 70, prompt_length=65536),
-    BenchRow("8b-start", _8B, "bf16", START, 15),
 )
-"""Rows in measurement order. The start is last, so that its kernels are cached."""
+"""Rows in measurement order."""
 
 
 LARGE_ROWS = tuple(_rows("70b-bf16", _70B, "1: 32:"))

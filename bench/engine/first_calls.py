@@ -8,8 +8,7 @@ process for each case loads the file by its path, without a name in ``sys.module
 - memory without the context: weights, mapped memory and the rest. The rest may have 200 MB.
 - growth: pointers and graphs above 4,096 positions, and memory after the engine.
 
-``--against PATH`` names another engine.py, or a checkout to write it. Two processes of each file
-run in turn. The exit code is 1 after a missed limit.
+The exit code is 1 if a limit is missed. ``--engine FILE`` measures another engine.py.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ import gc
 import importlib.util
 import json
 import multiprocessing
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -46,27 +43,12 @@ MODEL: dict[str, Any] = {
 }
 """Configuration of the model with speed goals."""
 
-_OTHER = """\
-import sys, pathlib
-sys.path.insert(0, {root!r})
-from tilewright.compiler.targets.cuda.engine_generator import parts
-from tilewright.compiler.targets.cuda.engine_generator.parts.generated import PLAN
-from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices
-from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
-assert parts.__file__.startswith({root!r}), parts.__file__
-text = engine_text(PLAN, Choices(products={products!r}), title="old", num_layers={layers})
-pathlib.Path({path!r}).write_text(text)
-"""
-"""Writes the engine.py of another checkout."""
 
-
-def load(path: str, *, registered: bool = False) -> Any:
-    """Load a file by its path. Old files need an entry in ``sys.modules``."""
+def load(path: str) -> Any:
+    """Load a file by its path."""
     spec = importlib.util.spec_from_file_location("evaluated", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    if registered:
-        sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -89,12 +71,12 @@ def measure_case(given: dict[str, Any], case: str, results: Any) -> None:
     """Measure a case in a fresh process. Put the result into a queue."""
     torch.zeros(1, device="cuda")
     begin = used_mb()
-    module = load(given["engine"], registered=given["old"])
+    module = load(given["engine"])
     begun = time.perf_counter()
     engine = module.create_engine(given["config"], given["weights"], "cuda")
     found: dict[str, Any] = {"create_s": time.perf_counter() - begun, "created": used_mb() - begin}
     found["graphs"] = len(engine._executor._graphs)
-    found["mapped"] = 0.0 if given["old"] else mapped_mb(engine)
+    found["mapped"] = mapped_mb(engine)
     trace = Trace(cases()[case], given["config"]["vocab_size"], given["tokens"])
     seconds, returned = list[float](), list[float]()
     for _ in range(given["repeats"]):
@@ -189,35 +171,12 @@ def report(case: str, found: dict[str, Any], weights: float) -> bool:
     return good
 
 
-def other_engine(given: argparse.Namespace, folder: Path) -> Path:
-    """Return the file for the comparison, written by its own checkout if necessary."""
-    root, path = Path(given.against).resolve(), folder / "old_engine.py"
-    if root.is_file():
-        return root
-    names = {"root": str(root), "products": given.products, "path": str(path)}
-    script = _OTHER.format(**names, layers=MODEL["num_hidden_layers"])
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=folder, env=environment)
-    return path
-
-
-def compare_with(old: dict[str, Any], new: dict[str, Any], case: str) -> None:
-    """Print the medians of two files, with two processes each, in turn."""
-    found = [in_child(measure_case, each, case) for each in (old, new, old, new)]
-    medians = " ".join(f"{statistics.median(each['ms'][1:]):.3f}" for each in found)
-    firsts = " ".join(f"{each['ms'][0]:.3f}" for each in found)
-    returned = " ".join(f"{statistics.median(each['returned'][1:]):.3f}" for each in found)
-    print(f"{case}, other this other this: medians {medians}, first {firsts}, until the last call")
-    print(f"  returns {returned}; other memory {found[2]['used']:.0f} MB", flush=True)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Measure all cases and the growth. Return 1 after a missed limit."""
     parser = argparse.ArgumentParser(description="First calls and memory of an emitted engine.")
     option = parser.add_argument
     option("--engine", help="path of an engine.py (default: write an engine)")
     option("--config", help="path of a model_config.json (default: 12 layers of 768)")
-    option("--against", help="path of another engine.py, or of a checkout to write it")
     option("--products", default="triton", choices=("triton", "cuda"))
     option("--tokens", default="cuda", choices=("cuda", "cpu"), help="device of the tokens")
     option("--repeats", type=int, default=20, help="calls per case, at least 10")
@@ -234,12 +193,7 @@ def main(argv: list[str] | None = None) -> int:
             layers, choices = config["num_hidden_layers"], Choices(products=given.products)
             path.write_text(engine_text(PLAN, choices, title="a check", num_layers=layers), "utf-8")
         asked = {**vars(given), "engine": str(path.resolve()), "config": config, "weights": folder}
-        asked["old"] = False
         good = [report(case, in_child(measure_case, asked, case), weights) for case in cases()]
-        if given.against:
-            old = {**asked, "engine": str(other_engine(given, Path(folder))), "old": True}
-            for case in cases():
-                compare_with(old, asked, case)
         growth = in_child(measure_growth, asked)
         for name, fact in growth["facts"].items():
             print(f"{name}: {fact}")

@@ -1,14 +1,18 @@
 """``python -m bench compare-serve``: servers loaded by the same client, in turn.
 
 By default these are ``tilewright serve`` and ``llama-server`` on the CPU. ``--server NAME=COMMAND``
-adds a server with ``--host`` and ``--port``, for example vLLM, SGLang or several replicas.
+adds a server with ``--host`` and ``--port``, for example vLLM, SGLang or several replicas. Results
+have the start time and the KV pages. Example for two limits of concurrent requests:
+``--server "8=tilewright serve M --max-num-seqs 8" "auto=tilewright serve M"``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shlex
+import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +124,12 @@ def _measure(
 
 def _load(options: _Options, server: Server, logs: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
+    began = time.perf_counter()
     with running(server, logs / f"{server.name}.log") as url:
+        facts = {"start_s": time.perf_counter() - began}
+        if any("tilewright" in word for word in server.command):
+            facts["num_pages"] = asyncio.run(_num_pages(url))
+        print(server.name, facts, file=sys.stderr)
         for users in options.users:
             shape = LoadConfig(
                 requests=users * options.answers,
@@ -133,7 +142,7 @@ def _load(options: _Options, server: Server, logs: Path) -> list[dict[str, Any]]
             row = asyncio.run(_ask(url, options.plan, shape))
             if row.get("failed"):
                 raise TilewrightError(f"{server.name}: {row.get('why', 'a request failed')}")
-            rows.append({"server": server.name, "users": users, **row})
+            rows.append({"server": server.name, "users": users, **facts, **row})
     return rows
 
 
@@ -143,6 +152,11 @@ async def _ask(url: str, plan: str, shape: LoadConfig) -> dict[str, float | str]
         await rows_of(streams(client, LoadConfig(requests=2, input_tokens=16, output_tokens=8)))
         (row,) = await rows_of(PLANS[plan].run(client, shape))
         return row
+
+
+async def _num_pages(url: str) -> float:
+    async with connected(url, "") as client:
+        return float((await client.told("/props"))["num_pages"])
 
 
 def _offline(options: _Options, pair: Pair) -> float:

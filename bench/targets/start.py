@@ -1,12 +1,14 @@
 """Start time: seconds from exec to the first token of ``tilewright run``, CPU time, peak memory.
 
-``python -m bench.targets.start [MODEL] [--runs 5] [--cold]``. A warm start follows one run that
-fills the cache. A cold start has an empty cache each time. Needs a machine without other work.
+``python -m bench.targets.start [MODEL] [--runs 5] [--cold] [--options WORDS]``. A warm start
+follows a run that fills the cache. A cold start has an empty cache each time. Needs an idle
+machine. Example: ``--options "--target cuda --precision bf16"``.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,7 @@ class _Arguments:
     )
     prompt: str = option("the prompt", default=_PROMPT)
     runs: int = option("number of measured runs (default: 5)", default=5, type=integer(1, 100))
+    options: str = option("further options of tilewright run", default="", metavar="WORDS")
     cold: bool = option("empty the cache before each run", default=False)
 
 
@@ -38,7 +41,8 @@ def main(argv: list[str]) -> int:
     arguments = parse(_Arguments, argv, prog="python -m bench.targets.start", description=words)
     environment = {name: text for name, text in os.environ.items() if name != _BYTECODE}
     command = [sys.executable, "-m", "tilewright.cli.main", "run", "--prompt", arguments.prompt]
-    command += ["--max-tokens", "1", *([] if arguments.model is None else [arguments.model])]
+    command += [*shlex.split(arguments.options), "--max-tokens", "1"]
+    command += [] if arguments.model is None else [arguments.model]
     found = []
     with tempfile.TemporaryDirectory() as folder:
         environment[CACHE_VARIABLE] = folder

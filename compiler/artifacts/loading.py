@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import msgspec
 from tilewright.compiler.artifacts.folder import read_file
 from tilewright.compiler.artifacts.manifest import Manifest
 from tilewright.compiler.artifacts.rank_programs import as_compiled, own_part
-from tilewright.compiler.targets.image_encoder import EncoderSettings, ImageEncoder, Tower
+from tilewright.compiler.targets.image_encoder import AnyEncoder, AnySettings, Tower, encoder_of
 from tilewright.compiler.targets.interface.base import BuiltProgram, CompileOptions, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.table import get_target
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
 GRAPH = "graph.json"
 VISION, SETTINGS = "vision", "encoder.json"
 """A program's directory with its vision tower, and the settings in it."""
+
+
+class EncoderFile(msgspec.Struct, frozen=True):
+    """Settings of a tower, and the device memory for it in bytes."""
+
+    settings: AnySettings
+    num_bytes: int
 
 
 def load_program(
@@ -60,8 +68,12 @@ def load_part(
         return read_graph(data, path, is_fixed=True)
 
     program = BuiltProgram(folder, manifest.contract, graph, sketch)
-    executable = get_target(manifest.target).load(program, options, progress)
-    executable.encoder = load_encoder(folder)
+    target = get_target(manifest.target)
+    file = _encoder_file(folder)
+    if file is not None:
+        options = replace(options, tower_bytes=file.num_bytes)
+    executable = target.load(program, options, progress)
+    executable.encoder = load_encoder(folder, target.tower_device())
     return Compiled(
         executable=executable,
         target=manifest.target,
@@ -72,19 +84,25 @@ def load_part(
     )
 
 
-def load_encoder(folder: Path) -> ImageEncoder | None:
+def _encoder_file(folder: Path) -> EncoderFile | None:
+    path = folder / VISION / SETTINGS
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(read_file(path), type=EncoderFile)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: damaged ({one_line(error)})") from None
+
+
+def load_encoder(folder: Path, device: str = "cpu") -> AnyEncoder | None:
     """Return a program's image encoder. None: it has no tower. The first image reads the tower.
 
     Raises:
         CheckpointError: The settings cannot be read.
     """
-    path = folder / VISION / SETTINGS
-    if not path.is_file():
+    file = _encoder_file(folder)
+    if file is None:
         return None
-    try:
-        settings = msgspec.json.decode(read_file(path), type=EncoderSettings)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: damaged ({one_line(error)})") from None
     graph_path = folder / VISION / GRAPH
     data = read_file(graph_path)
 
@@ -92,6 +110,6 @@ def load_encoder(folder: Path) -> ImageEncoder | None:
         from tilewright.compiler.ir.serialise import read_graph
         from tilewright.compiler.targets.reference_tower import load_tower
 
-        return load_tower(read_graph(data, graph_path, is_fixed=True), folder / VISION)
+        return load_tower(read_graph(data, graph_path, is_fixed=True), folder / VISION, device)
 
-    return ImageEncoder(settings, load)
+    return encoder_of(file.settings, load)

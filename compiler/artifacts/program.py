@@ -12,7 +12,7 @@ import msgspec
 
 from tilewright.compiler.artifacts.cache import CacheUnusableError, ProgramCache, program_key
 from tilewright.compiler.artifacts.folder import make_folder, seal_folder, write_file
-from tilewright.compiler.artifacts.loading import GRAPH, SETTINGS, VISION, load_part
+from tilewright.compiler.artifacts.loading import GRAPH, SETTINGS, VISION, EncoderFile, load_part
 from tilewright.compiler.artifacts.manifest import Manifest, ModelFacts
 from tilewright.compiler.artifacts.paths import part_of
 from tilewright.compiler.artifacts.rank_programs import group_facts
@@ -23,6 +23,9 @@ from tilewright.compiler.driver import (
     lower_model,
     lower_tower,
     resolve_precision,
+    takes_images,
+    text_model,
+    tower_bytes,
     weight_source,
 )
 from tilewright.compiler.ir.serialise import graph_json
@@ -66,10 +69,11 @@ def write_program(
     resolved, settled = resolve_precision(model, precision), backend.settled(options)
     asked: dict[str, Any] = {"dump_dir": dump_dir, "parallel": settled, "rank": rank}
     asked["block_axis"] = backend.block_axis
-    graph_module, ctx = lower_model(model, resolved, backend.stages(), progress, **asked)
+    text = text_model(model, backend, settled)
+    graph_module, ctx = lower_model(text, resolved, backend.stages(), progress, **asked)
     if serves is not None:
         backend.check_room(graph_module, serves)
-    backend.build(graph_module, weight_source(model, context, settled), folder, options, progress)
+    backend.build(graph_module, weight_source(text, context, settled), folder, options, progress)
     write_file(folder / GRAPH, graph_json(graph_module))
     write_encoder(model, resolved, folder, target=backend, parallel=parallel)
     surroundings = environment()
@@ -97,15 +101,15 @@ def write_encoder(
     """Write the model's vision tower to ``folder``, if `compile_encoder` returns an encoder."""
     from tilewright.compiler.targets.reference_tower import build_tower
 
-    if not target.has_images or parallel.tensor > 1:
+    if not takes_images(model, target, parallel):
         return
     lowered = lower_tower(model, precision)
-    if lowered is None:
-        return
+    assert lowered is not None
     make_folder(folder / VISION)
     build_tower(*lowered, folder / VISION)
     write_file(folder / VISION / GRAPH, graph_json(lowered[0]))
-    write_file(folder / VISION / SETTINGS, msgspec.json.encode(encoder_settings(model)))
+    file = EncoderFile(encoder_settings(model, precision), tower_bytes(model))
+    write_file(folder / VISION / SETTINGS, msgspec.json.encode(file))
 
 
 def _facts_of(model: CompilableModel, context: int) -> ModelFacts:

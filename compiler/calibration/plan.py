@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
@@ -11,7 +10,6 @@ from tilewright.compiler import ops
 from tilewright.compiler.calibration.forward import PRODUCTS, LayerSegment, segments_of
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import WEIGHT, info
-from tilewright.compiler.ir.recipe import Segment as Rows
 from tilewright.compiler.ir.recipe import WeightRecipe, cut
 from tilewright.errors import CompileError
 
@@ -131,14 +129,3 @@ def _matrices(recipe: WeightRecipe, product: Node | None, name: str | None) -> l
             found.append(MatrixPlan(name or rows.name, first, part, start, product, expert))
             start += rows.num_rows
     return found
-
-
-def moved_rows(plans: Sequence[SegmentPlan]) -> dict[str, list[tuple[int, int]]]:
-    """Return the ranges of rows of every tensor with blocks, in order."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for plan in plans:
-        for matrix in plan.matrices:
-            rows: Rows = matrix.recipe.segments[0]
-            end = matrix.first + rows.num_rows
-            found.setdefault(matrix.name, []).append((matrix.first, end))
-    return {name: sorted(ranges) for name, ranges in found.items()}

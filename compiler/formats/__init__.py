@@ -16,6 +16,7 @@ from tilewright.compiler.formats.fidelity import FIDELITIES, Fidelity
 from tilewright.compiler.formats.floats import BF16, FP16, FP32, FloatFormat
 from tilewright.compiler.formats.ggml import (
     EXACT_FORMATS,
+    IQ4_XS,
     Q4_K,
     Q5_K,
     Q6_K,
@@ -41,6 +42,7 @@ __all__ = [
     "FP8",
     "FP16",
     "FP32",
+    "IQ4_XS",
     "Q4_K",
     "Q5_K",
     "Q6_K",
@@ -66,7 +68,8 @@ __all__ = [
     "stored_together",
 ]
 
-for _format in (FP32, BF16, FP16, BFP8, BFP4, BFP2, Q40, Q80, Q41, Q50, Q51, Q4_K, Q5_K, Q6_K, FP8):
+_ALL = FP32, BF16, FP16, BFP8, BFP4, BFP2, FP8, Q40, Q80, Q41, Q50, Q51, Q4_K, Q5_K, Q6_K, IQ4_XS
+for _format in _ALL:
     FORMATS.register(_format.name, _format)
 
 

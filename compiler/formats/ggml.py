@@ -2,8 +2,8 @@
 
 Blocks with 32 values (q40, q41, q50, q51, q80) have a float16 scale. q41 and q51 also have a
 float16 minimum. The value is ``(code - zero point) * scale + minimum``. Blocks with 256 values
-(q4_k, q5_k, q6_k) are only read. Tests compare with the gguf package. The arithmetic is in
-ggml_codec and ggml_blocks.
+(q4_k, q5_k, q6_k, iq4_xs) are only read. The codes of iq4_xs are indices of 16 values. Tests
+compare with the gguf package. The arithmetic is in ggml_codec and ggml_blocks.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class GgmlFormat(DataFormat):
 
 @dataclass(frozen=True, slots=True)
 class GgmlFileFormat(DataFormat):
-    """A ggml format with blocks of 256 values (K-quants). Its bytes are read and never written.
+    """A ggml format with blocks of 256 values. Its bytes are read and never written.
 
     A block has eight or sixteen groups. A group's scale is a small integer times the block's
     factor.
@@ -236,6 +236,7 @@ Q80 = GgmlFormat("q80", 8, BLOCK_SIZE, shared_bits=16)
 Q4_K = GgmlFileFormat("q4_k", 4, SUPER_BLOCK_SIZE, shared_bits=128)
 Q5_K = GgmlFileFormat("q5_k", 5, SUPER_BLOCK_SIZE, shared_bits=128)
 Q6_K = GgmlFileFormat("q6_k", 6, SUPER_BLOCK_SIZE, shared_bits=144)
+IQ4_XS = GgmlFileFormat("iq4_xs", 4, SUPER_BLOCK_SIZE, shared_bits=64)
 
 STORED_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -250,6 +251,7 @@ STORED_NAMES: Mapping[str, str] = MappingProxyType(
         "q4_k": "Q4_K",
         "q5_k": "Q5_K",
         "q6_k": "Q6_K",
+        "iq4_xs": "IQ4_XS",
         "fp8": "FP8",
     }
 )

@@ -23,7 +23,7 @@ from tilewright.compiler.formats.ggml_bits import (
     signed,
 )
 from tilewright.compiler.formats.ggml_grid_blocks import GRID_DECODERS
-from tilewright.compiler.formats.ggml_small_blocks import LARGER, SMALL_DECODERS
+from tilewright.compiler.formats.ggml_small_blocks import LARGER, SMALL_DECODERS, scales_iq4_xs
 
 # Number of values per decoded chunk: temporaries stay in the processor cache.
 CHUNK_VALUES = 1 << 17
@@ -96,8 +96,9 @@ class SuperBlocks:
 
     Attributes:
         codes: uint8 ``[rows, 256 n]``, unsigned.
-        scales: A scale per column group. uint8 ``[rows, 8 n]``, but int8 ``[rows, 16 n]`` in Q6_K.
-        minimums: uint8 ``[rows, 8 n]``. None in Q6_K: its zero point is 32.
+        scales: A scale per column group. uint8 ``[rows, 8 n]``, but int8 in IQ4_XS,
+            and int8 ``[rows, 16 n]`` in Q6_K.
+        minimums: uint8 ``[rows, 8 n]``. None in Q6_K and IQ4_XS.
         factors: A float16 factor per block for its scales, ``[rows, n]``. With minimums ``[rows, 2
             n]``:
             the second factor is for the minimums.
@@ -110,7 +111,7 @@ class SuperBlocks:
 
 
 def super_blocks(stored: Bytes, dtype: str) -> SuperBlocks:
-    """Return the fields in Q4_K, Q5_K or Q6_K rows. ``stored`` is uint8 ``[rows, bytes]``."""
+    """Return the fields of Q4_K, Q5_K, Q6_K or IQ4_XS. ``stored`` is uint8 ``[rows, bytes]``."""
     num_rows = stored.shape[0]
     blocks = stored.reshape(-1, SIZES[dtype][1])
 
@@ -123,6 +124,13 @@ def super_blocks(stored: Bytes, dtype: str) -> SuperBlocks:
             scales=rows_of(blocks[:, 192:208]).view(torch.int8),
             minimums=None,
             factors=rows_of(blocks[:, 208:210]).view(torch.float16),
+        )
+    if dtype == "IQ4_XS":
+        return SuperBlocks(
+            codes=rows_of(nibbles(blocks[:, 8:], 16)),
+            scales=rows_of(scales_iq4_xs(blocks).view(np.uint8)).view(torch.int8),
+            minimums=None,
+            factors=rows_of(blocks[:, :2]).view(torch.float16),
         )
     scales, minimums = _k_scales(blocks)
     codes = _codes_4_k(blocks) if dtype == "Q4_K" else _codes_5_k(blocks)

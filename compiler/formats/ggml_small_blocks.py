@@ -55,11 +55,15 @@ def _iq4_nl(blocks: Bytes) -> Floats:
     return IQ4_VALUES[nibbles(blocks[:, 2:], 16)].astype(np.float32) * scale_at(blocks, 0)
 
 
-def _iq4_xs(blocks: Bytes) -> Floats:
-    """A group has a scale: the low bits in a nibble, the high bits in the second word."""
+def scales_iq4_xs(blocks: Bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.int8]]:
+    """Return signed scales: the low bits in nibbles, the high bits in the second word."""
     high = fields(blocks[:, 2:4], 1, bits=2)
     low = fields(blocks[:, 4:8], 1, bits=4)
-    scales = (low | high << np.uint8(4)).view(np.int8) - np.int8(32)
+    return (low | high << np.uint8(4)).view(np.int8) - np.int8(32)
+
+
+def _iq4_xs(blocks: Bytes) -> Floats:
+    scales = scales_iq4_xs(blocks)
     values = IQ4_VALUES[nibbles(blocks[:, 8:], 16)].astype(np.float32).reshape(-1, 8, 32)
     factors = scale_at(blocks, 0) * scales.astype(np.float32)
     return (values * factors[:, :, None]).reshape(-1, 256)

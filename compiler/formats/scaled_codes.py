@@ -1,8 +1,7 @@
 """Scaled codes: small float codes with a scale per block of columns.
 
-A value is the float32 product of a code's value and its block's scale. Blocks with scales for
-several rows in a file (128 x 128) repeat the scale in every row, so the values stay the same. File
-layouts are not defined here.
+A value is the float32 product of a code's value and its block's scale. Files with square blocks
+(128 x 128) have the same values here: rows repeat the scale. File layouts are not defined here.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def step_costs(
     A weight with several readers counts once. Embeddings count the rows they read. Experts count
     the expected number of selected experts. Norms belong to ``other``, even inside a fused matmul.
     """
-    sizes = {"T": num_tokens, "N": 1, "N+1": 2, "R": num_logits, "S": 1, "L": context}
+    sizes = {"T": num_tokens, "N": 1, "N+1": 2, "R": num_logits, "S": 1, "L": context, "V": 0}
     named = dimension_names(graph_module.graph)
     flops: dict[str, float] = defaultdict(float)
     sent = 0.0

@@ -15,6 +15,7 @@ from tilewright.compiler.ops import OPERATORS
 _INPUT_DIMENSIONS = {
     "tokens": ("T",),
     "patches": ("T",),
+    "cross_cache": ("V",),
     "slots": ("N",),
     "cu_seqlens": ("N+1",),
     "logit_rows": ("R",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewright.compiler.ops.dense import rms_norm
 from tilewright.compiler.ops.library import Cost, operator
 
 
@@ -48,23 +49,56 @@ def tile_attention(q: Tensor, k: Tensor, v: Tensor, is_padding: Tensor, scale: f
     return _weighted(scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
-@operator(fake=lambda q, k, v, visible, scale: torch.empty_like(q), cost=_cost)
-def cross_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Compute attention from text tokens to image rows: ``q [T, H, D]``, ``k``, ``v [V, G, D]``.
+def _cross_cost(
+    q: Tensor,
+    cache: Tensor,
+    visible: Tensor,
+    norm: Tensor,
+    eps: float,
+    num_kv_heads: int,
+    *_: object,
+) -> Cost:
+    read = 2.0 * cache.shape[0] * num_kv_heads * norm.shape[0]
+    return Cost(4.0 * q.numel() * cache.shape[0], q.numel() + read, q.numel())
+
+
+@operator(
+    fake=lambda q, cache, visible, norm, eps, num_kv_heads, layer, scale: torch.empty_like(q),
+    cost=_cross_cost,
+)
+def cross_attention(
+    q: Tensor,
+    cache: Tensor,
+    visible: Tensor,
+    norm: Tensor,
+    eps: float,
+    num_kv_heads: int,
+    layer: int,
+    scale: float,
+) -> Tensor:
+    """Compute attention from text tokens ``q [T, H * D]`` to image rows, with normalized queries.
 
     Tokens without visible rows have zero results.
 
     Args:
         q: Queries.
-        k: Keys.
-        v: Values.
+        cache: Image rows ``[V, layers * 2 * G * D]``: keys, then values, layer after layer.
         visible: First visible row and end per token, ``[T, 2]``.
+        norm: Weight of the query norm, ``[D]``.
+        eps: Epsilon of the query norm.
+        num_kv_heads: Number of key and value heads, G.
+        layer: Index among the cross-attention layers.
         scale: Factor for the scores.
     """
-    rows = torch.arange(k.shape[0], device=q.device)
+    head_dim = norm.shape[0]
+    width = num_kv_heads * head_dim
+    q_THD = rms_norm.reference(q.unflatten(-1, (-1, head_dim)), norm, eps)
+    columns = cache.narrow(-1, 2 * layer * width, 2 * width)
+    k_VGD, v_VGD = columns.unflatten(-1, (2, num_kv_heads, head_dim)).unbind(1)
+    rows = torch.arange(cache.shape[0], device=q.device)
     hidden = (rows < visible[:, :1]) | (rows >= visible[:, 1:])
-    weights = _scores(q, k, scale).masked_fill(hidden, float("-inf")).softmax(-1)
-    return _weighted(weights.nan_to_num(0.0), v)
+    weights = _scores(q_THD, k_VGD, scale).masked_fill(hidden, float("-inf")).softmax(-1)
+    return _weighted(weights.nan_to_num(0.0), v_VGD).flatten(-2)
 
 
 @operator(

@@ -38,12 +38,15 @@ _PATTERN = CallPattern(ops.expert_linear.overload, _INNER, Var("down"), _EXPERTS
 def fuse_experts(graph_module: GraphModule, ctx: PassContext) -> int:
     """Replace a router, its expert matmuls and their sum with an ``experts`` op.
 
-    The metadata of each matmul (op group, formats, fidelity) moves to its weight: the op has three.
+    A sigmoid router remains. The metadata of each matmul (op group, formats, fidelity) moves to its
+    weight: the op has three.
     """
 
-    def build(root: Node, found: Bindings) -> Node:
-        inner = root.args[0]
-        assert isinstance(inner, Node)
+    def build(root: Node, found: Bindings) -> Node | None:
+        inner, choice = root.args[0], root.args[2]
+        assert isinstance(inner, Node) and isinstance(choice, Node)
+        if len(choice.all_input_nodes[0].args) > 3:  # a sigmoid router
+            return None
         gate, up = inner.args
         for product, name in ((gate, "gate"), (up, "up"), (root, "down")):
             assert isinstance(product, Node)

@@ -62,9 +62,8 @@ def merge_expert_linears(graph_module: GraphModule, ctx: PassContext) -> int:
             bias = None
             if biases[0] is not None and biases[1] is not None:
                 bias = _merged_input(biases[0], biases[1], f"{name}.bias")
-            more = ops.FusedExpertArguments(*args, bias=bias)
             limits = {key: bindings[key] for key in ("limit", "alpha") if key in bindings}
-            args = more._replace(**limits).arguments()
+            args = ops.FusedExpertArguments(*args)._replace(bias=bias, **limits).arguments()
         facts = dataclasses.replace(info(gate), fqn=name)
         return emit(root, ops.fused_expert_linear, args, facts=facts)
 

@@ -111,6 +111,7 @@ def _penalise(line: np.ndarray, row: SamplingRow) -> None:
     counted = np.array([token for token, count in row.counts.items() if count > 0], dtype=np.int64)
     if sampling.repetition_penalty != 1.0:
         seen = np.unique(np.concatenate([counted, np.asarray(row.prompt, dtype=np.int64)]))
+        seen = seen[seen < len(line)]  # an image's placeholder may have no logit
         factor = np.float32(sampling.repetition_penalty)
         line[seen] = np.where(line[seen] > 0, line[seen] / factor, line[seen] * factor)
     if len(counted):

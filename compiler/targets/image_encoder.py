@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tilewright.compiler.targets.tile_encoder import TileEncoder, TileEncoderSettings
 from tilewright.images.patches import coordinates, corners, normalized, patches_of
 from tilewright.images.processor import ImageProcessor
 
@@ -19,7 +20,7 @@ Tower = Callable[..., np.ndarray]
 """Called with patches, corners, weights and positions; returns embeddings, float32."""
 
 
-class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
+class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Tower facts outside its graph.
 
     Attributes:
@@ -39,6 +40,9 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class ImageEncoder:
     """A tower with its settings. ``load`` returns the tower."""
+
+    cross_width = 0
+    """Columns of image rows. 0: embeddings."""
 
     def __init__(self, settings: EncoderSettings, load: Callable[[], Tower]) -> None:
         self.settings = settings
@@ -71,3 +75,14 @@ class ImageEncoder:
         ``positions`` are ``[3, T]`` (time, height, width).
         """
         return np.ascontiguousarray(positions[self._axes].T)
+
+
+AnyEncoder = ImageEncoder | TileEncoder
+AnySettings = EncoderSettings | TileEncoderSettings
+
+
+def encoder_of(settings: AnySettings, load: Callable[[], Tower]) -> AnyEncoder:
+    """Return the encoder for a tower's settings."""
+    if isinstance(settings, TileEncoderSettings):
+        return TileEncoder(settings, load)
+    return ImageEncoder(settings, load)

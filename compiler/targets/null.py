@@ -125,7 +125,7 @@ class NullExecutable(HostExecutable):
             self._last = (), None
         return super().step(step)
 
-    def _run_decode(self, step: Step) -> SamplerOutput:
+    def _run_decode(self, step: Step) -> list[SamplerOutput]:
         """Rows of zeros choose token 0 where nothing is added to them: no logits are made."""
         slots, chosen = self._last
         if slots is not step.decode:
@@ -140,7 +140,7 @@ class NullExecutable(HostExecutable):
             slot_state.length += 1
             slot_state.token = 0
         found = chosen
-        return SamplerOutput(step.decode, lambda: found)
+        return [SamplerOutput(step.decode, lambda: found)]
 
     def _zeros(self, slots: Sequence[Slot]) -> Chosen | None:
         """What is chosen for slots whose tokens the zeros alone decide; None where others are."""

@@ -94,6 +94,7 @@ class ReferenceTarget(Target):
     name = "reference"
     emits = ("program", "mlir")
     has_images = True
+    has_cross_layers = True
 
     def stages(self) -> tuple[Stage, ...]:
         return (MATCH, PRECISION, fuse(round_activations), lower())
@@ -216,6 +217,8 @@ class ReferenceExecutable(HostExecutable):
         self.contract = contract
         self.graph_module = graph_module
         self._inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+        cross = [node for node in self._inputs if node.target == "cross_cache"]
+        self._cross_width = int(cross[0].meta["val"].shape[1]) if cross else 0
         self._values: dict[str, Tensor] = {}
         self._states: list[tuple[StateSpec, Tensor]] = []
         for node in self._inputs:
@@ -245,7 +248,6 @@ class ReferenceExecutable(HostExecutable):
         self._run: Callable[..., Tensor] = graph_module
         self._runs: dict[tuple[bool, bool], Callable[..., Tensor]] = {}
         self._exchange: SocketAllGather | None = None
-        self._cross: GraphModule | None = None
 
     def join(self, peers: SetupCollectives) -> None:
         if has_collectives(self.graph_module):
@@ -268,25 +270,8 @@ class ReferenceExecutable(HostExecutable):
         states: Tensor = run(*self.arguments(batch)).float()
         return states.numpy()
 
-    def add_cross_graph(
-        self, graph_module: GraphModule, get_weight: Callable[[str], Tensor]
-    ) -> None:
-        """Add the graph with cross-attention layers, for batches with visible images.
-
-        Weights and states with the same names are shared with the text graph.
-        """
-        self._cross = graph_module
-        for node in graph_module.graph.nodes:
-            recipe = info(node).recipe if node.op == "placeholder" else None
-            if recipe is not None and node.name not in self._values:
-                self._values[node.name] = load_values(recipe, get_weight)
-                self._weight_bytes += self._values[node.name].nbytes
-
     def _function(self, batch: Batch, *, is_hidden: bool = False) -> Callable[..., Tensor]:
         """Return a batch's function: logits or hidden states, with or without images."""
-        if batch.visible is not None:
-            assert self._cross is not None and not is_hidden, "there is no cross graph"
-            return self._cross
         key = is_hidden, batch.has_images
         if key == (False, False):
             return self._run
@@ -320,19 +305,26 @@ class ReferenceExecutable(HostExecutable):
             "slots": torch.tensor(batch.slots, dtype=torch.int64),
             "logit_rows": torch.from_numpy(batch.logit_rows),
         }
-        inputs = self._inputs
-        if batch.visible is not None and batch.cross_cache is not None:
-            assert self._cross is not None, "there is no cross graph"
-            inputs = [node for node in self._cross.graph.nodes if node.op == "placeholder"]
-            step_values["cross_cache"] = torch.from_numpy(batch.cross_cache)
-            step_values["visible"] = torch.from_numpy(batch.visible)
+        if self._cross_width:
+            step_values |= self._cross_arguments(batch)
         arguments = [
             step_values[str(node.target)] if info(node).role == INPUT else self._values[node.name]
-            for node in inputs
+            for node in self._inputs
         ]
         if batch.has_images:
             arguments += self._image_arguments(batch)
         return arguments
+
+    def _cross_arguments(self, batch: Batch) -> dict[str, Tensor]:
+        """Return image rows and the visible rows per token, for cross-attention layers."""
+        empty = np.empty((0, self._cross_width), np.float32)
+        bounds = np.cumsum([0, *map(len, batch.cross_rows)])
+        visible = batch.visible
+        rows = np.zeros((len(batch.tokens), 2), np.int64) if visible is None else bounds[visible]
+        return {
+            "cross_cache": torch.from_numpy(np.concatenate([empty, *batch.cross_rows])),
+            "visible": torch.from_numpy(rows),
+        }
 
     def _image_arguments(self, batch: Batch) -> list[Tensor]:
         """Return the further inputs for `with_images`."""

@@ -35,23 +35,30 @@ class ReferenceTower:
     """A tower's graph with its values."""
 
     def __init__(
-        self, graph_module: GraphModule, get_values: Callable[[WeightRecipe], Tensor]
+        self,
+        graph_module: GraphModule,
+        get_values: Callable[[WeightRecipe], Tensor],
+        device: str = "cpu",
     ) -> None:
-        self._run = graph_module
+        self._run, self._device = graph_module, torch.device(device)
         inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         recipes = [info(node).recipe for node in inputs if info(node).role != INPUT]
-        self._values = [get_values(recipe) for recipe in recipes if recipe is not None]
+        values = (get_values(recipe) for recipe in recipes if recipe is not None)
+        self._values = [value.to(self._device) for value in values]
 
     @torch.no_grad()
     def __call__(self, *inputs: np.ndarray) -> np.ndarray:
         """Return the embeddings for patches, corners, weights and positions."""
-        result: Tensor = self._run(*map(torch.from_numpy, inputs), *self._values)
-        return result.numpy()
+        tensors = [torch.from_numpy(values).to(self._device) for values in inputs]
+        result: Tensor = self._run(*tensors, *self._values)
+        return result.cpu().numpy()
 
 
-def compile_tower(graph_module: GraphModule, get_weight: Callable[[str], Tensor]) -> ReferenceTower:
+def compile_tower(
+    graph_module: GraphModule, get_weight: Callable[[str], Tensor], device: str = "cpu"
+) -> ReferenceTower:
     """Return a tower from its weights."""
-    return ReferenceTower(graph_module, lambda recipe: load_values(recipe, get_weight))
+    return ReferenceTower(graph_module, lambda recipe: load_values(recipe, get_weight), device)
 
 
 def build_tower(
@@ -69,7 +76,7 @@ def build_tower(
     save_tensors(values, folder / _WEIGHTS)
 
 
-def load_tower(graph_module: GraphModule, folder: Path) -> ReferenceTower:
+def load_tower(graph_module: GraphModule, folder: Path, device: str = "cpu") -> ReferenceTower:
     """Return a tower of `build_tower`.
 
     Raises:
@@ -84,7 +91,7 @@ def load_tower(graph_module: GraphModule, folder: Path) -> ReferenceTower:
         }
     except (OSError, SafetensorError, KeyError) as error:
         raise CheckpointError(f"{path}: not the weights of this tower: {error}") from None
-    return ReferenceTower(graph_module, stored.__getitem__)
+    return ReferenceTower(graph_module, stored.__getitem__, device)
 
 
 def _recipes(graph_module: GraphModule) -> list[WeightRecipe]:

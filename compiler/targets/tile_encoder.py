@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tilewright.compiler.formats import get_format
 from tilewright.images.tiles import TileSettings, tiles_of
 
 Tower = Callable[..., np.ndarray]
@@ -20,11 +22,27 @@ _ROW_MULTIPLE = 8
 """Multiple for the padded row count per tile."""
 
 
-class TileEncoder:
-    """A tower with its image settings. ``load`` returns the tower."""
+class TileEncoderSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Tower facts outside its graph.
 
-    def __init__(self, settings: TileSettings, patch_size: int, load: Callable[[], Tower]) -> None:
-        self._settings, self._patch_size, self._load = settings, patch_size, load
+    Attributes:
+        processor: Image processor.
+        cache_format: Number format of keys and values. They are stored in fp32.
+        cross_width: Columns of image rows: keys and values for all cross-attention layers.
+    """
+
+    processor: TileSettings
+    cross_width: int
+    cache_format: str = "fp32"
+
+
+class TileEncoder:
+    """A tower with its settings. ``load`` returns the tower."""
+
+    def __init__(self, settings: TileEncoderSettings, load: Callable[[], Tower]) -> None:
+        self.settings = settings
+        self.cross_width = settings.cross_width
+        self._load = load
 
     @functools.cached_property
     def _tower(self) -> Tower:
@@ -36,14 +54,26 @@ class TileEncoder:
         ``pixels`` are the canvas as RGB bytes, with black padding.
         """
         canvas = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
-        tiled = tiles_of(canvas, self._settings)
-        patches = patches_of(tiled.pixels, self._patch_size)
+        tiled = tiles_of(canvas, self.settings.processor)
+        patches = patches_of(tiled.pixels, self.settings.processor.patch_size)
         rows = patches.shape[1] + 1
         padded = -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
         is_padding = np.ones((len(patches), padded), np.bool_)
         is_padding[: tiled.num_tiles, :rows] = False
         result = self._tower(patches, np.array([tiled.aspect_id]), is_padding.reshape(-1))
-        return result[: tiled.num_tiles * rows]
+        return self._rounded(result[: tiled.num_tiles * rows])
+
+    def _rounded(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        if self.settings.cache_format == "fp32":
+            return values
+        import torch
+
+        rounded = get_format(self.settings.cache_format).round_trip(torch.from_numpy(values))
+        return rounded.float().numpy()
+
+    def by_pair(self, positions: np.ndarray) -> np.ndarray:
+        """Images of this tower do not change rotary positions."""
+        raise AssertionError("rotary positions are positions")
 
 
 def patches_of(pixels: npt.NDArray[np.float32], side: int) -> npt.NDArray[np.float32]:

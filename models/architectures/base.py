@@ -34,6 +34,8 @@ class Architecture:
         read_hf: Reads further keys from config.json.
         read_gguf: Reads further keys from GGUF metadata.
         has_partial_rotary: Read ``partial_rotary_factor``.
+        has_adjacent_pairs: Files of all containers have adjacent rotation pairs in q and k. Readers
+            convert them to half-split order.
         has_mrope: Accept position sections for images. They are all equal for text.
         has_rope_by_layer: Accept ``rope_parameters`` with a section per layer type.
         text_config: Accept a multimodal config.json with a nested text configuration. Tensors of
@@ -65,6 +67,7 @@ class Architecture:
     read_hf: Refine | None = None
     read_gguf: Refine | None = None
     has_partial_rotary: bool = False
+    has_adjacent_pairs: bool = False
     has_mrope: bool = False
     has_rope_by_layer: bool = False
     text_config: bool = False

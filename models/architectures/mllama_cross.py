@@ -23,16 +23,19 @@ class CrossAttention(nn.Module):
 
     def __init__(self, config: MllamaConfig) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.scale, self.eps = config.head_dim**-0.5, config.norm_eps
+        self.num_kv_heads = config.num_kv_heads
         q_width = config.num_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, q_width, bias=False)
         self.o_proj = Linear(q_width, config.hidden_size, bias=False)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
 
-    def forward(self, x: Tensor, k_VGD: Tensor, v_VGD: Tensor, visible: Tensor) -> Tensor:
-        q_THD = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
-        o_THD = ops.cross_attention(q_THD, k_VGD, v_VGD, visible, self.head_dim**-0.5)
-        return self.o_proj(o_THD.flatten(-2))
+    def forward(self, x: Tensor, cache: Tensor, visible: Tensor, layer: int) -> Tensor:
+        norm = self.q_norm.weight, self.eps
+        attended = ops.cross_attention(
+            self.q_proj(x), cache, visible, *norm, self.num_kv_heads, layer, self.scale
+        )
+        return self.o_proj(attended)
 
 
 class CrossKeysValues(nn.Module):
@@ -89,8 +92,8 @@ class CrossLayer(nn.Module):
         self.mlp = MLP(config)
         self.cross_attn_mlp_gate = nn.Parameter(torch.empty(1))
 
-    def forward(self, x: Tensor, k_VGD: Tensor, v_VGD: Tensor, visible: Tensor) -> Tensor:
-        attended = self.cross_attn(self.input_layernorm(x), k_VGD, v_VGD, visible)
+    def forward(self, x: Tensor, cache: Tensor, visible: Tensor, layer: int) -> Tensor:
+        attended = self.cross_attn(self.input_layernorm(x), cache, visible, layer)
         x = ops.add_gated(x, attended, self.cross_attn_attn_gate)
         fed = ops.mask_text_rows(self.mlp(self.post_attention_layernorm(x)), visible)
         result: Tensor = ops.add_gated(x, fed, self.cross_attn_mlp_gate)
@@ -103,7 +106,6 @@ class ImageTextModel(MllamaModel):
     def __init__(self, config: MllamaConfig) -> None:
         super().__init__(config)
         self.cross_layers = nn.ModuleList(CrossLayer(config) for _ in config.cross_layers)
-        self.head_dim, self.kv_width = config.head_dim, config.num_kv_heads * config.head_dim
         self.order = [
             (layer in config.cross_layers, index) for layer, index in enumerate(_indices(config))
         ]
@@ -111,14 +113,11 @@ class ImageTextModel(MllamaModel):
     def forward(  # type: ignore[override]
         self, tokens_T: Tensor, positions_T: Tensor, cross_cache: Tensor, visible: Tensor
     ) -> Tensor:
-        pieces = cross_cache.split([self.kv_width] * (2 * len(self.cross_layers)), dim=-1)
-        cache = [columns.unflatten(-1, (-1, self.head_dim)) for columns in pieces]
         x = self.embed_tokens(tokens_T)
         cos, sin = self.rotary(positions_T)
         for is_cross, index in self.order:
             if is_cross:
-                keys, values = cache[2 * index], cache[2 * index + 1]
-                x = self.cross_layers[index](x, keys, values, visible)
+                x = self.cross_layers[index](x, cross_cache, visible, index)
             else:
                 x = self.layers[index](x, cos, sin)
         return self.norm(x)

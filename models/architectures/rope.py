@@ -10,6 +10,7 @@ from tilewright.models.config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeConfig,
     YarnScaling,
 )
@@ -37,7 +38,9 @@ def inverse_frequencies(
     freqs = 1.0 / powers
     if rope.freq_factors is not None:
         freqs = freqs / torch.tensor(rope.freq_factors, dtype=torch.float32)
-    if isinstance(scaling, LinearScaling):
+    if isinstance(scaling, ProportionalScaling):
+        freqs[scaling.num_turned :] = 0
+    if isinstance(scaling, LinearScaling | ProportionalScaling):
         freqs = freqs / scaling.factor
     if isinstance(scaling, YarnScaling):
         kept = 1 - _yarn_ramp(scaling, rope.theta, dim)

@@ -17,13 +17,18 @@ from tilewright.models.architectures.base import Architecture
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
         "gemma3_text": "tilewright.models.architectures.gemma3_text",
+        "glm4": "tilewright.models.architectures.glm4",
+        "glm4_moe": "tilewright.models.architectures.glm4_moe",
         "gpt_oss": "tilewright.models.architectures.gpt_oss",
         "granite": "tilewright.models.architectures.granite",
         "granitemoehybrid": "tilewright.models.architectures.granitemoehybrid",
+        "lfm2": "tilewright.models.architectures.lfm2",
         "llama": "tilewright.models.architectures.llama",
+        "minimax_m2": "tilewright.models.architectures.minimax_m2",
         "ministral3": "tilewright.models.architectures.ministral3",
         "mistral": "tilewright.models.architectures.mistral",
         "mllama": "tilewright.models.architectures.mllama",
+        "muse_glimmer": "tilewright.models.architectures.muse_glimmer",
         "olmo3": "tilewright.models.architectures.olmo3",
         "phi3": "tilewright.models.architectures.phi3",
         "qwen2": "tilewright.models.architectures.qwen2",

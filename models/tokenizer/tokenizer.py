@@ -70,6 +70,13 @@ class Tokenizer:
             return self._backend.num_ids
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
+    def tokens_hash(self) -> str:
+        """Return the SHA-256 over the tokens by id."""
+        digest = hashlib.sha256()
+        for index in range(self.num_ids):
+            digest.update(repr(self._backend.id_to_token(index)).encode())
+        return digest.hexdigest()
+
     @property
     def special_ids(self) -> frozenset[int]:
         """Return the ids omitted by ``skip_special``."""

@@ -196,3 +196,18 @@ def test_a_second_one_finds_the_program_in_the_cache(
         stages.clear()
         LLM(tiny_gguf, progress=lambda what, done, total: stages.append(what)).close()
     assert "trace" not in stages and len(list((tmp_path / "programs").glob("*/manifest.json"))) == 1
+
+
+def test_a_draft_model_with_other_tokens_is_refused(
+    tiny_gguf: Path,
+    make_llama: Callable[..., Any],
+    write_gguf: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    how: dict[str, Any] = {"target": "null", "use_cache": False}
+    config = '{{"method": "draft_model", "model": "{}", "num_speculative_tokens": 2}}'
+    with LLM(tiny_gguf, speculative_config=config.format(tiny_gguf), **how) as llm:
+        assert llm.generate("hello", max_tokens=4, end_tokens=()).num_accepted_tokens
+    other = write_gguf(tmp_path / "m.gguf", make_llama(), tokenizer=add_pieces)
+    with pytest.raises(ConfigError, match="other tokens than those of"):
+        LLM(tiny_gguf, speculative_config=config.format(other), **how)

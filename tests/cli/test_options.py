@@ -16,6 +16,7 @@ from tests.cli.conftest import Refused
 from tilewright.cli.arguments.bench import RunOptions, read_options
 from tilewright.cli.arguments.serve import read_serve_options
 from tilewright.compiler.devices import CPU_BACKENDS
+from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.table import target_names
 from tilewright.errors import ConfigError, TilewrightError
 from tilewright.evaluate.cases.cases import CASES
@@ -38,7 +39,7 @@ def test_the_defaults_are_the_default_case(tiny_gguf: Path) -> None:
     assert (found.model.target, found.model.compute) == ("cpu", "fast")
     assert found.model.precision.name == "performance"
     assert found.model.path == tiny_gguf
-    assert (found.temperature, found.top_k, found.top_p, found.seed) == (0.0, 0, 1.0, 0)
+    assert found.sampling == SamplingParams()
     assert found.prompts == tuple(sample_prompts("questions.json"))
     assert found.results == Path("results/results.jsonl")
     assert not found.explain and not found.as_json and found.model.config.num_threads is None

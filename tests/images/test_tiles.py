@@ -14,6 +14,8 @@ from transformers.models.mllama import image_processing_pil_mllama as theirs
 from tilewright.images.tiles import TileSettings, choose_canvas, fit_size, tile_image
 
 SETTINGS = TileSettings(
+    image_token=0,
+    patch_size=14,
     tile_size=56,
     mean=(0.48145466, 0.4578275, 0.40821073),
     std=(0.26862954, 0.26130258, 0.27577711),

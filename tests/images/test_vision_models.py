@@ -13,6 +13,7 @@ from PIL import Image
 
 from tests.images.tiny_vl import processor_of_hf, save_vl, tiny_vl
 from tilewright import LLM
+from tilewright.compiler.targets.image_encoder import ImageEncoder
 from tilewright.images.parts import Picture
 
 SIZES = ((24, 40), (8, 8), (61, 30))
@@ -71,7 +72,7 @@ def expected(model: Any, llm: LLM, parts: tuple[object, ...], count: int) -> lis
 @pytest.mark.parametrize("size", [*SIZES, (200, 33), (5, 300)])
 def test_prepare_is_the_processor_of_transformers(size: tuple[int, int], llm: LLM) -> None:
     encoder = llm.compiled.executable.encoder
-    assert encoder is not None
+    assert isinstance(encoder, ImageEncoder)
     image = picture(*size)
     prepared = encoder.settings.processor.prepare(Picture(image, "auto", "x"))
     patches, *_ = encoder.inputs(prepared.height, prepared.width, prepared.pixels)

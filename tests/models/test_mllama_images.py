@@ -196,17 +196,25 @@ def _our_logits(pair: SimpleNamespace, tokens: list[int], images: list[Any]) -> 
     """Keys and values of used tiles only."""
     counts = [image.num_tiles * TOWER.num_rows for image in images]
     cache = torch.cat([_cache_rows(pair, image) for image in images])
-    spans = visible_images(tokens, IMAGE)
+    spans = visible_images(places_of(tokens))
     visible = torch.tensor(visible_rows(spans, counts, range(len(tokens))))
     positions = torch.arange(len(tokens))
     found: Tensor = pair.model(torch.tensor(tokens), positions, cache, visible)
     return found
 
 
+def places_of(tokens: list[int]) -> list[int]:
+    return [at for at, token in enumerate(tokens) if token == IMAGE]
+
+
 def their_logits(
-    theirs: Any, tokens: list[int], images: list[Any], monkeypatch: pytest.MonkeyPatch
+    theirs: Any,
+    tokens: list[int],
+    images: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    image_token: int = IMAGE,
 ) -> Tensor:
-    mask = _their_mask(tokens, images)
+    mask = _their_mask(tokens, images, image_token)
     sees = mask.flatten(2).any(-1)[0].float()
     for layer in theirs.model.language_model.layers:
         if hasattr(layer, "cross_attn"):
@@ -225,10 +233,10 @@ def _masked(module: Any, sees: Tensor) -> Any:
     return masked
 
 
-def _their_mask(tokens: list[int], images: list[Any]) -> Tensor:
+def _their_mask(tokens: list[int], images: list[Any], image_token: int) -> Tensor:
     from transformers.models.mllama import processing_mllama as processing
 
-    spans = processing.get_cross_attention_token_mask(tokens, IMAGE)
+    spans = processing.get_cross_attention_token_mask(tokens, image_token)
     dense = processing.convert_sparse_cross_attention_mask_to_dense(
         [spans], [[image.num_tiles for image in images]], max_num_tiles=4, length=len(tokens)
     )
@@ -243,9 +251,9 @@ def test_a_token_without_visible_rows_ignores_images(pair: SimpleNamespace) -> N
 
 
 def test_generated_tokens_see_the_last_images() -> None:
-    spans = visible_images([IMAGE, IMAGE, 5, IMAGE, 6], IMAGE)
+    spans = visible_images([0, 1, 3])
     assert visible_rows(spans, [3, 2, 4], range(7)) == [
         *((0, 3), (0, 5), (0, 5), (5, 9), (5, 9)),
         *((5, 9), (5, 9)),
     ]
-    assert visible_images([5, 6], IMAGE) == () and visible_rows((), [], range(1)) == [(0, 0)]
+    assert visible_images([]) == () and visible_rows((), [], range(1)) == [(0, 0)]

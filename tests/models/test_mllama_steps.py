@@ -5,13 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch import Tensor
 
-from tests.models.test_mllama_images import IMAGE, TOWER, pair, their_logits
+from tests.models.test_mllama_images import IMAGE, TOWER, pair, places_of, their_logits
 from tests.tiny import FakeCheckpoint, compiled, joined, leave_slot, precision_of, take_slot
 from tilewright.compiler.driver import lower_model, weight_source
 from tilewright.compiler.targets.interface.compiled import silent
@@ -24,16 +25,16 @@ from tilewright.compiler.targets.interface.step import (
     VisibleImages,
 )
 from tilewright.compiler.targets.reference_tower import ENCODER_STAGES, compile_tower
-from tilewright.compiler.targets.table import get_target
-from tilewright.compiler.targets.tile_encoder import TileEncoder
+from tilewright.compiler.targets.tile_encoder import TileEncoder, TileEncoderSettings
 from tilewright.images.tiles import TileSettings, draw_canvas, tile_image
 from tilewright.images.visible import visible_images
-from tilewright.models.architectures.mllama import MllamaForCausalLM
 from tilewright.models.architectures.mllama_cross import ImageEncoderModel, ImageTextForCausalLM
 
 __all__ = ["pair"]
 
-SETTINGS = TileSettings(tile_size=28, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.25))
+SETTINGS = TileSettings(
+    image_token=IMAGE, patch_size=14, tile_size=28, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.25)
+)
 SIZES = [(20, 20), (50, 50), (112, 20)]
 """Pictures with 1 x 1, 2 x 2 and 4 x 1 tiles."""
 
@@ -45,26 +46,25 @@ REQUESTS: list[Request] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def executable(pair: SimpleNamespace) -> Any:
-    """The reference with four slots and all pictures."""
+@pytest.fixture(scope="module", params=["reference", "cpu-native"])
+def executable(pair: SimpleNamespace, request: pytest.FixtureRequest) -> Any:
+    """A target with four slots and all pictures."""
     config = pair.config
     with torch.device("meta"):
-        modules = MllamaForCausalLM(config), ImageTextForCausalLM(config)
-        encoder = ImageEncoderModel(TOWER, config)
-    text, whole, images = (
+        module, encoder = ImageTextForCausalLM(config), ImageEncoderModel(TOWER, config)
+    whole, images = (
         SimpleNamespace(
-            name="tiny", module=module, config=sizes, checkpoint=FakeCheckpoint(pair.named)
+            name="tiny", module=own, config=sizes, checkpoint=FakeCheckpoint(pair.named)
         )
-        for module, sizes in zip((*modules, encoder), (config, config, TOWER), strict=True)
+        for own, sizes in ((module, config), (encoder, TOWER))
     )
-    found: Any = compiled(text)
+    found: Any = compiled(whole, request.param)
     precision = precision_of().resolve(config.num_layers, "tiny")
-    cross, _ = lower_model(whole, precision, get_target("reference").stages(), silent)
-    found.add_cross_graph(cross, weight_source(whole))
     lowered, _ = lower_model(images, precision, ENCODER_STAGES, silent)
     tower = compile_tower(lowered, weight_source(images))
-    found.encoder = TileEncoder(SETTINGS, 14, lambda: tower)
+    width = 2 * config.num_kv_heads * config.head_dim * len(config.cross_layers)
+    settings = TileEncoderSettings(processor=SETTINGS, cross_width=width)
+    found.encoder = TileEncoder(settings, lambda: tower)
     found.step(Step(edits=tuple(_encode(index) for index in range(len(SIZES)))))
     return found
 
@@ -75,9 +75,19 @@ def _picture(index: int) -> Image.Image:
 
 
 def _encode(index: int) -> EncodeImage:
-    canvas = draw_canvas(_picture(index), SETTINGS)
+    canvas = draw_canvas(_picture(index), SETTINGS, max_tiles=4)
     height, width, _ = canvas.shape
     return EncodeImage(ImageId(index), height, width, canvas.tobytes())
+
+
+def test_keys_and_values_have_the_format_of_their_group(executable: Any) -> None:
+    encoder, edit = executable.encoder, _encode(0)
+    whole = encoder.encode(edit.height, edit.width, edit.pixels)
+    settings = msgspec.structs.replace(encoder.settings, cache_format="bf16")
+    got = TileEncoder(settings, lambda: encoder._tower).encode(edit.height, edit.width, edit.pixels)
+    assert (got == torch.from_numpy(whole).bfloat16().float().numpy()).all() and (
+        got != whole
+    ).any()
 
 
 def _oracle(pair: SimpleNamespace, tokens: list[int], images: list[int]) -> Tensor:
@@ -100,7 +110,7 @@ def _oracle(pair: SimpleNamespace, tokens: list[int], images: list[int]) -> Tens
 def _prefill(executable: Any, slot: Slot, request: Request, start: int, end: int) -> Tensor:
     """Run a chunk with the images that its tokens see."""
     tokens, images = request
-    spans = [span for span in visible_images(tokens, IMAGE) if span.start < end]
+    spans = [span for span in visible_images(places_of(tokens)) if span.start < end]
     first = max((span.start for span in spans if span.start <= start), default=0)
     visible = tuple(
         VisibleImages(
@@ -145,11 +155,3 @@ def test_mixed_batches_decode_as_one_pass(pair: SimpleNamespace, executable: Any
         expected = _oracle(pair, tokens + tail, images)[-3:]
         decoded = torch.stack([logits[row] for logits in got])
         torch.testing.assert_close(decoded, expected, atol=1e-4, rtol=0)
-
-
-def test_text_does_not_run_cross_layers(executable: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executable, "_cross", None)
-    slot = take_slot(executable, 20)
-    logits = _prefill(executable, slot, REQUESTS[2], 0, 7)
-    leave_slot(executable, slot)
-    assert logits.shape == (7, 96)

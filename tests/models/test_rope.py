@@ -14,9 +14,17 @@ from tests.models.test_phi3 import longrope
 from tests.tiny import tiny_config
 from tests.twins import twin_of
 from tilewright.compiler import ops
+from tilewright.errors import CheckpointError
 from tilewright.models.architectures.layers import RotaryEmbedding, rotate_half_split
 from tilewright.models.architectures.rope import inverse_frequencies
-from tilewright.models.config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from tilewright.models.checkpoints.huggingface.config import config_of_hf
+from tilewright.models.config import (
+    LinearScaling,
+    Llama3Scaling,
+    ProportionalScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 POSITIONS = torch.tensor([0, 1, 2, 7, 63, 100, 255])
 ROPES: dict[str, tuple[str, RopeConfig]] = {
@@ -29,6 +37,7 @@ ROPES: dict[str, tuple[str, RopeConfig]] = {
         "llama",
         RopeConfig(theta=500000.0, scaling=YarnScaling(16.0, 128, 1.0, 8.0, 2.0, truncate=False)),
     ),
+    "proportional": ("llama", RopeConfig(theta=1e6, scaling=ProportionalScaling(4, 2.0))),
     "partial": ("phi3", RopeConfig(theta=10000.0, num_rotated=24)),
     "partial_longrope": ("phi3", longrope(12, original=64, num_rotated=24)),
 }
@@ -82,3 +91,12 @@ def test_both_orders_of_pairs_are_one_rotation(name: str) -> None:
     order = torch.cat((order, torch.arange(2 * num_pairs, 32)))
     interleaved = ops.rope(x_THD[..., order], POSITIONS, inv_freq, True, factor)
     torch.testing.assert_close(interleaved, expected[..., order], atol=1e-6, rtol=0)
+
+
+def test_a_proportional_rotation_is_read_from_its_section() -> None:
+    rope = RopeConfig(theta=1e6, scaling=ProportionalScaling(4, 2.0))
+    values = twin_of(tiny_config(head_dim=32, rope=rope)).config.to_dict()
+    assert config_of_hf(values, where="config.json").rope == rope
+    values["rope_parameters"]["beta_fast"] = 2.0
+    with pytest.raises(CheckpointError, match=r"rope_parameters\.beta_fast = 2\.0"):
+        config_of_hf(values, where="config.json")

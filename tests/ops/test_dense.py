@@ -176,8 +176,8 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "tile_features": (torch.randn(16, C), [torch.randn(16, C), torch.randn(16, C)], 2, 5),
     "tile_attention": (*torch.randn(3, T, 2, 4), torch.arange(T) > 5, 0.5),
     "cross_attention": (
-        *(torch.randn(T, 4, 4), *torch.randn(2, 3, 2, 4)),
-        *(torch.tensor([[0, 0], [0, 3], *[[1, 2]] * (T - 2)]), 0.5),
+        *(torch.randn(T, 4 * 4), torch.randn(3, 2 * 2 * 2 * 4)),
+        *(torch.tensor([[0, 0], [0, 3], *[[1, 2]] * (T - 2)]), torch.randn(4), 1e-5, 2, 1, 0.5),
     ),
     "round_q80": (torch.randn(T, C),),
     "all_reduce": (torch.randn(T, C), 2, "bf16"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tilewright.errors import ConfigError
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import CANCELLED
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
+from tilewright.runtime.scheduling.step_cost_model import StepCost
 from tilewright.runtime.speculative.config import SpeculativeConfig, read_speculative_config
 from tilewright.runtime.speculative.draft_length import DraftLength
 from tilewright.runtime.speculative.ngram import NgramIndex
@@ -195,9 +197,29 @@ def test_options_have_the_names_of_vllm() -> None:
         ('{"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}', "min 3; allowed"),
         ('{"method": "ngram", "draft_sample_method": "gumbel"}', "allowed: greedy"),
         ('{"method": "ngram", "disable_by_batch_size": 1}', "integers, 2 to 4096"),
+        ('{"method": "ngram", "model": "m"}', "model with method ngram; allowed: method draft_mod"),
+        ('{"method": "draft_model"}', "model 'None'; allowed: a path"),
+        (
+            '{"method": "draft_model", "model": "m", "prompt_lookup_max": 2}',
+            "allowed: method ngram",
+        ),
+        ('{"method": "draft_model", "model": "m", "draft_tensor_parallel_size": 2}', "1 to 1"),
     ],
 )
 def test_wrong_options_are_errors_of_a_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_speculative_config(text)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_drafts_stop_if_their_steps_cost_more_than_plain_steps() -> None:
+    cost = StepCost()
+    length = DraftLength(3, cost.decode, partial(cost.decode, has_drafts=True))
+    times = {False: 0, True: 0}
+    for _ in range(600):
+        k = length.choose(32, [3] * 32)
+        cost.measure(32 * (1 + k), 0, 20.0 if k else 6.0, has_drafts=k > 0)
+        times[k > 0] += 1
+        for _ in range(32 * (k > 0)):
+            length.record(k, 1)
+    assert times[True] < 30, "1.8 tokens for 3.3 times the cost"

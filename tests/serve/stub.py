@@ -17,7 +17,10 @@ from tilewright.serve.routes.page import ROUTES
 CARD = {
     "id": "a-model",
     "max_model_len": 4096,
-    "meta": {"precision": "stored (Q4_1, Q8_0)", "target": "cpu", "weights": "checkpoint"},
+    "meta": {
+        **{"precision": "stored (Q4_1, Q8_0)", "target": "cpu", "weights": "checkpoint"},
+        "modalities": ["text", "image"],
+    },
 }
 LAST = {
     "choices": [],

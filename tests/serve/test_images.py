@@ -14,6 +14,15 @@ from tests.images.test_vision_models import chat_of, picture
 from tests.images.tiny_vl import save_vl, tiny_vl
 from tests.serve.conftest import Server, Start, post
 from tilewright import LLM
+from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.images.processor import PreparedImage
+from tilewright.images.prompt import PromptImage
+from tilewright.runtime.request import EngineRequest
+from tilewright.serve.engines import request_tracker
+from tilewright.serve.engines.request_tracker import RequestTracker
+from tilewright.serve.engines.routing import ReplicaRouter
+from tilewright.serve.web.errors import ApiError
+from tilewright.serve.web.settings import ServerConfig
 
 CHAT = "/v1/chat/completions"
 BEFORE, AFTER = "what is on this image, and where?", "?"
@@ -27,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def vision(start_server: Start, folder: Path) -> Server:
     options = ("--target", "reference", "--precision", "reference", "--max-num-seqs", "3")
-    found = start_server(*options, "--max-model-len", "256", model=folder)
+    hosts = ("--allowed-media-domains", "127.0.0.1")
+    found = start_server(*options, *hosts, "--max-model-len", "256", model=folder)
     assert found.process.poll() is None, found.log.read_text()
     return found
 
@@ -76,6 +86,22 @@ def test_chat_with_an_image_gives_the_tokens_of_the_library(vision: Server, fold
     assert vision.gauge("image_cache_hits_total") == before[1] + 1
 
 
+def test_responses_take_images(vision: Server) -> None:
+    _, found = post(vision, CHAT, asked(BEFORE, url(png()), AFTER))
+    image = {"type": "input_image", "image_url": url(png())["image_url"]["url"]}
+    content = [{"type": "input_text", "text": BEFORE}, image, {"type": "input_text", "text": AFTER}]
+    body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 6}
+    status, answer = post(vision, "/v1/responses", {**body, "temperature": 0})
+    assert status == 200, answer
+    assert answer["usage"]["input_tokens"] == found["usage"]["prompt_tokens"]
+    follow_up = {"input": "and?", "previous_response_id": answer["id"], "max_output_tokens": 2}
+    status, later = post(vision, "/v1/responses", follow_up)
+    assert status == 200, later
+    del image["image_url"]
+    status, found = post(vision, "/v1/responses", body)
+    assert status == 400 and "input_image without image_url" in found["error"]["message"]
+
+
 def test_props_name_the_modalities_and_limits(vision: Server) -> None:
     props = vision.get("/props")
     assert props["modalities"] == ["text", "image"]
@@ -97,6 +123,7 @@ def test_a_faulty_image_is_refused_in_a_line(name: str, vision: Server) -> None:
     [
         (url(encoded()), 5, "too_many_images"),
         ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}, 1, "unsupported"),
+        ({"type": "image_url", "image_url": {"url": "http://example.org/a"}}, 1, "unsupported"),
         ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, 1, "unsupported"),
         ({"type": "image", "image": "/etc/passwd"}, 1, "invalid_image"),
         ({"type": "video_url", "video_url": {"url": "x"}}, 1, "invalid_value"),
@@ -123,3 +150,16 @@ def test_a_model_without_a_tower_refuses_images(server: Server) -> None:
     status, found = post(server, CHAT, asked(url(encoded())))
     assert (status, found["error"]["code"]) == (400, "unsupported")
     assert "this model and target take no images" in found["error"]["message"]
+
+
+def test_waiting_images_have_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_tracker, "_MAX_IMAGE_BYTES", 100)
+    tracker = RequestTracker(lambda _: 0, lambda *_: None, ReplicaRouter(1), ServerConfig())
+    image = PromptImage(0, PreparedImage(1, 1, 1, 1, b"", bytes(60)))
+    message = EngineRequest(1, (5, 6), SamplingParams(), images=(image,))
+    tracker._check_room([message], 4096)
+    tracker._count(message, 1)
+    with pytest.raises(ApiError, match="wait already"):
+        tracker._check_room([message], 4096)
+    tracker._count(message, -1)
+    tracker._check_room([message, message], 4096)  # an empty queue takes all requests

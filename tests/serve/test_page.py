@@ -149,6 +149,26 @@ def test_what_a_model_writes_stays_text(stub: Stub, open_page: Callable[..., Any
     assert page.title() == "a-model · Tilewright"
 
 
+def test_a_dropped_image_goes_with_the_message(stub: Stub, open_page: Callable[..., Any]) -> None:
+    page = open_page(stub.url)
+    stub.script = [{"content": "A dot."}]
+    page.evaluate(
+        "() => { const files = new DataTransfer(); files.items.add(new File([new Uint8Array("
+        "[71, 73, 70])], 'a.gif', {type: 'image/gif'})); document.dispatchEvent(new DragEvent("
+        "'drop', {bubbles: true, cancelable: true, dataTransfer: files})); }"
+    )
+    page.wait_for_selector("#images img", state="attached")
+    ask(page, "what?")
+    page.wait_for_selector("button:has-text('Again')")
+    image = {"type": "image_url", "image_url": {"url": "data:image/gif;base64,R0lG"}}
+    expected = [{"role": "user", "content": [image, {"type": "text", "text": "what?"}]}]
+    assert stub.asked[-1]["messages"] == expected
+    page.click("button:has-text('Again')")
+    page.wait_for_selector("#stop", state="hidden")
+    assert stub.asked[-1]["messages"] == expected
+    assert page.locator("#images img").count() == 0
+
+
 def test_reasoning_is_folded_and_opens_with_the_keyboard(
     stub: Stub, open_page: Callable[..., Any]
 ) -> None:

@@ -184,7 +184,8 @@ def test_a_schema_holds_the_text(hermes: Scripted) -> None:
     assert refused.value.param.startswith("text.format")
 
 
-PART = {"type": "input_image", "image_url": "x"}
+PART = {"type": "input_file", "file_url": "x"}
+IMAGE = {"type": "input_image", "image_url": "x"}
 
 
 @pytest.mark.parametrize(
@@ -196,6 +197,7 @@ PART = {"type": "input_image", "image_url": "x"}
         ({"input": []}, "input: empty; allowed"),
         ({}, "input: empty; allowed"),
         ({"input": [{"role": "user", "content": [PART]}]}, "input[0].content[0]: a part of type"),
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, "this model and target take no images"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role: Invalid enum"),
         ({"input": [{"role": "user"}]}, "input[0]: Object missing required field `content`"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]: Object missing"),

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.models.test_qwen3_5 import ON_CUDA
@@ -14,6 +15,7 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.interface.step import Chosen, OpenSlot, PrefillChunk, Slot, Step
+from tilewright.compiler.targets.interface.token_masks import Allowed, num_words, put_bits
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 from tilewright.runtime.speculative.config import SpeculativeConfig
@@ -121,6 +123,23 @@ def test_drafts_change_no_token_and_no_bit(executable: Executable, rate: float) 
             assert scores == wanted
         else:
             assert scores == pytest.approx(wanted, abs=1e-4)
+
+
+def test_slots_with_drafts_do_not_wait_for_masks(executable: Executable) -> None:
+    expected, lines = plain(executable), begin(executable)
+    decode, drafted = SLOTS[:2], SLOTS[0]
+    draft = tuple(token for token, _, _ in expected[drafted][1:4])
+    step = Step(decode=decode, drafts={drafted: draft}, masked=True, logprobs=0)
+    output = executable.step(step)
+    words = np.zeros((1, num_words(executable.vocab_size)), np.uint32)
+    put_bits(words[0], (33,), are_set=True)
+    emitted = rows_of(output.parts[0].read())
+    executable.choose(output, Allowed(SLOTS[1:2], words))
+    assert [part.slots for part in output.parts] == [(drafted,), decode[1:]]
+    assert [entry[:2] for entry in emitted] == [entry[:2] for entry in expected[drafted][1:5]]
+    assert output.parts[1].read().tokens == [33]
+    after = rows_of(executable.step(Step(decode=decode, logprobs=0)).parts[0].read())[0]
+    assert after[0] == expected[drafted][len(lines[drafted]) + 4][0]
 
 
 def outputs_of(executable: Executable, config: SpeculativeConfig | None) -> tuple[list[Any], int]:

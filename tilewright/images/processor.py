@@ -31,6 +31,7 @@ class PreparedImage(msgspec.Struct, frozen=True):
         columns: Embedding columns in the prompt.
         digest: Hash over size and pixels.
         pixels: RGB bytes, in scan order.
+        num_rows: Rows for cross-attention. 0: the prompt's tokens have the image's embeddings.
     """
 
     height: int
@@ -39,6 +40,7 @@ class PreparedImage(msgspec.Struct, frozen=True):
     columns: int
     digest: bytes
     pixels: bytes
+    num_rows: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +48,7 @@ class PreparedImage(msgspec.Struct, frozen=True):
         return self.rows * self.columns
 
 
-class ImageProcessor(msgspec.Struct, frozen=True, kw_only=True):
+class ImageProcessor(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Image processor settings in a checkpoint.
 
     Attributes:
@@ -94,12 +96,16 @@ class ImageProcessor(msgspec.Struct, frozen=True, kw_only=True):
 
     def _resized(self, image: Image, height: int, width: int) -> PreparedImage:
         pixels = image.resize((width, height), _BICUBIC).tobytes()
-        digest = hashlib.blake2b(b"%dx%d:" % (height, width), digest_size=_DIGEST_BYTES)
-        digest.update(pixels)
+        digest = digest_of(height, width, pixels)
         block = self.block_size
-        return PreparedImage(
-            height, width, height // block, width // block, digest.digest(), pixels
-        )
+        return PreparedImage(height, width, height // block, width // block, digest, pixels)
+
+
+def digest_of(height: int, width: int, pixels: bytes) -> bytes:
+    """Return a hash over an image's size and pixels."""
+    digest = hashlib.blake2b(b"%dx%d:" % (height, width), digest_size=_DIGEST_BYTES)
+    digest.update(pixels)
+    return digest.digest()
 
 
 def fit(

@@ -11,31 +11,55 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tilewright.images.processor import PreparedImage, digest_of
+
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from tilewright.images.parts import Picture
 
 Size = tuple[int, int]
 """Height and width, in pixels or in tiles."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TileSettings:
+class TileSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Image processor settings from preprocessor_config.json.
 
     Attributes:
+        image_token: Placeholder token id. The prompt has a placeholder per image.
+        patch_size: Patch side in pixels.
         tile_size: Tile side in pixels.
         max_tiles: Maximum number of tiles per image.
         mean: Color means, from 0 to 1.
         std: Color standard deviations.
     """
 
+    image_token: int
+    patch_size: int
     tile_size: int
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     max_tiles: int = 4
+
+    @property
+    def rows_per_tile(self) -> int:
+        """Return the rows for cross-attention per tile: patches, and a class row."""
+        return (self.tile_size // self.patch_size) ** 2 + 1
+
+    def prepare(self, picture: Picture) -> PreparedImage:
+        """Draw a picture on its canvas. With ``detail: low``, the canvas has a single tile."""
+        is_low = picture.detail == "low"
+        canvas = draw_canvas(picture.image, self, max_tiles=1 if is_low else self.max_tiles)
+        height, width, _ = canvas.shape
+        pixels = canvas.tobytes()
+        num_tiles = height * width // self.tile_size**2
+        digest = digest_of(height, width, pixels)
+        num_rows = num_tiles * self.rows_per_tile
+        return PreparedImage(height, width, 1, 1, digest, pixels, num_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +113,15 @@ def fit_size(size: Size, canvas: Size, *, tile_size: int) -> Size:
 
 def tile_image(image: Image, settings: TileSettings) -> TiledImage:
     """Resize an RGB image, and return its tiles with their arrangement."""
-    return tiles_of(draw_canvas(image, settings), settings)
+    return tiles_of(draw_canvas(image, settings, max_tiles=settings.max_tiles), settings)
 
 
-def draw_canvas(image: Image, settings: TileSettings) -> npt.NDArray[np.uint8]:
+def draw_canvas(image: Image, settings: TileSettings, *, max_tiles: int) -> npt.NDArray[np.uint8]:
     """Return a resized RGB image on its canvas ``[height, width, 3]``."""
     import PIL.Image
 
     side, size = settings.tile_size, (image.height, image.width)
-    canvas = choose_canvas(size, tile_size=side, max_tiles=settings.max_tiles)
+    canvas = choose_canvas(size, tile_size=side, max_tiles=max_tiles)
     height, width = fit_size(size, canvas, tile_size=side)
     drawn = np.zeros((*canvas, 3), np.uint8)
     resized = image.resize((width, height), PIL.Image.Resampling.BILINEAR)

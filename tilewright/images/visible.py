@@ -6,12 +6,12 @@ Generated tokens see the last prompt token's images.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class VisibleImages:
+class VisibleSpan:
     """Visible images from a position on.
 
     Attributes:
@@ -25,20 +25,20 @@ class VisibleImages:
     end: int
 
 
-def visible_images(tokens: Sequence[int], image_token: int) -> tuple[VisibleImages, ...]:
-    """Return the visible images by position, ascending. Earlier positions see no image."""
-    spans: list[VisibleImages] = []
-    for position, token in enumerate(tokens):
-        if token != image_token:
-            continue
+def visible_images(positions: Iterable[int]) -> tuple[VisibleSpan, ...]:
+    """Return the visible images by position, ascending. Earlier positions see no image.
+
+    ``positions`` are those of the images' tokens, ascending.
+    """
+    spans: list[VisibleSpan] = []
+    for index, position in enumerate(positions):
         follows = bool(spans) and spans[-1].start == position - 1
-        index = len(spans)
-        spans.append(VisibleImages(position, spans[-1].first if follows else index, index + 1))
+        spans.append(VisibleSpan(position, spans[-1].first if follows else index, index + 1))
     return tuple(spans)
 
 
 def visible_rows(
-    spans: Sequence[VisibleImages], num_rows: Sequence[int], positions: range
+    spans: Sequence[VisibleSpan], num_rows: Sequence[int], positions: range
 ) -> list[tuple[int, int]]:
     """Return the first visible row and the end per position.
 

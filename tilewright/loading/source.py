@@ -16,6 +16,7 @@ from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
 from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.errors import CheckpointError, RequestError
 from tilewright.images.processor import ImageProcessor
+from tilewright.images.tiles import TileSettings
 from tilewright.models import (
     FoundModel,
     LoadedModel,
@@ -182,12 +183,15 @@ def served_facts(source: ModelHandle, compiled: Compiled, *, invariance: str) ->
         "device": compiled.executable.device_name,
         "arithmetic": ARITHMETIC[invariance],
     }
+    if compiled.target == "cuda" and compiled.executable.capabilities.max_drafts:
+        # The largest step selects kernels, so the reserved rows change bits.
+        facts["max_drafts"] = str(compiled.executable.capabilities.max_drafts)
     if source.load is not None:
         facts["parameters"] = str(num_parameters(source))
     return facts
 
 
-def image_processor(source: ModelHandle) -> ImageProcessor:
+def image_processor(source: ModelHandle) -> ImageProcessor | TileSettings:
     """Return the model's image processor. A checkpoint of the start index is opened.
 
     Raises:

@@ -28,6 +28,7 @@ from tilewright.runtime.scheduling.request_state import (
 )
 from tilewright.runtime.scheduling.scheduler import Scheduler
 from tilewright.runtime.scheduling.step_cost_model import StepCost, StepMeter
+from tilewright.runtime.speculative.draft_model import DraftModel
 
 OnToken = Callable[[RequestState, int], None]
 
@@ -76,8 +77,15 @@ class EngineLoop:
         *,
         policy: SchedulerConfig | None = None,
         grammars: Grammars | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
-        """Set up a loop. ``grammars`` compiles for the tokenizer. None: no grammars."""
+        """Set up a loop.
+
+        Args:
+            grammars: Compiles for the tokenizer. None: no grammars.
+            draft_model: Proposes drafts. None: n-grams do.
+        """
+        self._draft_model = draft_model
         self.executable = executable
         self.masks = Masks(grammars)
         executable.reset()
@@ -88,6 +96,8 @@ class EngineLoop:
             policy=policy,
             cost=self.cost,
             state_bytes=executable.state_bytes,
+            cross_width=0 if executable.encoder is None else executable.encoder.cross_width,
+            draft_model=draft_model,
         )
         self.num_dropped = 0
         self.failed: tuple[RequestState, ...] = ()
@@ -102,7 +112,9 @@ class EngineLoop:
             RequestError: for a token outside the vocabulary, an empty prompt, or a prompt that does
                 not fit the context with its output.
         """
-        check_tokens(request.prompt, self.executable.vocab_size)
+        ignored = request.image_tokens
+        tokens = [token for token in request.prompt if token not in ignored]
+        check_tokens(tokens if ignored else request.prompt, self.executable.vocab_size)
         if request.images and self.executable.encoder is None:
             raise RequestError("images: this model and target take text only; allowed: text")
         self.masks.check(request)
@@ -190,6 +202,8 @@ class EngineLoop:
         warm-up.
         """
         self.executable.prepare()
+        if self._draft_model is not None:
+            self._draft_model.executable.prepare()
         limits = self.executable.capabilities
         sampling = SamplingParams(max_tokens=min(3, limits.max_context))
         most = limits.max_context - sampling.max_tokens + 1
@@ -277,7 +291,7 @@ class EngineLoop:
         if speculator.max_drafts:
             self.tallies.add(HOST, speculator.seconds, "drafts")
         if behind is None:
-            self._meter.begin(now)
+            self._meter.begin(began if plan.step.drafts else now)
             if self._read_at is not None:
                 self.tallies.add(IDLE, now - self._read_at)
         masked = plan.step.masked and behind is None
@@ -350,6 +364,7 @@ class EngineLoop:
             or any(chunk.chooses or chunk.pools for chunk in plan.step.prompts),
             is_read=bool(parts) or not self.executable.capabilities.runs_ahead,
             is_mixed=launched.output.is_mixed,
+            has_drafts=bool(plan.step.drafts),
         )
         return served
 

@@ -11,6 +11,7 @@ import msgspec
 
 from tilewright.compiler.targets.interface.step import LogProbs
 from tilewright.images.processor import ImageProcessor
+from tilewright.images.tiles import TileSettings
 from tilewright.runtime.request import EngineRequest
 from tilewright.runtime.scheduling.engine_stats import Tally
 from tilewright.runtime.speculative.counts import SpeculationCounts
@@ -58,7 +59,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     shares_prefixes: bool = True
     hidden_size: int = 0
     speculation: dict[str, Any] | None = None
-    images: ImageProcessor | None = None
+    images: ImageProcessor | TileSettings | None = None
     facts: dict[str, str] = {}
 
 

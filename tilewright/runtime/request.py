@@ -44,6 +44,11 @@ class EngineRequest(msgspec.Struct, frozen=True, tag=True):
     speculative: bool = True
     images: tuple[PromptImage, ...] = ()
 
+    @property
+    def image_bytes(self) -> int:
+        """Return the size of all pixels."""
+        return sum(len(placed.image.pixels) for placed in self.images)
+
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
     """Check that all ids are in the vocabulary.

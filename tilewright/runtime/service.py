@@ -29,6 +29,7 @@ from tilewright.runtime.messages import (
 )
 from tilewright.runtime.request import CANCELLED, FAILED, EngineRequest
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
+from tilewright.runtime.speculative.draft_model import DraftModel
 
 BEAT_SECONDS = 1.0
 
@@ -47,9 +48,12 @@ class EngineService:
         *,
         policy: SchedulerConfig | None = None,
         grammars: Grammars | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         policy = replace(policy or SchedulerConfig(), beat_ms=1e3 * BEAT_SECONDS)
-        self.loop = EngineLoop(executable, policy=policy, grammars=grammars)
+        self.loop = EngineLoop(
+            executable, policy=policy, grammars=grammars, draft_model=draft_model
+        )
         self._transport = transport
         self._live: dict[int, RequestState] = {}
         self._num_steps = 0

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tilewright.images.fetch import MediaHosts
+from tilewright.images.tiles import TileSettings
 from tilewright.runtime.grammar.matchers import grammars_of
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.messages import EngineReady
@@ -31,6 +33,7 @@ from tilewright.serve.web.server_log import tell
 from tilewright.serve.web.settings import MAX_BODY, MAX_IMAGE_BODY, ServerConfig
 
 LoadCoder = Callable[[Path], TextCoder]
+_IMAGE_THREADS = 2
 _SHORT = 4096  # characters below which text is tokenized without a thread
 _T = TypeVar("_T")
 
@@ -54,12 +57,16 @@ class Front(JobMaker):
         self.template = TemplateFacts()
         self.template_variables = settings.template_variables
         self.image_limits = settings.limit_mm_per_prompt
+        if settings.allowed_media_domains:
+            max_bytes = self.image_limits.max_bytes
+            self.media_hosts = MediaHosts(names=settings.allowed_media_domains, max_bytes=max_bytes)
         self.trials: GrammarValidator | None = None
         self.fingerprint = ""
         self.responses = ResponseStore()
         self.defaults = dict(settings.defaults)
         self._load_coder = load_coder
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="texts")
+        self._image_threads = ThreadPoolExecutor(_IMAGE_THREADS, thread_name_prefix="images")
         self.client = EngineClient(command, self._take_ready, settings)
         self.metrics = self._metrics("")
 
@@ -70,7 +77,8 @@ class Front(JobMaker):
     async def close(self) -> None:
         """End the engines. Unfinished texts are dropped."""
         await self.client.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._image_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
         if self.trials is not None:
             self.trials.close()
 
@@ -105,6 +113,11 @@ class Front(JobMaker):
         if size < _SHORT:
             return function(*given, **named)
         return await self.in_thread(function, *given, **named)
+
+    async def with_images(self, function: Callable[..., _T], *values: Any, **named: Any) -> _T:
+        """See `JobMaker`. Slow hosts do not delay texts. The thread count bounds the memory."""
+        call = partial(function, *values, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._image_threads, call)
 
     @property
     def max_body(self) -> int:
@@ -179,6 +192,9 @@ def capacity(ready: EngineReady) -> str:
     if ready.num_snapshots:
         parts.append(f"{ready.num_snapshots} snapshots")
     parts.append(f"prefix cache {'on' if ready.shares_prefixes else 'off'}")
+    if isinstance(ready.images, TileSettings):
+        rows = ready.images.max_tiles * ready.images.rows_per_tile
+        parts.append(f"a new image costs {rows:,} rows of its tower")
     if ready.invariant == "rows":
         most = ready.invariant_rows
         parts.append("batch-invariant" + (f" up to {most} running requests" if most else ""))

@@ -5,7 +5,6 @@ Knows no engine and no HTTP connection.
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tilewright.images.decode import ImageLimits
+from tilewright.images.fetch import MediaHosts
 from tilewright.images.processor import PreparedImage
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.messages import EngineReady
@@ -49,11 +49,13 @@ class JobMaker(ABC):
 
     Attributes:
         image_limits: Limits for the images of a request.
+        media_hosts: Hosts of image URLs. None: such URLs are refused.
         template: Chat template facts.
         template_variables: Chat template variables. A request may replace them.
     """
 
     image_limits: ImageLimits = ImageLimits()
+    media_hosts: MediaHosts | None = None
     template: TemplateFacts
     template_variables: Mapping[str, Any]
 
@@ -75,6 +77,10 @@ class JobMaker(ABC):
     @abstractmethod
     async def aside(self, size: int, function: Callable[..., _T], *given: Any, **named: Any) -> _T:
         """Run a function, in a thread if ``size`` characters are many."""
+
+    async def with_images(self, function: Callable[..., _T], *values: Any, **named: Any) -> _T:
+        """Run a function that fetches or decodes images, in a thread."""
+        return await self.aside(_LONG, function, *values, **named)
 
     async def chat_job(self, request: ChatRequest) -> CompletionTask:
         """Return the job for a chat.
@@ -116,9 +122,8 @@ class JobMaker(ABC):
         ready, coder = self.up()
         messages, images = request.messages or [], list[PreparedImage]()
         if chat_has_images(messages):
-            in_worker = functools.partial(self.aside, _LONG)
             messages, images = await prepare_images(
-                messages, ready.images, self.image_limits, in_worker
+                messages, ready.images, self.image_limits, self.with_images, self.media_hosts
             )
             request = msgspec.structs.replace(request, messages=messages)
         text = await self.render(request, tools, **how)

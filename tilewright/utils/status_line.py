@@ -10,14 +10,14 @@ import time
 
 _REDRAW_S = 0.1
 _NEW_LINE_S, _SAME_LINE_S = 1.0, 5.0
-"""Seconds before a plain line about another kind of work, and between lines about the same."""
+"""Seconds before a plain line about other work, and between lines about the same work."""
 
 
 class StatusLine:
     """A dim line about the current work. The next line replaces it.
 
     Without a terminal, `note` writes plain lines, and a thread writes lines about slow work: a line
-    for each kind of work of over a second, and a line every five seconds.
+    for work of over a second, and a line every five seconds.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class StatusLine:
             self._write(f"\r\x1b[K{self._dim(text[:100])}\r")
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Report compile progress. A terminal is redrawn at most ten times a second."""
+        """Report compile progress. A terminal is redrawn up to ten times a second."""
         now, self._work = time.monotonic(), what
         self._how_far = f"{what} {100 * done // max(total, 1)} %"
         if sys.stderr.isatty():
@@ -42,17 +42,17 @@ class StatusLine:
                 self.show(self._how_far)
         elif self._stop is None:
             self._stop = threading.Event()
-            threading.Thread(target=self._tell, args=(self._stop,), daemon=True).start()
+            threading.Thread(target=self._write_progress, args=(self._stop,), daemon=True).start()
 
-    def _tell(self, stop: threading.Event) -> None:
-        told, told_at = "", 0.0
+    def _write_progress(self, stop: threading.Event) -> None:
+        written, written_at = "", 0.0
         while not stop.wait(_NEW_LINE_S):
             now = time.monotonic()
-            if self._work != told:
-                told, told_at = self._work, now
-                self._write(f"{told} ...\n")
-            elif now - told_at >= _SAME_LINE_S:
-                told_at = now
+            if self._work != written:
+                written, written_at = self._work, now
+                self._write(f"{written} ...\n")
+            elif now - written_at >= _SAME_LINE_S:
+                written_at = now
                 self._write(f"{self._how_far}\n")
 
     def note(self, text: str) -> None:

@@ -36,6 +36,7 @@ _VALUE_BY_VALUE = {
     *(aten.mul.Tensor, aten.div.Tensor, aten.tanh.default),
 }
 _HEADS = {aten.unflatten.int, aten.flatten.using_ints, ops.rope.overload}
+_CHANNELS = {*_HEADS, ops.causal_conv1d.overload}
 _PRODUCTS = {ops.linear.overload, ops.expert_linear.overload}
 _MIXERS = {ops.attention.overload, ops.gated_delta_rule.overload}
 
@@ -112,7 +113,7 @@ def _sources(product: Node) -> list[Node] | None:
             found.append(node)
         elif node.target in _VALUE_BY_VALUE:
             waiting += [each for each in node.args if isinstance(each, Node)]
-        elif node.target in _HEADS or _is_norm_of_heads(node):
+        elif node.target in _CHANNELS or _is_norm_of_heads(node):
             waiting.append(node.args[0])
         else:
             return None
@@ -225,7 +226,7 @@ def _deal_delta_rule(shares: Shares, rule: Node, second: Node, firsts: list[Node
 def _product_behind(argument: object) -> Node | None:
     """Return the linear before a mixer's argument, or None."""
     node = argument
-    chain = {*_HEADS, ops.causal_conv1d.overload}
+    chain = _CHANNELS
     while isinstance(node, Node) and (node.target in chain or _is_norm_of_heads(node)):
         node = node.args[0]
     is_product = isinstance(node, Node) and node.target is ops.linear.overload

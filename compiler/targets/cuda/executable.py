@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.memory_budget import (
     capabilities_of,
     decode_rows,
-    num_draft_states,
     num_marks,
 )
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now, needs_host
@@ -29,7 +29,7 @@ from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingBatch, drawing_of
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.ragged import can_join, one, split
-from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send
 from tilewright.compiler.targets.cuda.state.snapshot_positions import cut
 from tilewright.compiler.targets.cuda.state.swap import Away
 from tilewright.compiler.targets.cuda.state.tables import PagedState
@@ -43,7 +43,10 @@ from tilewright.compiler.targets.interface.step import (
     AssignPages,
     CloseSlot,
     CopyState,
+    DropImage,
     DropSwapped,
+    EncodeImage,
+    ImageId,
     LoadState,
     OpenSlot,
     PrefillChunk,
@@ -93,7 +96,7 @@ class CudaExecutable(Executable):
         num_pages = num_pages or options.max_batch * pages_of(options.max_context)
         self._state = PagedState(
             plan.states, options, device, num_pages=num_pages, sequence_specs=plan.sequence_states,
-            num_marks=num_marks(plan, options), num_draft_states=num_draft_states(plan, options),
+            num_marks=num_marks(plan, options),
         )  # fmt: skip
         reserved = copy_bytes(plan, copies)
         self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
@@ -105,6 +108,7 @@ class CudaExecutable(Executable):
         self._steps = Steps(
             plan, weights, self._state, max_rows=rows[-1], exact=exact, prompt_wire=prompt_wire,
             strict_rows=self.capabilities.max_invariant_rows, copies=copies,
+            max_drafts=self.capabilities.max_drafts,
         )  # fmt: skip
         self.notes = self._steps.copies.said(options.copies)
         if prompt_wire and options.parallel.tensor > 1:
@@ -115,6 +119,7 @@ class CudaExecutable(Executable):
         self._device_slots = SlotTable(options.max_batch, _NUM_ENDS, device)
         self._buckets = self._make_buckets(plan, rows, options)
         self._slot_states: dict[Slot, SlotState] = {}
+        self._images: dict[ImageId, Tensor] = {}
         self._away = Away(self._slot_states, self._state, self._device_slots)
         self._captured_slots: CapturedSlots | None = None
         self._answers = Answers(
@@ -123,7 +128,8 @@ class CudaExecutable(Executable):
         )  # fmt: skip
         shared = self._state, self._device_slots, self._buckets, self._answers, self._slot_states
         self._joined = Joined(self._steps, *shared, check=self._check, leave=self._leave)
-        self._drafts = DraftSteps(*shared, leave=self._leave)
+        has_states = self.capabilities.has_sequence_state
+        self._drafts = DraftSteps(*shared, has_states=has_states, leave=self._leave)
 
     def _make_buckets(
         self, plan: KernelProgram, rows: Sequence[int], options: CompileOptions
@@ -178,9 +184,11 @@ class CudaExecutable(Executable):
         plain, verified = self._drafts.divide(step, max_rows)
         decodes = () if riding else self._buckets.cut(plain)
         batches, alone = split(
-            step.prompts, limits.max_prompts if shares else 1,
+            [chunk for chunk in step.prompts if not self._has_offsets(chunk)],
+            limits.max_prompts if shares else 1,
             marks=limits.marks, most_rows=limits.most_shared, beside=bool(riding),
         )  # fmt: skip
+        alone += [chunk for chunk in step.prompts if self._has_offsets(chunk)]
         self._answers.begin(len(decodes) + len(verified) + len(batches) + len(alone))
         parts = [self._drafts.run(slots, step) for slots in verified]
         parts += [self._decode(slots, step) for slots in decodes]
@@ -197,8 +205,11 @@ class CudaExecutable(Executable):
         limits = self.capabilities
         if step.drafts or not (limits.passes and step.decode):
             return False
+        if any(self._slot_states[slot].rotary_delta for slot in step.decode):
+            return False
         most_rows = limits.most_shared
-        joined = [each for each in step.prompts if can_join(each, limits.marks, most_rows)]
+        prompts = [chunk for chunk in step.prompts if not self._has_offsets(chunk)]
+        joined = [chunk for chunk in prompts if can_join(chunk, limits.marks, most_rows)]
         if not joined:
             return False
         slots = (*step.decode, *(chunk.slot for chunk in step.prompts if chunk.chooses))
@@ -226,6 +237,7 @@ class CudaExecutable(Executable):
         self._drafts.forget()
         self._answers.forget()
         self._slot_states.clear()
+        self._images.clear()
         self._away.forget()
         self._state.reset()
 
@@ -238,7 +250,9 @@ class CudaExecutable(Executable):
             if isinstance(edit, OpenSlot):
                 assert edit.slot not in self._slot_states, f"slot {edit.slot} is taken"
                 assert 0 <= edit.slot < self.capabilities.max_num_seqs, f"there is no {edit}"
-                self._slot_states[edit.slot] = SlotState(edit.sampling, edit.prompt, edit.keeps)
+                self._slot_states[edit.slot] = SlotState(
+                    edit.sampling, edit.prompt, edit.keeps, rotary_delta=edit.rotary_delta
+                )
                 opened[edit.slot] = edit.sampling
                 self._answers.open(edit.slot, edit.sampling.stop_token_ids)
             elif isinstance(edit, CloseSlot):
@@ -253,8 +267,14 @@ class CudaExecutable(Executable):
         self._device_slots.open(opened)
 
     def _move(self, edit: StateUpdate) -> None:
-        """Copy state within the device, to the host or back."""
-        if isinstance(edit, CopyState):
+        """Copy state within the device, to the host or back. Encode or drop an image."""
+        if isinstance(edit, EncodeImage):
+            assert self.encoder is not None, "there is no tower"
+            rows = self.encoder.encode(edit.height, edit.width, edit.pixels)
+            self._images[edit.image] = torch.from_numpy(rows).to(self.device)
+        elif isinstance(edit, DropImage):
+            del self._images[edit.image]
+        elif isinstance(edit, CopyState):
             self._state.copy(edit.source, edit.target, edit.num_positions)
             self._slot_states[edit.target].length = edit.num_positions
         elif isinstance(edit, SaveState):
@@ -311,7 +331,8 @@ class CudaExecutable(Executable):
         """Assign slots to the rows of the smallest bucket."""
         bucket = self._buckets.decode(len(slots))
         lengths = np.array([self._slot_states[slot].length for slot in slots], dtype=np.int64)
-        at = bucket.admit(self._device_slots, slots, lengths)
+        offsets = np.array([self._slot_states[slot].rotary_delta for slot in slots])
+        at = bucket.admit(self._device_slots, slots, lengths, offsets)
         chosen = [self._slot_states[slot].sampling for slot in slots]
         is_late = any(map(needs_host, chosen))
         return CapturedSlots(slots, bucket, at, drawing_of(chosen), is_late, lengths)
@@ -330,17 +351,18 @@ class CudaExecutable(Executable):
     def _prompt(self, chunk: PrefillChunk, step: Step) -> SamplerOutput | None:
         """Run a prefill chunk. Return None if the chunk has no output."""
         slot_state = self._check(chunk)
-        parts, found = cut(chunk, self.capabilities.marks), None
-        assert len(parts) == 1 or not chunk.echoes, "a chunk that echoes is in one piece"
+        sections, found = cut(chunk, self.capabilities.marks), None
+        assert len(sections) == 1 or not chunk.echoes, "a chunk that echoes is in one piece"
         pooled: list[Tensor] = []
-        for part in parts:
-            slot_state.length, slot_state.token = part.end, None
+        for section in sections:
+            slot_state.length, slot_state.token = section.end, None
             if chunk.pools:
-                rows, _ = one(part, self.device, self._state.marks((part,)))
-                pooled.append(self._steps.pool(rows, from_start=part.start == 0))
+                rows, _ = one(section, self.device, self._state.marks((section,)))
+                rows = self._with_images(rows, section)
+                pooled.append(self._steps.pool(rows, from_start=section.start == 0))
             else:
-                found = self._run_prompt(part, step)
-            self._state.keep((part,))
+                found = self._run_prompt(section, step)
+            self._state.keep((section,))
         if chunk.pools:
             return self._answers.pooled(pooled, len(chunk.tokens))
         return found
@@ -353,13 +375,15 @@ class CudaExecutable(Executable):
         is_late = self._answers.is_late((chunk.slot, *chunk.also), step)
         drawing = None if is_late else drawing_of(chosen)
         marks = self._state.marks((chunk,))
-        if len(chunk.tokens) <= self._buckets.tokens[-1] and not chunk.echoes:
+        is_captured = not (chunk.echoes or self._has_offsets(chunk))
+        if len(chunk.tokens) <= self._buckets.tokens[-1] and is_captured:
             bucket = self._buckets.prompt(len(chunk.tokens))
             choice = bucket.choice
             bucket.run(chunk, drawing, marks)
             logits = bucket.logits
         else:
             placed, wanted = one(chunk, self.device, marks)
+            placed = self._with_images(placed, chunk)
             from_start = chunk.start == 0
             found = self._steps.prefill(placed, logit_rows=wanted, from_start=from_start)
             if found is None:
@@ -368,6 +392,33 @@ class CudaExecutable(Executable):
             of = (chunk.slot,), (chunk.end,), self.num_choosable, logits[-1:]
             choice = choose_now(self._device_slots, *of, chosen if not is_late else (), self._group)
         return self._end_prompt(chunk, step, logits, choice, is_late)
+
+    def _has_offsets(self, chunk: PrefillChunk) -> bool:
+        """Return whether a chunk has images, or rotary positions that differ from its positions."""
+        delta = self._slot_states[chunk.slot].rotary_delta
+        return bool(chunk.images or chunk.rotary or delta)
+
+    def _with_images(self, rows: TokenBatch, chunk: PrefillChunk) -> TokenBatch:
+        """Add a chunk's image embeddings and rotary offsets to its rows."""
+        if not self._has_offsets(chunk):
+            return rows
+        count = len(chunk.tokens)
+        if chunk.rotary:
+            assert self.encoder is not None, "there is no tower"
+            axes = np.array(chunk.rotary).reshape(3, count)
+            index = np.arange(chunk.start, chunk.end)
+            offsets = send(self.encoder.by_pair(axes - index), self.device)
+        else:
+            delta = self._slot_states[chunk.slot].rotary_delta
+            offsets = torch.full((count,), delta, dtype=torch.int64, device=self.device)
+        runs, parts = [], []
+        for run in chunk.images:
+            runs.append(np.arange(run.offset, run.offset + run.count))
+            parts.append(self._images[run.image][run.first : run.first + run.count])
+        if not runs:
+            return replace(rows, offsets=offsets)
+        image_rows = send(np.concatenate(runs), self.device), torch.cat(parts)
+        return replace(rows, offsets=offsets, image_rows=image_rows)
 
     def _end_prompt(
         self, chunk: PrefillChunk, step: Step, logits: Tensor, choice: SamplingBatch, is_late: bool

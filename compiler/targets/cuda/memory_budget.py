@@ -16,12 +16,18 @@ from tilewright.compiler.targets.cuda.plan import far_of, has_mixers
 from tilewright.compiler.targets.cuda.state.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state.snapshot_positions import MOST_MARKS
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
-from tilewright.compiler.targets.cuda.steps.mixers import mixer_bytes
+from tilewright.compiler.targets.cuda.state.token_batch import MAX_ROWS
+from tilewright.compiler.targets.cuda.steps.mixers import draft_input_bytes, mixer_bytes
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
 from tilewright.compiler.targets.cuda.weights.experts import held_sizes
 from tilewright.compiler.targets.cuda.weights.stream import wanted_by
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions
-from tilewright.compiler.targets.program.instructions import OPERAND, KernelProgram
+from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
+from tilewright.compiler.targets.program.instructions import (
+    OPERAND,
+    DeltaRuleOp,
+    KernelProgram,
+)
 from tilewright.distributed.world import place_of
 from tilewright.errors import CompileError
 
@@ -38,8 +44,6 @@ _MAX_SNAPSHOTS = 512
 _SHARE_OF_SNAPSHOTS = 8
 _SHARE_OF_MORE = 4
 """Of the memory that pages would have without, what snapshots take at least, and others at most."""
-_DRAFT_STATES = 32
-"""Per-sequence states for drafts in flight. They limit the drafts of a pass."""
 _MOST_SHARED = 8192
 """Maximum number of prefill tokens of a mixed batch with mixers."""
 _GB = 1e9
@@ -187,7 +191,7 @@ def capabilities_of(
         invariant=invariant,
         hidden_size=plan.hidden_size,
         invariant_rows=small,
-        max_drafts=min(options.max_drafts, small - 1) if small else options.max_drafts,
+        max_drafts=min(max_drafts(plan, options), small - 1 if small else MAX_DRAFTS),
     )
 
 
@@ -196,11 +200,18 @@ def decode_rows(options: CompileOptions) -> tuple[int, ...]:
     return decode_buckets(options.max_batch * (1 + options.max_drafts))
 
 
-def num_draft_states(plan: KernelProgram, options: CompileOptions) -> int:
-    """Return the number of per-sequence states for drafts in flight."""
-    if not plan.sequence_states:
-        return 0
-    return min(options.max_batch * options.max_drafts, max(options.max_drafts, _DRAFT_STATES))
+def max_drafts(program: KernelProgram, options: CompileOptions) -> int:
+    """Return the maximum drafts per slot. A delta rule needs its convolution in the kernel."""
+    if not program.sequence_states:
+        return options.max_drafts
+    rules = [op for op in program.instructions if isinstance(op, DeltaRuleOp)]
+    is_whole = all(rule.convolve is not None for rule in rules)
+    return min(options.max_drafts, MAX_ROWS - 1) if is_whole else 0
+
+
+def _draft_bytes(program: KernelProgram, options: CompileOptions) -> int:
+    """Return the bytes of kept draft inputs."""
+    return options.max_batch * max_drafts(program, options) * draft_input_bytes(program)
 
 
 def marks_each(plan: KernelProgram) -> int:
@@ -377,7 +388,7 @@ def most_prompt_tokens(options: CompileOptions) -> int:
 
 
 def work_bytes(plan: KernelProgram, options: CompileOptions) -> int:
-    """Return the bytes for intermediate values, a dequantized weight and libraries.
+    """Return the bytes for intermediate values, a dequantized weight, a tower and libraries.
 
     The largest captured prompt or mixed batch counts twice because graphs have separate memory.
     """
@@ -387,9 +398,9 @@ def work_bytes(plan: KernelProgram, options: CompileOptions) -> int:
     longest = next((each for each in sizes if each >= tokens), sizes[-1])
     captured = max([longest, *(width + most[-1] for width, most in passes)])
     prompt = sum(_pass_bytes(plan, options, each) for each in (max(tokens, captured), captured))
-    num_states = num_marks(plan, options) + num_draft_states(plan, options)
-    states = num_states * sequence_bytes(plan.sequence_states)
-    return _WORKSPACE + prompt + states + _decode_bytes(plan, options)
+    states = num_marks(plan, options) * sequence_bytes(plan.sequence_states)
+    states += _draft_bytes(plan, options)
+    return _WORKSPACE + options.tower_bytes + prompt + states + _decode_bytes(plan, options)
 
 
 def _pass_bytes(plan: KernelProgram, options: CompileOptions, tokens: int) -> int:

@@ -61,6 +61,13 @@ class CudaTarget(Target):
 
     name = "cuda"
     emits = ("program", "engine")
+    has_images = True
+
+    def tower_device(self) -> str:
+        """Return the current GPU. With Triton's interpreter, return the CPU."""
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
 
     def stages(self) -> tuple[Stage, ...]:
         return (

@@ -26,8 +26,8 @@ class Batch:
         embeddings: Their embeddings, float32 ``[K, hidden]``.
         rotary: Rotary position per token and pair, int64 ``[T, pairs]``. None: as
             ``positions``.
-        cross_cache: Cross-attention keys and values for image rows, float32 ``[V, width]``.
-        visible: First visible image row and end per token, int64 ``[T, 2]``. None: no images.
+        cross_rows: Cross-attention keys and values per image, float32 ``[rows, width]``.
+        visible: First visible image and end per token, int64 ``[T, 2]``. None: no images.
     """
 
     tokens: np.ndarray
@@ -39,7 +39,7 @@ class Batch:
     image_tokens: np.ndarray | None = None
     embeddings: np.ndarray | None = None
     rotary: np.ndarray | None = None
-    cross_cache: np.ndarray | None = None
+    cross_rows: tuple[np.ndarray, ...] = ()
     visible: np.ndarray | None = None
 
     @property

@@ -7,7 +7,7 @@ feedback and sampling. Values are numpy arrays. torch is imported only to return
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.draw import log_probabilities
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.host.batch import Batch, decode_batch, images_by_token
+from tilewright.compiler.targets.host.draft_outputs import divide, join, output_at
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     END_TOKEN,
@@ -167,7 +168,7 @@ class HostExecutable(Executable):
         assert not self._waiting, "the last step is not sampled yet"
         for edit in step.edits:
             self._apply(edit)
-        parts = [self._run_decode(step)] if step.decode else []
+        parts = self._run_decode(step) if step.decode else []
         for chunk in step.prompts:
             part = self._run_prompt(chunk, step)
             if part is not None:
@@ -243,7 +244,7 @@ class HostExecutable(Executable):
     def _cuts(self, num_positions: int, slot_state: SlotState) -> bool:
         return self.capabilities.has_sequence_state and num_positions != slot_state.length
 
-    def _run_decode(self, step: Step) -> SamplerOutput:
+    def _run_decode(self, step: Step) -> list[SamplerOutput]:
         """Decode a token per slot, and verify drafts."""
         if step.drafts:
             self._check_drafts(step)
@@ -257,20 +258,36 @@ class HostExecutable(Executable):
         if any(deltas):
             positions = batch.positions + np.repeat(deltas, np.diff(batch.cu_seqlens))
             batch = replace(batch, rotary=self._rotary(positions))
-        counts = np.diff(batch.cu_seqlens).tolist()
-        pairs = zip(slot_states, counts, strict=True)
-        batch = self._with_visible(batch, [s.images for s, n in pairs for _ in range(n)])
+        if any(state.images for state in slot_states):
+            counts = np.diff(batch.cu_seqlens)
+            pairs = zip(slot_states, counts, strict=True)
+            batch = self._with_visible(batch, [s.images for s, n in pairs for _ in range(n)])
         logits = self.forward_drafts(batch) if step.drafts else self.forward(batch)
         for slot, token in step.forced.items():
             self._slot_states[slot].force(token)
         for slot_state in slot_states:
             slot_state.length += 1
-        output = self._part(step.decode, logits, step, step.drafts)
+        parts = self._decoded(step, logits, batch.cu_seqlens.tolist())
         self._verified = batch
         if step.drafts and not self.follows:
-            self._counts = bytes(output.read().counts or ())
+            verified = parts[0]
+            accepted = dict(zip(verified.slots, verified.read().counts or (), strict=True))
+            self._counts = bytes(accepted.get(slot, 1) for slot in step.decode)
             self._discard_rejected(self._counts)
-        return output
+        return parts
+
+    def _decoded(self, step: Step, logits: np.ndarray, ends: Sequence[int]) -> list[SamplerOutput]:
+        """Return the outputs of decode rows. With masks, slots with drafts do not wait for them."""
+        if not (step.drafts and step.masked):
+            return [self._part(step.decode, logits, step, step.drafts)]
+        groups: dict[bool, list[int]] = {True: [], False: []}
+        for index, slot in enumerate(step.decode):
+            groups[slot in step.drafts] += range(ends[index], ends[index + 1])
+        verified, others = divide(step)
+        parts = [self._part(verified.decode, logits[groups[True]], verified, step.drafts)]
+        if others.decode:
+            parts.append(self._part(others.decode, logits[groups[False]], others))
+        return parts
 
     def emitted_counts(self) -> bytes:
         return self._counts
@@ -291,8 +308,7 @@ class HostExecutable(Executable):
 
     def _check_drafts(self, step: Step) -> None:
         limits = self.capabilities
-        is_plain = not (step.want_logits or step.masked) or self.follows
-        assert is_plain, "a step with drafts has neither logits nor masks"
+        assert not step.want_logits or self.follows, "a step with drafts has no logits"
         for slot, drafts in step.drafts.items():
             is_forced = slot in step.forced and not self.follows
             assert slot in step.decode and not is_forced, f"slot {slot} has drafts"
@@ -301,20 +317,24 @@ class HostExecutable(Executable):
             end = self.length(slot) + 1 + len(drafts)
             assert end <= limits.max_context, f"slot {slot} ends at {end}"
 
-    def _verify_in_turn(self, step: Step) -> SamplerOutput:
+    def _verify_in_turn(self, step: Step) -> list[SamplerOutput]:
         """Decode all slots until their drafts are wrong. Nothing is rolled back."""
+        if step.masked:
+            verified, others = divide(step)
+            parts = self._verify_in_turn(verified)
+            return parts + (self._run_decode(others) if others.decode else [])
         turn = replace(step, drafts={}, prompts=(), edits=())
         outputs = {slot: list[Chosen]() for slot in step.decode}
         while turn.decode:
-            chosen, going = self._run_decode(turn).read(), []
+            chosen, going = self._run_decode(turn)[0].read(), []
             for index, slot in enumerate(turn.decode):
-                outputs[slot].append(_output_at(chosen, index))
+                outputs[slot].append(output_at(chosen, index))
                 count, drafts = len(outputs[slot]), step.drafts.get(slot, ())
                 if drafts[count - 1 : count] == (chosen.tokens[index],):
                     going.append(slot)
             turn = replace(turn, decode=tuple(going), forced={})
-        joined = _joined(outputs.values())
-        return SamplerOutput(step.decode, lambda: joined)
+        joined = join(outputs.values())
+        return [SamplerOutput(step.decode, lambda: joined)]
 
     def _run_prompt(self, chunk: PrefillChunk, step: Step) -> SamplerOutput | None:
         """Run a prefill chunk. Return None if it has no output."""
@@ -354,8 +374,9 @@ class HostExecutable(Executable):
         positions = np.arange(start, end)
         batch = Batch(np.array(tokens), positions, bounds, wanted, (chunk.slot,), False)
         batch = self._with_images(batch, chunk, start)
-        seen = images_by_token(chunk)[start - chunk.start : end - chunk.start]
-        batch = self._with_visible(batch, seen)
+        if chunk.visible:
+            seen = images_by_token(chunk)[start - chunk.start : end - chunk.start]
+            batch = self._with_visible(batch, seen)
         return self.hidden(batch) if chunk.pools else self.forward(batch)
 
     def _with_images(self, batch: Batch, chunk: PrefillChunk, start: int) -> Batch:
@@ -380,26 +401,19 @@ class HostExecutable(Executable):
         return replace(batch, image_tokens=tokens, embeddings=embeddings, rotary=rotary)
 
     def _with_visible(self, batch: Batch, seen: Sequence[tuple[ImageId, ...]]) -> Batch:
-        """Add cross-attention rows to a batch. ``seen`` are the images per token.
-
-        Images with adjacent numbers in a token's list have adjacent rows.
-        """
+        """Add images for cross-attention to a batch. ``seen`` are the images per token."""
         if not any(seen):
             return batch
-        starts: dict[tuple[ImageId, ...], tuple[int, int]] = {}
+        ranges: dict[tuple[ImageId, ...], tuple[int, int]] = {(): (0, 0)}
         parts: list[np.ndarray] = []
-        num_rows = 0
-        for images in sorted(set(seen), key=len, reverse=True):
-            longer = next((key for key in starts if key[: len(images)] == images), None)
-            count = sum(len(self._images[image]) for image in images)
+        for images in sorted(set(seen) - {()}, key=len, reverse=True):
+            longer = next((key for key in ranges if key[: len(images)] == images), None)
+            first = len(parts) if longer is None else ranges[longer][0]
             if longer is None:
                 parts += [self._images[image] for image in images]
-                starts[images] = num_rows, num_rows + count
-                num_rows += count
-            else:
-                starts[images] = starts[longer][0], starts[longer][0] + count
-        visible = np.array([starts[images] if images else (0, 0) for images in seen])
-        return replace(batch, cross_cache=np.concatenate(parts), visible=visible)
+            ranges[images] = first, first + len(images)
+        visible = np.array([ranges[images] for images in seen])
+        return replace(batch, cross_rows=tuple(parts), visible=visible)
 
     def _rotary(self, positions: np.ndarray) -> np.ndarray:
         """Return positions of rotation by pair, for ``[T]`` or ``[3, T]``."""
@@ -553,25 +567,6 @@ def _why(slot_state: SlotState, token: int, is_number: bool) -> int:
     if not is_number:
         return NOT_A_NUMBER
     return END_TOKEN if token in slot_state.sampling.stop_token_ids else GOES_ON
-
-
-def _output_at(chosen: Chosen, index: int) -> Chosen:
-    """Return a single token's output."""
-    scores = None if chosen.logprobs is None else (chosen.logprobs[index],)
-    return Chosen((chosen.tokens[index],), (chosen.why[index],), scores)
-
-
-def _joined(slots: Iterable[Sequence[Chosen]]) -> Chosen:
-    """Join the outputs of several slots."""
-    slots = list(slots)
-    outputs = [output for slot in slots for output in slot]
-    scores = [output.logprobs[0] for output in outputs if output.logprobs is not None]
-    return Chosen(
-        [output.tokens[0] for output in outputs],
-        [output.why[0] for output in outputs],
-        scores or None,
-        counts=[len(slot) for slot in slots],
-    )
 
 
 def with_all_rows(batch: Batch) -> Batch:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tilewright.compiler.ir.info import NodeInfo
     from tilewright.compiler.ir.recipe import WeightRecipe
     from tilewright.compiler.passes.runner import Pass
-    from tilewright.compiler.targets.image_encoder import ImageEncoder
+    from tilewright.compiler.targets.image_encoder import AnyEncoder
 
 Progress = Callable[[str, int, int], None]
 """Called with ``(step, done, total)`` during compilation."""
@@ -61,6 +61,7 @@ class CompileOptions:
             0: no step is strict.
         max_drafts: Draft tokens per slot and step for which buffers are reserved.
             `Capabilities.max_drafts` is the effective limit. Targets without buffers ignore it.
+        tower_bytes: Device memory to reserve for a vision tower.
     """
 
     max_batch: int = 1
@@ -77,6 +78,7 @@ class CompileOptions:
     least_batch: int | None = None
     strict_rows: int = 0
     max_drafts: int = 0
+    tower_bytes: int = 0
 
     @property
     def max_strict_rows(self) -> int:
@@ -108,7 +110,7 @@ class Executable(ABC):
     notes: tuple[str, ...] = ()
     mesh: str = "1x1"
     num_tokens: int | None = None
-    encoder: ImageEncoder | None = None
+    encoder: AnyEncoder | None = None
 
     @property
     def num_choosable(self) -> int:
@@ -270,6 +272,7 @@ class Target(ABC):
             context.
         block_axis: The only supported axis of weight blocks. Empty: both.
         has_images: Executables take images in prompts.
+        has_cross_layers: Executables run cross-attention layers to images.
     """
 
     name: str
@@ -280,6 +283,11 @@ class Target(ABC):
     reach_back: int | None = None
     block_axis: str = ""
     has_images: bool = False
+    has_cross_layers: bool = False
+
+    def tower_device(self) -> str:
+        """Return torch's name of the device for vision towers."""
+        return "cpu"
 
     @abstractmethod
     def stages(self) -> tuple[Stage, ...]:

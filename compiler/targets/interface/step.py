@@ -8,7 +8,8 @@ to another process. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, NewType, TypeAlias
 
 from tilewright.compiler.sampling.params import SamplingParams
@@ -244,6 +245,28 @@ class PrefillChunk:
         """Return the position after the last token."""
         return self.start + len(self.tokens)
 
+    def slice(self, start: int, end: int) -> PrefillChunk:
+        """Return the tokens from ``start`` to ``end`` with their images. All else is equal."""
+        first, last, count = start - self.start, end - self.start, len(self.tokens)
+        images = []
+        for rows in self.images:
+            low, high = max(rows.offset, first), min(rows.offset + rows.count, last)
+            if low < high:
+                at = rows.first + low - rows.offset
+                images.append(ImageRows(low - first, rows.image, at, high - low))
+        seen = [v for v in self.visible if v.offset < last]
+        begin = max((at for at, v in enumerate(seen) if v.offset <= first), default=0)
+        visible = (VisibleImages(max(0, v.offset - first), v.images) for v in seen[begin:])
+        axes = (self.rotary[axis * count :][first:last] for axis in range(3))
+        return replace(
+            self,
+            start=start,
+            tokens=self.tokens[first:last],
+            images=tuple(images),
+            visible=tuple(visible),
+            rotary=tuple(chain.from_iterable(axes)) if self.rotary else (),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -269,10 +292,11 @@ class Step:
         drafts: Draft tokens to verify, by slot of ``decode``: 1 to `Capabilities.max_drafts` ids of
             the vocabulary. The positions fit the context and the slot's pages. These slots are not
             in ``forced`` and have neither a token mask nor penalties.
-        masked: Delay sampling until :meth:`Executable.choose` with the token masks.
+        masked: Delay sampling until :meth:`Executable.choose` with the token masks. Slots with
+            drafts do not wait.
         logprobs: Number of top log probabilities per sampled token, in addition to the sampled
             token's. None: no log probabilities.
-        want_logits: Return logits. Not in a step with drafts, which also has no masks.
+        want_logits: Return logits. Not in a step with drafts.
     """
 
     decode: tuple[Slot, ...] = ()

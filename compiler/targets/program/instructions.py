@@ -118,6 +118,31 @@ class NormOp:
 
 
 @dataclass(frozen=True, slots=True)
+class CrossAttentionOp:
+    """``cross_attention`` with normalized query heads. Keys begin at column ``first`` of the image
+    rows, and values follow.
+    """
+
+    out: BufferView
+    q: BufferView
+    norm: WeightRecipe
+    eps: float
+    num_heads: int
+    num_kv_heads: int
+    first: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class AddGatedOp:
+    """Add ``tanh(gate) * x`` to ``out`` in rows with visible images."""
+
+    out: BufferView
+    x: BufferView
+    gate: WeightRecipe
+
+
+@dataclass(frozen=True, slots=True)
 class AllReduceOp:
     """The sum of all ranks' ``x``. ``wire`` is the link format."""
 
@@ -263,7 +288,12 @@ Mixer = SigmoidGate | TopKRouteOp | ExpertLinearOp | ExpertSum | Convolve | Delt
 Collective = AllReduceOp | AllReduceAdd
 """Collectives within a step."""
 
-Plain = EmbedOp | LinearOp | GatherOp | SwiGLUOp | NormHeads | NormOp | Elementwise | Collective
+Cross = CrossAttentionOp | AddGatedOp
+"""Instructions of cross-attention layers."""
+
+Plain = (
+    EmbedOp | LinearOp | GatherOp | SwiGLUOp | NormHeads | NormOp | Elementwise | Collective | Cross
+)
 Instruction = Plain | AttentionOp | Mixer
 
 
@@ -344,6 +374,7 @@ class Needs:
         has_soft_caps: Attention supports score caps, and scaled rotation of some channels.
         max_delta_dim: Maximum key and value channels in the delta rule. None: no limit.
         deals_experts: A rank may have some of the experts.
+        has_cross_layers: There are kernels for cross-attention to images.
     """
 
     target: str
@@ -352,3 +383,4 @@ class Needs:
     has_soft_caps: bool = True
     max_delta_dim: int | None = None
     deals_experts: bool = True
+    has_cross_layers: bool = False

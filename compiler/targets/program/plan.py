@@ -21,11 +21,13 @@ from tilewright.compiler.targets.program.instructions import (
     OPERAND,
     PRODUCT,
     RESIDUAL,
+    AddGatedOp,
     AllReduceAdd,
     AllReduceOp,
     AttentionOp,
     Buffer,
     BufferView,
+    CrossAttentionOp,
     Elementwise,
     EmbedOp,
     GatherOp,
@@ -42,6 +44,7 @@ from tilewright.errors import CompileError
 
 aten = torch.ops.aten
 _PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
+_CROSS = (ops.cross_attention.overload, ops.mask_text_rows.overload, ops.add_gated.overload)
 _PIECES = (aten.split_with_sizes.default, operator.getitem)
 _PAIRS = (ops.all_reduce_add.overload,)
 _FUNCTIONS: dict[Any, str] = {
@@ -135,11 +138,30 @@ class Lowering:
                 self._places[node] = self._piece(node)
         elif target in MIXERS:
             MIXERS[target](self, node)
+        elif target in _CROSS and self.needs.has_cross_layers:
+            self._cross(node)
         elif target is not aten.split_with_sizes.default:
             raise CompileError(
                 f"{info(node).fqn or node.name}: {target} has no kernel on target "
                 f"{self.needs.target}; allowed: --target {self.needs.others}"
             )
+
+    def _cross(self, node: Node) -> None:
+        """Emit instructions of a cross-attention layer. A gated sum masks rows without images."""
+        args: Any = node.args
+        if node.target is ops.mask_text_rows.overload:
+            self._places[node] = self._places[args[0]]
+        elif node.target is ops.add_gated.overload:
+            out = self.add_to(node, args[0])
+            self.append(AddGatedOp(out, self._places[args[1]], recipe_of(args[2])))
+        else:
+            q, _, _, norm, eps, num_kv_heads, layer, scale = args
+            weight, x = recipe_of(norm), self._places[q]
+            (head_dim,) = weight.shape
+            first = 2 * layer * num_kv_heads * head_dim
+            out = self.take(node, self.role(node))
+            heads = x.width // head_dim, num_kv_heads
+            self.append(CrossAttentionOp(out, x, weight, eps, *heads, first, scale))
 
     def _linear(self, node: Node, given: ops.FusedArguments) -> None:
         facts = info(node)

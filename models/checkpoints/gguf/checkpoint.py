@@ -43,6 +43,7 @@ from tilewright.models.checkpoints.gguf.hybrid import (
 )
 from tilewright.models.checkpoints.gguf.parts import parts_of, stem_of
 from tilewright.models.checkpoints.mapped_file import map_file, release
+from tilewright.models.checkpoints.pairs import half_split_order
 from tilewright.models.checkpoints.pieces import TensorSlice, View, expert_views, merged_type
 from tilewright.models.checkpoints.spelling.keys import Keys
 from tilewright.models.checkpoints.spelling.rope import gguf_longrope
@@ -304,6 +305,7 @@ class GGUFCheckpoint:
             tie_embeddings="lm_head.weight" not in names,
             attention_bias=config.attention_bias
             or f"{layer}self_attn.q_proj.bias" in self._tensors,
+            qk_norm=config.qk_norm or f"{layer}self_attn.q_norm.weight" in names,
             output_bias=f"{layer}self_attn.o_proj.bias" in self._tensors,
             mlp_bias=f"{layer}mlp.gate_proj.bias" in self._tensors,
         )
@@ -329,7 +331,8 @@ class GGUFCheckpoint:
         if self._architecture.gguf_tiled_heads:
             order = tiled_rows(name, self._delta())
             return order if order is not None and len(order) == tensor.shape[0] else None
-        if not self._architecture.gguf_pairs_adjacent:
+        is_all = self._architecture.gguf_pairs_adjacent
+        if not is_all and not self._architecture.has_adjacent_pairs:
             return None
         if ".self_attn.q_proj." in name:
             num_heads = self.config.num_heads
@@ -343,8 +346,8 @@ class GGUFCheckpoint:
                 f"{self.path}: tensor {shown(name)} has {num_rows} rows; "
                 f"allowed: a multiple of 2 x {num_heads} heads"
             )
-        file_rows = np.arange(num_rows, dtype=np.int64).reshape(num_heads, -1, 2)
-        return file_rows.swapaxes(1, 2).reshape(-1)
+        some = 2 * self.config.rope.num_pairs(self.config.head_dim)
+        return half_split_order(num_rows, num_heads, num_rows // num_heads if is_all else some)
 
     def _rows(self, tensor: GGUFTensor, num_rows: int, which: slice | Order) -> Bytes:
         """Return a copy of stored rows, ``[rows, bytes per row]``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.checkpoints.huggingface.shards import INDEX, find_shards
 from tilewright.models.checkpoints.huggingface.vision import PROCESSORS, read_vision
 from tilewright.models.checkpoints.json_file import read_json
+from tilewright.models.checkpoints.pairs import Order, half_split_order
 from tilewright.models.checkpoints.pieces import TensorSlice, View, expert_views, merged_type
 from tilewright.models.checkpoints.quantized.alternating import take_alternating
 from tilewright.models.checkpoints.quantized.base import QuantizedTensor, RawModel, RawTensor
@@ -51,11 +53,14 @@ _TEXT_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 _OTHER_PARTS = (
     *("mtp.", "vision_tower.", "multi_modal_projector."),
     *("model.vision_tower.", "model.multi_modal_projector."),
+    *("model.vision_adapter.", "model.vision_projection."),
 )
 """Prefixes of tensors outside the model: unsupported image towers, and the draft layer."""
 _TOWER, _TOWER_PREFIX = "visual.", "model.visual."
-_FLAT = ("visual.patch_embed.proj.weight",)
+_TILE_TOWER = "vision_model."
+_FLAT = ("visual.patch_embed.proj.weight", "vision_model.patch_embedding.weight")
 """Convolutions over patches. Their rows are read as vectors."""
+_LAYER_NAME = re.compile(r"model\.layers\.(\d{1,6})\.")
 _COMPARED_ROWS = 4096
 _MOST_MAPPED = 1 << 26
 """Bytes to read from a shard before reopening, which frees mapped memory."""
@@ -80,6 +85,8 @@ class SafetensorsCheckpoint:
         self._stored_name: dict[str, str] = {}
         architecture = architecture_of(self.config.model_type)
         self._has_parts, self._experts = architecture.text_config, architecture.experts
+        self._has_adjacent_pairs = architecture.has_adjacent_pairs
+        self._draft_layers = _draft_layers(values, self.config.num_layers)
         self.vision, why = read_vision(values, self.config, path)
         self._prefixes, self._skips = architecture.hf_prefixes, architecture.skips_tensor
         for shard in self._shards:
@@ -119,9 +126,12 @@ class SafetensorsCheckpoint:
         start, stop = row_range(outer_rows(rows), shape[0])
         inner = rows[1] if isinstance(rows, tuple) else slice(None)
         wide = slice(None) if columns is None else columns
+        last = (wide,) if len(shape) > 1 else ()
+        order = self._pair_order(name)
+        if order is not None:
+            return self._read(name, (slice(None), *last))[torch.from_numpy(order[start:stop])]
         if name not in self._views:
             middle = (inner, *[slice(None)] * (len(shape) - 3)) if len(shape) > 2 else ()
-            last = (wide,) if len(shape) > 1 else ()
             return self._read(name, (slice(start, stop), *middle, *last))
         view = self._views[name]
         if isinstance(rows, tuple):
@@ -134,6 +144,18 @@ class SafetensorsCheckpoint:
         if isinstance(rows, tuple):
             return joined.reshape(stop - start, len(range(*inner.indices(shape[1]))), width)
         return joined.reshape(stop - start, *shape[1:-1], width)
+
+    def _pair_order(self, name: str) -> Order | None:
+        """Return the stored rows in half-split order. None: equal order."""
+        if not self._has_adjacent_pairs:
+            return None
+        config, num_rows = self.config, self.names[name].shape[0]
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        counts = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        num_heads = counts.get(module, 0)
+        if num_heads * config.head_dim != num_rows:  # including other tensors
+            return None
+        return half_split_order(num_rows, num_heads, 2 * config.rope.num_pairs(config.head_dim))
 
     def _read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """Return a slice of a tensor. Scalars are whole."""
@@ -195,7 +217,12 @@ class SafetensorsCheckpoint:
         """
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
-        start, stop = row_range(rows, self.names[name].shape[0])
+        num_rows = self.names[name].shape[0]
+        start, stop = row_range(rows, num_rows)
+        order = self._pair_order(name)
+        if order is not None:
+            label, blocks = self._quantized[name].stored(self._read_raw, 0, num_rows)
+            return label, blocks.reshape(num_rows, -1)[order[start:stop]]
         pieces = [TensorSlice(name, start, stop)]
         if name in self._views:
             pieces = list(self._views[name].rows(start, stop))
@@ -283,14 +310,18 @@ class SafetensorsCheckpoint:
 
     def _name_of(self, stored: str) -> str | None:
         """Return a tensor's name in the text model, or None for tensors outside the model."""
+        layer = _LAYER_NAME.match(stored)
+        if layer is not None and int(layer[1]) in self._draft_layers:
+            return None
         if not self._has_parts:
             return stored
         for prefix, own in self._prefixes.items():
             if stored.startswith(prefix):
                 stored = own + stored.removeprefix(prefix)
                 break
-        if self._skips is not None and self._skips(self.config, stored):
-            return None
+        if self._skips is not None:
+            is_skipped = self.vision is None and self._skips(self.config, stored)
+            return None if is_skipped else stored
         if stored.startswith(_OTHER_PARTS):
             return None
         if stored.startswith(_TOWER_PREFIX):
@@ -304,8 +335,14 @@ class SafetensorsCheckpoint:
         """Drop a tower without tensors. ``why``: the reason for a model without a tower."""
         if why:
             self.notes = (*self.notes, why)
-        elif self.vision is not None and not any(name.startswith(_TOWER) for name in self.names):
+        elif self.vision is not None:
+            towers = (_TOWER, _TILE_TOWER)
+            if any(name.startswith(towers) for name in self.names):
+                return
             self.vision = None
+            if self._skips is not None:
+                skipped = [name for name in self.names if self._skips(self.config, name)]
+                self.names = {n: meta for n, meta in self.names.items() if n not in skipped}
 
     def _settle_head(self, says: bool) -> None:
         """Determine whether the head is tied, if config.json has no key or the file has two
@@ -332,6 +369,12 @@ class SafetensorsCheckpoint:
         for stored in self._quantized[head].names if head in self._quantized else (head,):
             del self._shard_of[stored], self._stored_name[stored]
         del self.names[head]
+
+
+def _draft_layers(values: Mapping[str, object], num_layers: int) -> range:
+    """Return the layers after the last layer that only draft tokens."""
+    count = values.get("num_nextn_predict_layers")
+    return range(num_layers, num_layers + (count if isinstance(count, int) else 0))
 
 
 def _open_shard(path: Path) -> Any:

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.images.processor import ImageProcessor
+from tilewright.images.tiles import TileSettings
+from tilewright.models.architectures.mllama_vision import TileTowerConfig
+from tilewright.models.checkpoints.huggingface.tiles import read_tile_settings, read_tile_tower
 from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.checkpoints.spelling.keys import Keys
 from tilewright.models.config import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, ModelConfig
@@ -16,6 +19,7 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Files with image processor settings. The first file has precedence."""
 
 _FAMILIES = ("qwen3_5", "qwen3_5_moe")
+_TILE_FAMILY = "mllama"
 _SECTIONS = (11, 11, 10)
 _MAX_SIZE = 1 << 10
 _MAX_PIXELS = 1 << 28
@@ -42,7 +46,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 _SIZES = ("depth", "hidden_size", "num_heads", "out_hidden_size")
 """A configuration without any of these keys describes no tower."""
 
-Vision = tuple[VisionConfig, ImageProcessor]
+Vision = tuple[VisionConfig, ImageProcessor] | tuple[TileTowerConfig, TileSettings]
 
 
 def read_vision(
@@ -59,15 +63,23 @@ def read_vision(
         CheckpointError: A key is out of range or unsupported.
     """
     section = values.get("vision_config")
-    if config.model_type not in _FAMILIES or not isinstance(section, Mapping):
+    families = (*_FAMILIES, _TILE_FAMILY)
+    if config.model_type not in families or not isinstance(section, Mapping):
         return None, ""
-    if not any(name in section for name in _SIZES):
+    has_tiles = config.model_type == _TILE_FAMILY
+    if not has_tiles and not any(name in section for name in _SIZES):
         return None, ""
     keys = Keys(values, path / "config.json")
-    result = _vision_config(keys, {**_DEFAULTS, **section}, config)
     file = next((name for name in PROCESSORS if (path / name).is_file()), None)
+    missing = f"images: {path / PROCESSORS[0]} is missing, so images are refused"
+    if has_tiles:
+        tower = read_tile_tower(keys, section, config)
+        if file is None:
+            return None, missing
+        return (tower, read_tile_settings(path / file, keys, tower, config)), ""
+    result = _vision_config(keys, {**_DEFAULTS, **section}, config)
     if file is None:
-        return None, f"images: {path / PROCESSORS[0]} is missing, so images are refused"
+        return None, missing
     image_token = keys.integer("image_token_id", 0, min(MAX_VOCAB, config.vocab_size) - 1)
     return (result, _processor(path / file, result, image_token)), ""
 

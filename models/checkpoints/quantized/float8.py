@@ -29,10 +29,7 @@ _ACTIVATIONS = ("activation_scale", "input_scale", "k_scale", "v_scale")
 class Float8Tensor(QuantizedTensor):
     """Codes ``[N, K]`` times scales ``[ceil(N / rows), ceil(K / columns)]``.
 
-    Each scale multiplies a block of rows and columns.
-
     Attributes:
-        block: Rows and columns per scale.
         is_exponent: Whether a scale is stored as its exponent, with a bias of 127.
     """
 
@@ -57,7 +54,7 @@ class Float8Tensor(QuantizedTensor):
     def stored(self, read: Read, start: int, stop: int) -> tuple[str, npt.NDArray[np.uint8]]:
         codes = read(self.names[0], (slice(start, stop), WHOLE)).view(torch.uint8)
         if bool((codes & 0x7F == 0x7F).any()):
-            raise CheckpointError(f"tensor {self.names[0]} holds NaN; allowed: finite values")
+            raise CheckpointError(f"tensor {self.names[0]} has NaN; allowed: finite values")
         height, width = self.block
         starts = torch.arange(0, self.shape[1], FP8.block)
         scales = self._scales(read)[torch.arange(start, stop) // height][:, starts // width]

@@ -12,6 +12,7 @@ from tilewright.models.config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeConfig,
     Scaling,
     YarnScaling,
@@ -21,6 +22,7 @@ MAX_THETA = 1e15
 MAX_FACTOR = 1e6
 
 _TYPES = {each: each for each in ("default", "linear", "llama3", "longrope", "yarn", "dynamic")}
+_TYPES["proportional"] = "proportional"
 _TYPES["su"] = "longrope"  # name in the first Phi-3
 
 
@@ -56,7 +58,8 @@ def hf_rope(
     theta = rope.real("rope_theta", 1.0, MAX_THETA, default=theta)
     holder = rope if rope.get("partial_rotary_factor") is not None else keys
     fraction = rope.real("partial_rotary_factor", 0.0, 1.0, default=fraction)
-    if fraction != 1.0 and not partial:
+    is_proportional = (rope.get("rope_type") or rope.get("type")) == "proportional"
+    if fraction != 1.0 and not partial and not is_proportional:
         raise holder.error("partial_rotary_factor", fraction, "allowed: 1.0")
     if mrope:
         _check_sections(rope, "mrope_section", (3,))
@@ -65,6 +68,10 @@ def hf_rope(
     if num_rotated < 2 or num_rotated % 2:
         tail = f"allowed: an even number of the {head_dim} channels of a head"
         raise holder.error("partial_rotary_factor", fraction, tail)
+    if is_proportional:
+        factor = rope.real("factor", 1.0, MAX_FACTOR, default=1.0)
+        rope.refuse_others()
+        return RopeConfig(theta, ProportionalScaling(int(fraction * head_dim // 2), factor))
     scaling = _hf_scaling(keys, rope, num_rotated // 2, max_positions)
     if isinstance(scaling, YarnScaling) and theta <= 1.0:
         raise rope.error("rope_theta", theta, "allowed: above 1")
@@ -106,6 +113,11 @@ def hf_rope_values(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_max_positions,
             "attention_factor": scaling.attention_factor,
         }
+    elif isinstance(scaling, ProportionalScaling):
+        fraction = 2 * scaling.num_turned / head_dim
+        found.update(
+            rope_type="proportional", partial_rotary_factor=fraction, factor=scaling.factor
+        )
     elif isinstance(scaling, YarnScaling):
         found |= {
             "rope_type": "yarn",

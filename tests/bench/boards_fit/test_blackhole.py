@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.boards_fit.blackhole import study_blackhole
-from bench.boards_fit.blackhole_rows import ROWS
+from bench.boards_fit.blackhole import ROWS, study_blackhole
 from tests.targets.tenstorrent.boards import programs
 from tests.tiny import tiny_model
 from tilewright.compiler.targets.tenstorrent.perf.blackhole import (

@@ -8,24 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.boards_fit.command import SPEEDS, is_kept, main, write_constants
-from bench.boards_fit.programs import (
-    AS_INTRODUCED,
-    AS_NAMED,
-    MIXED,
-    Programs,
-    published_precision,
-    repeat_layer,
-)
+from bench.boards_fit.command import SPEEDS, is_kept, main, replace_source, wormhole_source
+from bench.boards_fit.programs import Programs
 from bench.boards_fit.report import Residual, Study, study_report, study_rows
-from bench.boards_fit.rows import read_rows
-from tests.tiny import lowered, tiny_model
+from bench.boards_fit.wormhole import published_precision, read_rows
 from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.targets.tenstorrent.lower.graph import lower_program
-from tilewright.compiler.targets.tenstorrent.perf.work import program_work
+from tilewright.compiler.targets.tenstorrent.perf import constants
 from tilewright.errors import ConfigError, TilewrightError
 from tilewright.evaluate.report import perf_md
+from tilewright.models.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(scope="module")
 def study() -> Study:
     document = perf_md.load(ROOT / SPEEDS)
-    return study_rows(MIXED, read_rows(document, Programs(), MIXED))
+    return study_rows(read_rows(document, Programs()))
 
 
 def sizes(errors: Sequence[float]) -> tuple[float, float]:
@@ -81,24 +73,26 @@ def test_a_model_left_out_is_left_out_on_every_board(study: Study) -> None:
 
 
 def test_the_constants_kept_are_those_of_the_fit(study: Study) -> None:
-    assert is_kept(study)
+    path = Path(constants.__file__)
+    assert is_kept(path, wormhole_source(study))
+    assert not is_kept(path, wormhole_source(study).replace("0.", "1."))
 
 
 def test_constants_are_written_between_their_marks(study: Study, tmp_path: Path) -> None:
     path = tmp_path / "constants.py"
     path.write_text("before = 1\n# fitted: begin\nold = 2\n# fitted: end\nafter = 3\n")
-    write_constants(path, study)
+    replace_source(path, wormhole_source(study))
     text = path.read_text()
     assert text.startswith("before = 1\n# fitted: begin\nFITTED = Constants(\n")
     assert text.endswith("# fitted: end\nafter = 3\n") and "old" not in text
     path.write_text("nothing\n")
     with pytest.raises(ConfigError, match="no lines '# fitted: begin'"):
-        write_constants(path, study)
+        replace_source(path, wormhole_source(study))
 
 
-def test_the_report_has_errors_and_constants(study: Study) -> None:
-    report = study_report([study])
-    assert report.startswith("### Errors") and "### Constants" in report
+def test_the_report_has_rows_and_errors(study: Study) -> None:
+    report = study_report(study)
+    assert "| Llama3.1-70B" in report and "Rank correlation" in report
 
 
 def test_a_mistake_is_one_line() -> None:
@@ -107,34 +101,30 @@ def test_a_mistake_is_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "reading, section, model, ff1_3, wqkv, qkv_fidelity",
+    "section, model, ff1_3, qkv_fidelity",
     [
-        (MIXED, "accuracy", "Phi3.5-mini", "bfp8", "bfp8", "hifi4"),
-        (AS_INTRODUCED, "accuracy", "Phi3.5-mini", "bfp8", "bfp8", "hifi2"),
-        (AS_NAMED, "accuracy", "Phi3.5-mini", "bfp8", "bf16", "hifi4"),
-        (MIXED, "performance", "Qwen2.5-7B", "bfp4", "bfp8", "hifi4"),
-        (AS_NAMED, "performance", "Qwen2.5-7B", "bfp8", "bf16", "hifi4"),
-        (MIXED, "accuracy", "Llama3.1-70B", "bfp4", "bfp8", "hifi2"),
-        (MIXED, "batch_32", "Llama3.1-8B", "bfp4", "bfp8", "hifi2"),
+        ("accuracy", "Phi3.5-mini", "bfp8", "hifi4"),
+        ("performance", "Qwen2.5-7B", "bfp4", "hifi4"),
+        ("accuracy", "Llama3.1-70B", "bfp4", "hifi2"),
+        ("batch_32", "Llama3.1-8B", "bfp4", "hifi2"),
     ],
 )
-def test_readings_of_a_configuration(
-    reading: str, section: str, model: str, ff1_3: str, wqkv: str, qkv_fidelity: str
+def test_configurations_of_published_rows(
+    section: str, model: str, ff1_3: str, qkv_fidelity: str
 ) -> None:
-    found = published_precision(section, model, reading).resolve(1, model)
-    assert (found.format("ff1_3"), found.format("wqkv")) == (ff1_3, wqkv)
+    found = published_precision(section, model).resolve(1, model)
+    assert (found.format("ff1_3"), found.format("wqkv")) == (ff1_3, "bfp8")
     assert found.fidelity("li_qkv", "decode") == qkv_fidelity
     assert (found.fidelity("li_ff1_3", "decode") == "lofi") == (ff1_3 == "bfp4")
 
 
-def test_a_repeated_layer_is_priced_as_a_traced_model() -> None:
+def test_a_period_of_layers_counts_as_the_whole_model() -> None:
     sizes_ = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 512}
-    work = []
-    for num_layers in (1, 3):
-        model = tiny_model(num_layers=num_layers, **sizes_)
-        graph, _ = lowered(model, target="n300", precision=load_precision("performance"))
-        program = lower_program(
-            graph, device="n300", mesh=Mesh(2), phase="decode", batch=1, length=1, context=64
-        )
-        work.append(program_work(repeat_layer(program, 3) if num_layers == 1 else program))
-    assert work[0] == work[1]
+    config = {**SHAPES["tiny"], **sizes_, "num_hidden_layers": 3}
+    given = {"board": "n300", "mesh": Mesh(2), "phase": "decode", "context": 64}
+    precision = load_precision("performance")
+    work = Programs().work(config, precision, model="tiny", **given)
+    program, repeats = Programs().get(config, precision, model="tiny", **given)
+    assert repeats == 3
+    layer = [item for item in program.instructions if item.layer is not None]
+    assert sum(count for _, count in work) == len(program.instructions) + 2 * len(layer)

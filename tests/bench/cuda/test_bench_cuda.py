@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.cuda import measure as bench_cuda_measure
 from bench.cuda import step_times
 from bench.cuda.command import COLUMNS, Choices, bench
-from bench.cuda.measure import (
-    Bench,
-    Figures,
-    _figure,
-    _seconds_to_text,
-    measure_start,
-    run_options,
-)
+from bench.cuda.measure import Bench, Figures, _figure, run_options
 from bench.cuda.rows import (
     DECODE,
     DECODE_SHARE,
     PREFILL_SECONDS,
     PREFILL_SHARE,
-    START,
     TTFT,
     BenchRow,
 )
 from tilewright.compiler.targets.host.executable import HostExecutable
 from tilewright.compiler.targets.interface.base import Slot
-from tilewright.errors import CheckpointError, CompileError
 from tilewright.evaluate.measure.roofline import StepTraffic
 from tilewright.evaluate.measure.timing import TimedRun
 from tilewright.evaluate.report.perf_md import parse
@@ -225,49 +213,6 @@ def test_a_profile_that_fails_costs_no_row(
     assert bench(choices([tiny("one")], is_profiled=True), measured=CEILINGS) == 1
     out, _ = capfd.readouterr()
     assert "one: no profile: no counters" in out and "one: not measured" not in out
-
-
-def test_a_start_is_measured_in_processes_of_their_own(
-    unbuilt: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One before is not counted; here the demo is really started once, on another target."""
-    seconds: list[float] = []
-
-    def measured(argv: list[str], mark: str) -> float:
-        seconds.append(float(len(seconds)) if seconds else _seconds_to_text(argv, mark))
-        return seconds[-1]
-
-    monkeypatch.setattr(bench_cuda_measure, "_seconds_to_text", measured)
-    found = measure_start(tiny("start", START), target="null", repeats=2)
-    assert seconds[0] > 0.5 and found.values == (1.0, 2.0)
-    assert found.result is None and f"before these took {seconds[0]:.1f} s" in found.detail
-    assert len(measure_start(tiny("start", START), target="null", repeats=9).values) == 3
-    with pytest.raises(CheckpointError, match="of_tomorrow"):
-        measure_start(BenchRow("q", unbuilt, "bf16", START), target="null", repeats=1)
-
-
-def test_time_to_text_ends_behind_the_mark() -> None:
-    def script(code: str) -> list[str]:
-        return [sys.executable, "-u", "-c", f"import sys, time\n{code}"]
-
-    slow = "print('MARK')\ntime.sleep(0.3)\nprint('text')\ntime.sleep(1)"
-    started = time.perf_counter()
-    seconds = _seconds_to_text(script(slow), "MARK\n")
-    assert 0.3 <= seconds < time.perf_counter() - started - 0.5, "not at its end, a second later"
-    with pytest.raises(CompileError, match="ended with 3, saying 'no room'"):
-        _seconds_to_text(script("print('no room', file=sys.stderr)\nsys.exit(3)"), "MARK\n")
-    with pytest.raises(CompileError, match="ended with 0, saying 'nothing'"):
-        _seconds_to_text(script("print('MARK')"), "MARK\n")
-
-
-def test_a_start_that_fails_is_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    demo = tmp_path / "demo.py"
-    demo.write_text("raise SystemExit('tilewright: no such thing')")
-    monkeypatch.setattr(bench_cuda_measure, "_DEMO", demo)
-    assert bench(choices([tiny("start", START)]), measured=CEILINGS) == 1
-    assert "saying 'tilewright: no such thing'" in capfd.readouterr().out
 
 
 def test_routing_is_told_of_models_that_choose(

@@ -14,7 +14,6 @@ from bench.cuda.rows import (
     PREFILL_SECONDS,
     PREFILL_SHARE,
     ROWS,
-    START,
     TTFT,
     TWO_GPUS,
     find_rows,
@@ -43,7 +42,7 @@ _DECODE = {
     **{("8b", "all-bfp4", batch): (None, None) for batch in (1, 8, 32, 64, 128, 256)},
     **{
         ("8b", f"all-{name}", batch): (None, None)
-        for name in ("q40", "q80")
+        for name in ("q40", "q80", "fp8")
         for batch in (1, 32, 256)
     },
     ("1b", "bf16", 1): (1150, 1450),
@@ -73,7 +72,8 @@ def test_the_rows_are_what_was_promised() -> None:
     first = {row.name: row.floor for row in ROWS if row.name.endswith("-ttft")}
     assert first.pop("35b-a3b-bf16-ttft") == 26
     assert first.pop("70b-performance-ttft") == 40
-    floors = {"bf16": 6, "bfp8": 6.5, "performance": 6.5, "bfp4": None, "q40": None, "q80": None}
+    codes = dict.fromkeys(("bfp4", "q40", "q80", "fp8"))
+    floors = {"bf16": 6, "bfp8": 6.5, "performance": 6.5, **codes}
     assert first == {f"8b-{name}-ttft": floor for name, floor in floors.items()}
     others = {
         (row.metric, row.prompt_length): row.floor
@@ -90,7 +90,6 @@ def test_the_rows_are_what_was_promised() -> None:
         (DECODE_SHARE, 32768): None,
         (PREFILL_SECONDS, 65536): 5,
         (DECODE_SHARE, 65536): 70,
-        (START, 128): 15,
     }
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert all(row.num_generated == 200 for row in ROWS)
@@ -99,23 +98,21 @@ def test_the_rows_are_what_was_promised() -> None:
 
 def test_rows_by_name_and_by_beginning() -> None:
     assert find_rows([]) == ROWS
-    found = [row.name for row in find_rows(["8b-start", "1b-*"])]
-    assert found == ["1b-bf16-b1", "1b-performance-b1", "8b-start"]
+    found = [row.name for row in find_rows(["8b-decode-64k", "1b-*"])]
+    assert found == ["1b-bf16-b1", "1b-performance-b1", "8b-decode-64k"]
     with pytest.raises(ConfigError, match="'7b-bf16-b1'; allowed: 8b-bf16-b1, "):
-        find_rows(["8b-start", "7b-bf16-b1"])
+        find_rows(["1b-*", "7b-bf16-b1"])
     with pytest.raises(ConfigError, match="'9b-"):
         find_rows(["9b-*"])
 
 
-def test_programs_are_shared_and_starts_come_last() -> None:
+def test_programs_are_shared() -> None:
     found = [[row.name for row in rows] for rows in programs(ROWS)]
     users = ("b1", "ttft", "b8", "b32", "b64", "b128", "b256")
     assert found[0] == [f"8b-bf16-{each}" for each in users]
     users = ("b1", "ttft", "b8", "b32", "b64", "b128", "b256")
     assert [f"8b-performance-{each}" for each in users] in found
     assert sum("8b-prefill-2k" in rows and "8b-decode-64k" in rows for rows in found) == 1
-    assert found[-1] == ["8b-start"]
-    assert programs([ROWS[-1], ROWS[0]]) == [(ROWS[0],), (ROWS[-1],)]
 
 
 def test_the_list_says_all(capfd: pytest.CaptureFixture[str]) -> None:

@@ -123,7 +123,7 @@ def test_codes_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
     codes = torch.full((192, 128), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
     change = put(f"{UP}.weight", codes)
     write(tmp_path / "m", quantizer((128, 128)), BLOCKS, change=change)
-    with pytest.raises(CheckpointError, match=rf"{UP}.weight holds NaN; allowed: finite values"):
+    with pytest.raises(CheckpointError, match=rf"{UP}.weight has NaN; allowed: finite values"):
         weight_source(load_model(tmp_path / "m")).stored(f"{UP}.weight", 0, 8)
 
 

@@ -134,11 +134,11 @@ def test_first_use_compiles_only_the_best_instruction_set(
     unbuilt.setattr(recipe.platform, "machine", lambda: "x86_64")
     for flags, expected in (("sse2 avx2 fma f16c", {"isa_avx2"}), ("sse2", None)):
         info.write_text(f"model name\t: X\nflags\t\t: {flags}\n")
-        tables = {each.stem for each in recipe.own_units() if each.stem.startswith("isa_")}
+        tables = {unit.stem for unit in recipe.own_units() if unit.stem.startswith("isa_")}
         assert tables == (expected or {"isa_avx512", "isa_avx2", "isa_scalar"})
     commands = recipe.commands(["c++"], tmp_path, tmp_path / "library.so", recipe.own_units()[:3])
-    sources = [each for each in recipe.own_units()[:3] if not each.stem.startswith("isa_")]
-    assert all(any(str(each) in words for words in commands) for each in sources)
+    sources = [unit for unit in recipe.own_units()[:3] if not unit.stem.startswith("isa_")]
+    assert all(any(str(unit) in words for words in commands) for unit in sources)
     assert len(commands) == 2  # units without an instruction set share a command
 
 

@@ -8,16 +8,18 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from tests.grids import only
 from tests.models.test_qwen3_5 import ON_CUDA
-from tests.targets.cuda.recorded import plan_of, recorded_gpu, rows_of, steps_of
+from tests.targets.cuda.recorded import CUDA, plan_of, recorded_gpu, rows_of, steps_of
 from tests.targets.cuda.strict_drafts import SAMPLINGS, no_drafts, oracle, run
 from tests.targets.cuda.test_invariance import run as run_process
 from tests.tiny import compiled, precision_of, tiny_model
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda import memory_budget
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.state.token_batch import SlotRows
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.shapes import SHAPES
@@ -26,6 +28,7 @@ from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 from tilewright.runtime.speculative.config import SpeculativeConfig
 
+ROWS_KERNEL = "delta_rows:delta_rows_128_32"
 GREEDY, SAMPLED, FILTERED, BIASED = SAMPLINGS
 SIZE: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
 
@@ -133,6 +136,21 @@ def test_drafts_launch_attention_twice_and_nothing_else(monkeypatch: pytest.Monk
     (at,) = (n for n, name in enumerate(plain) if name.startswith("attention:"))
     assert launches.kernels == [*plain[: at + 1], *plain[at:]]
     assert [attended[0], attended[1][1:]] == [((1, 4, 8), 1, False), (0, False)]
+
+
+def test_drafts_launch_the_delta_rule_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step with 4 rows, and in a replay."""
+    text = {**SHAPES["qwen3.5-35b-a3b"], "num_hidden_layers": 4}
+    program = plan_of(config_of_hf(text, where=""), precision_of("bf16"))
+    with recorded_gpu(monkeypatch, (9, 0)) as launches:
+        steps = steps_of(program, max_rows=4, max_context=4096, max_drafts=3)
+        counts = torch.zeros(4, dtype=torch.int64, device=CUDA)
+        rows = replace(rows_of(4), by_slot=SlotRows(counts, counts))
+        steps.decode(rows, has_drafts=True)
+        assert [name for name in launches.kernels if "delta" in name] == 3 * [ROWS_KERNEL]
+        launches.clear()
+        steps.replay(rows)
+        assert launches.kernels == 3 * [ROWS_KERNEL]
 
 
 @pytest.mark.gpu(memory_gb=14)

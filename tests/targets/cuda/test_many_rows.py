@@ -9,7 +9,6 @@ from tests.targets.cuda.test_steps_matmul import products_of, take_no_rows
 from tilewright.compiler.targets.cuda.kernels.common.table import FAST, HOPPER, STRICT
 from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
 from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
-from tilewright.compiler.targets.cuda.steps import matmul as steps_products
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds
 
 
@@ -32,8 +31,7 @@ def test_gate_and_up_of_many_rows_take_the_librarys_place(
     """Of many rows whose blocks fill the device, where no bits are promised and the weight's values
     are held; no other product.
     """
-    monkeypatch.setattr(native_many, "takes", lambda rows, count, *_, **__: 100 < count < 300)
-    monkeypatch.setattr(steps_products, "num_processors", lambda device: 132)
+    monkeypatch.setattr(native_many, "rows_of", lambda rows, processors: (range(101, 300),))
     seen: list[int] = []
     take_no_rows(monkeypatch, native_wide)
     monkeypatch.setattr(native_many, "swiglu", lambda out, x, *_, **__: seen.append(len(x)))

@@ -26,6 +26,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import table as matmul_table
 from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.compiler.targets.cuda.steps import matmul
 from tilewright.compiler.targets.cuda.steps.matmul import Products
@@ -60,7 +61,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    for module in (native_dense, native_wide, matmul):
+    for module in (native_dense, native_wide, matmul_table):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
     monkeypatch.setattr(native, "linear", recorded("gemv", shows=("alone",)))
     monkeypatch.setattr(native_wide, "linear", recorded("block", shows=("way", "alone", "feeds")))

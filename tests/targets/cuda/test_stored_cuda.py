@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests.ggml_blocks import SHAPES, write_llama
+from tests.models.quantized.folders import Tensors, write
+from tests.models.quantized.test_float8 import BLOCKS, quantizer
 from tests.targets.test_stored import STORED, compiled
 from tests.tiny import prefill, random_tokens
 from tilewright.compiler.precision import load_precision
@@ -21,12 +23,21 @@ def test_file_of_one_type_is_near_the_reference(dtype: str, tmp_path: Path) -> N
 
 
 def test_file_of_several_types_is_near_the_reference(tmp_path: Path) -> None:
-    names = ("Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q3_K")
+    names = ("Q4_1", "Q5_0", "Q5_1", "IQ4_XS", "Q4_K", "Q5_K", "Q3_K")
     types = dict(zip(SHAPES, names, strict=True))
     check(
         write_llama(tmp_path / "mixed.gguf", types, embedding="Q8_0"),
         random_tokens(3, vocab_size=262),
     )
+
+
+def test_folder_of_fp8_blocks_is_near_the_reference(tmp_path: Path) -> None:
+    def in_bfloat16(tensors: Tensors) -> None:
+        name = "model.embed_tokens.weight"  # and the head
+        tensors[name] = tensors[name].bfloat16()
+
+    write(tmp_path / "fp8", quantizer((128, 128)), BLOCKS, change=in_bfloat16)
+    check(tmp_path / "fp8", random_tokens(3, vocab_size=96))
 
 
 def check(path: Path, tokens: list[int]) -> None:

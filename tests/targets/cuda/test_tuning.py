@@ -9,19 +9,33 @@ from typing import Any
 
 import pytest
 
-from tilewright.compiler.targets.cuda.tuning import DEFAULT, tuning
+from tilewright.compiler.targets.cuda import tuning as tuning_module
+from tilewright.compiler.targets.cuda.tuning import DEFAULT, file_of, tuning
 from tilewright.errors import ConfigError
 
 
-def test_a_gpu_without_a_file_has_the_default_values() -> None:
-    assert tuning("rtx 4090") == tuning(DEFAULT)
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA GeForce RTX 4090", DEFAULT),
+        ("", DEFAULT),
+    ],
+)
+def test_file_of_a_gpu_is_a_word_of_its_name(name: str, file: str, tmp_path: Path) -> None:
+    for known in ("h200", "h100"):
+        (tmp_path / f"{known}.json").write_text("{}")
+    assert file_of(name, tmp_path) == file
+    assert file_of("NVIDIA H100 80GB HBM3") == DEFAULT, "no file is measured on it"
 
 
-def test_a_gpu_has_the_values_of_its_file(tmp_path: Path) -> None:
+def test_a_gpu_has_the_values_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = copy.deepcopy(tuning())
     values["experts"]["router_max_rows"] = 16
     (tmp_path / "other.json").write_text(json.dumps(values))
-    assert tuning("other", tmp_path)["experts"]["router_max_rows"] == 16
+    monkeypatch.setattr(tuning_module, "gpu_name", lambda: "Made Up OTHER 9")
+    assert tuning(folder=tmp_path)["experts"]["router_max_rows"] == 16
 
 
 @pytest.mark.parametrize(

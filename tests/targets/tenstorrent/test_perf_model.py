@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from bench.boards_fit.programs import Programs
+from bench.boards_fit.wormhole import PUBLISHED
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.tenstorrent.perf.constants import CLOCK, FITTED, PHASE_CYCLES
 from tilewright.compiler.targets.tenstorrent.perf.model import (
@@ -24,6 +26,8 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     Matmul,
     ReduceScatter,
 )
+from tilewright.compiler.targets.tenstorrent.target import MESHES
+from tilewright.models.shapes import SHAPES
 
 PROGRAMS = Programs()
 MODEL = "Llama3.2-1B"
@@ -32,15 +36,28 @@ MODEL = "Llama3.2-1B"
 def decode(
     precision: str = "base", *, device: str = "n300", model: str = MODEL, context: int = 228
 ) -> DeviceProgram:
-    config = load_precision(precision)
-    return PROGRAMS.get(model, config, device=device, phase="decode", context=context)
+    return whole(precision, model, device, phase="decode", context=context)
 
 
 def prefill(precision: str = "base", *, device: str = "n300", length: int = 128) -> DeviceProgram:
-    config = load_precision(precision)
-    return PROGRAMS.get(
-        MODEL, config, device=device, phase="prefill", length=length, context=length
+    return whole(precision, MODEL, device, phase="prefill", length=length, context=length)
+
+
+def whole(precision: str, model: str, device: str, **sizes: Any) -> DeviceProgram:
+    """A program with the instructions of its layer as often as the model has layers."""
+    program, repeats = PROGRAMS.get(
+        SHAPES[PUBLISHED[model]],
+        load_precision(precision),
+        model=model,
+        board=device,
+        mesh=MESHES[device],
+        **sizes,
     )
+    before = [each for each in program.instructions if each.layer is None]
+    layer = [each for each in program.instructions if each.layer is not None]
+    first = program.instructions.index(layer[0])
+    repeated = (*before[:first], *(layer * int(repeats)), *before[first:])
+    return dataclasses.replace(program, instructions=repeated)
 
 
 def lines_of(program: DeviceProgram, name: str, group: str = "") -> list[Priced]:

@@ -103,8 +103,9 @@ def open_model(args: PromptArgs, sign: Sign) -> ModelHandle:
     with _collected_later():
         from tilewright.api import load
 
-        how: Any = {"use_cache": args.model.config.use_cache, "progress": sign.progress}
-        source = load(args.model.path, config=args.model, **how)
+        resolved = args.model
+        how: Any = {"use_cache": resolved.config.use_cache, "progress": sign.progress}
+        source = load(resolved.path, config=resolved, **how)
     for note in source.notes:
         sign.note(note)
     if source.weights == "random":
@@ -133,16 +134,17 @@ def compile_model(
     args: PromptArgs, source: ModelHandle, sign: Sign, *, context: int | None = None
 ) -> LLM:
     """Compile the requested model for a single sequence. None: the context of the configuration."""
-    from tilewright.api import compile
+    from tilewright.api import compile, open_draft_model
     from tilewright.llm import LLM
 
     resolved = args.model
     if context is not None:
         resolved = resolved.changed(max_model_len=context)
+    draft = open_draft_model(source, resolved, progress=sign.progress)
     compiled = compile(source, resolved, progress=sign.progress, ends_process=True)
     for note in only_fallbacks(compiled.notes, is_verbose=args.arguments.verbose):
         sign.note(note)
-    return LLM.of_compiled(source, compiled, resolved.config)
+    return LLM.of_compiled(source, compiled, resolved.config, draft)
 
 
 def cost_line(llm: LLM, answer: Answer) -> str:

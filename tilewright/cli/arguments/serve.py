@@ -27,7 +27,7 @@ _MAX_KEYS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """The checked command line for ``tilewright serve``.
+    """The checked command line of ``tilewright serve``.
 
     ``argv`` contains a configuration file's options.
     """
@@ -36,26 +36,26 @@ class ServeOptions:
     model: ResolvedConfig
     server: ServerConfig
     devices: tuple[int, ...] = ()
-    """GPUs for all replicas, if there are several."""
+    """GPUs of all replicas, if there are several replicas."""
     detach: bool = option("return after the server is ready, and leave it running", default=False)
     log: Path | None = option(
         "log file for --detach (default: a new temporary file)",
         type=Path,
         metavar="FILE",
     )
-    verbose: bool = option("log the compiler notes", "-v", "--verbose", default=False)
+    verbose: bool = option("log the compiler's notes", "-v", "--verbose", default=False)
 
 
 def read_serve_options(
     argv: Sequence[str], sign: Sign | None = None, *, last_wins: bool = False
 ) -> ServeOptions:
-    """Read and check the command line for ``tilewright serve``.
+    """Read and check the command line of ``tilewright serve``.
 
     Args:
         argv: arguments after ``serve``.
         sign: shows the first progress line after parsing, before any file is read.
-        last_wins: Whether a doubled option is allowed. An engine gets the server options, then
-            replica options.
+        last_wins: Whether a doubled option is allowed. An engine gets the server's options, then
+            its replica's options.
 
     Raises:
         TilewrightError: for every mistake that is visible without the model.

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from tilewright.api import compile, load
+from tilewright.api import compile, load, open_draft_model
 from tilewright.batch.engine import BatchEngine
 from tilewright.batch.preparing import BatchGrammarValidator, Preparer
 from tilewright.cli.arguments.batch import BatchOptions
@@ -28,6 +29,7 @@ from tilewright.models.tokenizer.load import load_tokenizer
 from tilewright.runtime.grammar.matchers import grammars_of
 from tilewright.runtime.service import EngineService, QueueTransport
 from tilewright.runtime.speculative.config import draft_note
+from tilewright.runtime.speculative.draft_model import DraftModel
 from tilewright.serve.jobs import Served, fingerprint_of
 from tilewright.serve.prompt.template import read_template
 from tilewright.serve.web.server_log import say
@@ -88,21 +90,32 @@ def batch_engine(
     Raises:
         TilewrightError: if model, precision and target do not fit together.
     """
+    draft = open_draft_model(source, options.model, progress=progress)
     compiled = compile(source, options.model, progress=progress)
     for note in without_details(compiled.notes, is_verbose=options.verbose):
         say(note)
     progress("preparing steps", 0, 1)
     with closing(compiled.executable), tempfile.TemporaryDirectory() as folder:
-        made = _made(options, source, compiled, created=created, folder=Path(folder) / "tokenizer")
+        draft_model = None if draft is None else DraftModel(draft)
+        how: dict[str, Any] = {"created": created, "draft_model": draft_model}
+        made = _made(options, source, compiled, folder=Path(folder) / "tokenizer", **how)
         gc.freeze()  # later collections skip the objects of imports and compilation
         try:
             yield made
         finally:
             gc.unfreeze()
+            if draft_model is not None:
+                draft_model.close()
 
 
 def _made(
-    options: BatchOptions, source: ModelHandle, compiled: Compiled, *, created: int, folder: Path
+    options: BatchOptions,
+    source: ModelHandle,
+    compiled: Compiled,
+    *,
+    created: int,
+    folder: Path,
+    draft_model: DraftModel | None,
 ) -> BatchEngine:
     source.tokenizer.save(folder)  # grammars are compiled for the saved tokenizer
     executable, transport = compiled.executable, QueueTransport()
@@ -111,7 +124,8 @@ def _made(
     note = draft_note(policy.speculative, executable.capabilities)
     if note is not None:
         say(note)
-    service = EngineService(executable, transport, policy=policy, grammars=grammars)
+    how: dict[str, Any] = {"grammars": grammars, "draft_model": draft_model}
+    service = EngineService(executable, transport, policy=policy, **how)
     service.loop.warm_up()
     invariance = options.model.config.batch_invariant
     facts = served_facts(source, compiled, invariance=invariance)

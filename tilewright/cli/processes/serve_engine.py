@@ -51,11 +51,12 @@ def main(argv: list[str]) -> int:
 
 def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> None:
     warnings.filterwarnings("ignore", module="torch")
-    from tilewright.api import compile, load
+    from tilewright.api import compile, load, open_draft_model
     from tilewright.models.tokenizer.saved import save
     from tilewright.runtime.grammar.matchers import grammars_of
     from tilewright.runtime.service import EngineService
     from tilewright.runtime.speculative.config import draft_note
+    from tilewright.runtime.speculative.draft_model import DraftModel
 
     config, report = options.model.config, _StartReport(transport)
     how: Any = {"use_cache": config.use_cache, "progress": report.progress}
@@ -65,6 +66,7 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     # Writing a mapped file takes seconds in the engine, and saves the API server as many.
     write = save if source.tokenizer.is_mapped else type(source.tokenizer).save
     write(source.tokenizer, folder / TOKENIZER)
+    draft = open_draft_model(source, options.model, progress=report.progress)
     compiled = compile(source, options.model, progress=report.progress, ends_process=True)
     for note in without_details(compiled.notes, is_verbose=options.verbose):
         report.note(note)
@@ -76,7 +78,9 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     if without_drafts is not None:
         report.note(without_drafts)
     grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
-    service = EngineService(executable, transport, policy=policy, grammars=grammars)
+    draft_model = None if draft is None else DraftModel(draft)
+    engine: Any = {"grammars": grammars, "draft_model": draft_model}
+    service = EngineService(executable, transport, policy=policy, **engine)
     report.progress("preparing steps", 0, 1)
     service.loop.warm_up()
     grammars.prepare()
@@ -86,16 +90,16 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
 
 
 class _StartReport:
-    """Sends the progress of a start to the API server, at most ten times a second."""
+    """Sends progress to the API server: every new work, and at most ten times a second."""
 
     def __init__(self, transport: SocketTransport) -> None:
         self._transport = transport
-        self._told, self._told_at = "", 0.0
+        self._sent, self._sent_at = "", 0.0
 
     def progress(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if what != self._told or now - self._told_at > _REPORT_S:
-            self._told, self._told_at = what, now
+        if what != self._sent or now - self._sent_at > _REPORT_S:
+            self._sent, self._sent_at = what, now
             self._transport.send([EngineStarting(what, done, max(total, 1))])
 
     def note(self, text: str) -> None:

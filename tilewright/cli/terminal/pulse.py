@@ -14,8 +14,8 @@ _SECONDS = 10.0
 
 
 class PulsingSign(Sign):
-    """A status line that writes plain lines without a terminal: every ten seconds, and for another
-    kind of work after a second. A thread writes them, with the seconds since the start.
+    """A status line that writes plain lines without a terminal: every ten seconds, and for other
+    work after a second. A thread writes them, with the seconds since the start.
     """
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ class PulsingSign(Sign):
         self._doing = doing
 
     def _pulse(self) -> None:
-        began = told_at = time.monotonic()
-        told = ""
+        began = written_at = time.monotonic()
+        written = ""
         while not self._has_ended.wait(min(_SECONDS, 1.0)):
             now, work = time.monotonic(), self._work
-            if work != told or now - told_at >= _SECONDS:
-                told, told_at = work, now
+            if work != written or now - written_at >= _SECONDS:
+                written, written_at = work, now
                 self._write(f"{now - began:.0f} s: {self._doing()}\n")

@@ -164,7 +164,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.cache_tokens = cache_tokens(self.prompt, self.images)
-        if self.images:
+        if self.images and not self.images[0].image.num_rows:
             self.rotary, self.rotary_delta = rotary_positions(self.images)
         if self.sampling.prompt_logprobs is not None:
             self.is_private, self.like = True, None
@@ -190,6 +190,11 @@ class RequestState:
             has_drafts=request.speculative,
             images=request.images,
         )
+
+    @property
+    def image_tokens(self) -> frozenset[int]:
+        """Return the placeholder ids. They may be outside the logits."""
+        return frozenset(self.prompt[placed.first] for placed in self.images)
 
     def rotary_of(self, start: int, end: int) -> tuple[int, ...]:
         """Return positions of rotation for a chunk: times, then rows, then columns.

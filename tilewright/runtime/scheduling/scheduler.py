@@ -19,6 +19,7 @@ from tilewright.compiler.targets.interface.step import (
     Step,
 )
 from tilewright.errors import RequestError
+from tilewright.images.prompt import PromptImage
 from tilewright.runtime.memory.cache_manager import CacheManager, StateBytes
 from tilewright.runtime.memory.contiguous_cache import ContiguousCacheManager
 from tilewright.runtime.memory.image_cache import ImageCache
@@ -33,6 +34,7 @@ from tilewright.runtime.scheduling.request_state import (
 )
 from tilewright.runtime.scheduling.step_cost_model import StepCost
 from tilewright.runtime.scheduling.waiting_queue import WaitingLine
+from tilewright.runtime.speculative.draft_model import DraftModel
 from tilewright.runtime.speculative.speculator import Speculator
 
 HOLD_SECONDS = 5.0
@@ -57,6 +59,7 @@ class Scheduler:
         policy: options. None: the defaults.
         cost: measured step times.
         state_bytes: returns the bytes for positions and sequences.
+        cross_width: columns of image rows for cross-attention. 0: images are embeddings.
         now: clock in seconds.
     """
 
@@ -67,6 +70,8 @@ class Scheduler:
         policy: SchedulerConfig | None = None,
         cost: StepCost | None = None,
         state_bytes: StateBytes = lambda num_positions, num_sequences: 0,
+        cross_width: int = 0,
+        draft_model: DraftModel | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.capabilities = capabilities
@@ -77,11 +82,11 @@ class Scheduler:
         self.cache_manager = kind(capabilities, self.policy, state_bytes)
         self.line = WaitingLine()
         self.places = HostPlaces(self.policy.host_bytes)
-        self.images = ImageCache(capabilities.hidden_size)
+        self.images = ImageCache(capabilities.hidden_size, cross_width=cross_width)
         self.num_arrived = self.num_preemptions = self.num_preempted = 0
         cost = cost or StepCost()
         self._dealer = PromptDealer(capabilities, self.policy, cost)
-        self.speculator = Speculator(self.policy.speculative, capabilities, cost.decode)
+        self.speculator = Speculator(self.policy.speculative, capabilities, cost, draft_model)
         self._now = now
         self._swapped: set[RequestState] = set()
         self._held: RequestState | None = None
@@ -133,6 +138,7 @@ class Scheduler:
             raise RequestError("this target gives no hidden states; allowed: cpu, cuda, reference")
         if not request.prompt:
             raise RequestError("the prompt is empty; allowed: at least one token")
+        self.images.check(request.images)
         most = limits.max_context
         if limits.page_size:
             most = min(most, limits.num_pages * limits.page_size)
@@ -174,7 +180,7 @@ class Scheduler:
         chunks = self._chunks(len(decoding))
         if not decoding and not chunks:
             return None
-        drafts = self._drafts(decoding, chunks)
+        drafts = self._drafts(decoding)
         forced, rows = self._advance(decoding, drafts)
         if chunks:
             rows = dict(rows)
@@ -186,7 +192,7 @@ class Scheduler:
             [(one, chunk.start) for one, _, chunk in chunks if chunk.echoes or chunk.pools]
         )
         asking = [request for request, _ in echoes]
-        self.images.end_step(self.cache_manager.edits)
+        self.images.end_step(self.cache_manager.edits, self._running_images())
         step = Step(
             decode=self._decode,
             prompts=tuple(chunk for _, _, chunk in chunks),
@@ -199,12 +205,9 @@ class Scheduler:
         prompts = sum(len(chunk.tokens) for chunk in step.prompts)
         return SchedulerOutput(step, rows, prompts, self._dealer.weigh(step.prompts), echoes)
 
-    def _drafts(self, decoding: list[RequestState], chunks: Sequence[_ChunkOutput]) -> Drafts:
-        """Return the draft tokens of a step. A step with token masks has none."""
+    def _drafts(self, decoding: list[RequestState]) -> Drafts:
+        """Return the draft tokens of a step."""
         if not self.speculator.max_drafts:
-            return {}
-        sampled = [*decoding, *(request for request, _, _ in chunks)]
-        if any(request.matcher is not None for request in sampled):
             return {}
         drafts: Drafts = {}
         for request, tokens in self.speculator.propose(decoding).items():
@@ -332,6 +335,8 @@ class Scheduler:
             return True
         if self._is_copied_later(request):
             return None
+        if request.images and not self.images.fits(request.images, self._running_images()):
+            return False
         found = cache_manager.find(request)
         pending = [each for each in cache_manager.running if each.prompt_left]
         if pending and cache_manager.waits_for(request, found, pending):
@@ -342,6 +347,9 @@ class Scheduler:
         if request.num_preemptions:
             self._forget_rows()  # see above
         return True
+
+    def _running_images(self) -> list[tuple[PromptImage, ...]]:
+        return [request.images for request in self.cache_manager.running if request.images]
 
     def _is_copied_later(self, request: RequestState) -> bool:
         """Return whether the first choice still has to compute the common prompt."""
@@ -438,6 +446,7 @@ class Scheduler:
             also=tuple(copies),
             pools=pooling is not None and pooling.needs(is_last=is_last),
             images=self.images.rows(request.images, start, end, self.cache_manager.edits),
+            visible=self.images.visible(request.images, start, end, self.cache_manager.edits),
             rotary=request.rotary_of(start, end),
         )
         return request, copies, chunk

@@ -60,6 +60,7 @@ class _LinearFit:
 class StepCost:
     """Predicted milliseconds for the two parts of a step: decode rows and prefill tokens.
 
+    Steps with drafts have a separate fit: they do not start before the previous output is read.
     ``passes`` predicts mixed batches.
     """
 
@@ -69,11 +70,13 @@ class StepCost:
     def forget(self) -> None:
         """Discard all measured step times."""
         self._decode, self._prompts = _LinearFit(is_careful=False), _LinearFit(is_careful=True)
+        self._drafted = _LinearFit(is_careful=False)
         self.passes = PassCost()
 
-    def decode(self, num_rows: int) -> float:
+    def decode(self, num_rows: int, *, has_drafts: bool = False) -> float:
         """Return milliseconds for ``num_rows`` decode rows. 0 without measurements."""
-        return self._decode.at(num_rows) if num_rows else 0.0
+        fit = self._drafted if has_drafts else self._decode
+        return fit.at(num_rows) if num_rows else 0.0
 
     def prompts(self, num_tokens: float) -> float:
         """Return milliseconds for ``num_tokens`` prefill tokens. 0 without measurements."""
@@ -96,17 +99,32 @@ class StepCost:
         return max(0, int((ms - line.first) / line.each))
 
     def measure(
-        self, num_rows: int, num_tokens: float, ms: float, *, is_mixed: bool = False
+        self,
+        num_rows: int,
+        num_tokens: float,
+        ms: float,
+        *,
+        is_mixed: bool = False,
+        has_drafts: bool = False,
     ) -> None:
-        """Add a step's time ``ms``. ``is_mixed``: rows and tokens were a mixed batch."""
+        """Add a step's time ``ms``.
+
+        Args:
+            num_rows: Decode rows.
+            num_tokens: Prefill tokens.
+            ms: Time in milliseconds.
+            is_mixed: Rows and tokens were a mixed batch.
+            has_drafts: Some rows were drafts.
+        """
+        fit = self._drafted if has_drafts else self._decode
         if is_mixed and num_rows:
             self.passes.measure(num_rows, num_tokens, ms)
         elif num_tokens:
-            rest = ms - self.decode(num_rows)
-            if not num_rows or (rest > 0.0 and self._decode.num_measured):
+            rest = ms - self.decode(num_rows, has_drafts=has_drafts)
+            if not num_rows or (rest > 0.0 and fit.num_measured):
                 self._prompts.measure(num_tokens, rest)
         elif num_rows:
-            self._decode.measure(num_rows, ms)
+            fit.measure(num_rows, ms)
 
 
 class StepMeter:
@@ -134,6 +152,7 @@ class StepMeter:
         are_prompts_read: bool,
         is_read: bool,
         is_mixed: bool = False,
+        has_drafts: bool = False,
     ) -> None:
         """Record a read step.
 
@@ -144,10 +163,12 @@ class StepMeter:
             are_prompts_read: Prefill results were also read.
             is_read: Any result was read.
             is_mixed: Rows and tokens were a mixed batch.
+            has_drafts: Some rows were drafts.
         """
         tokens = self._num_behind + (num_tokens if are_prompts_read else 0)
         self._num_behind = 0 if are_prompts_read else num_tokens + (0 if is_read else tokens)
         if not is_read:
             return
-        self.cost.measure(num_rows, tokens, 1e3 * (now - self._began), is_mixed=is_mixed)
+        ms, how = 1e3 * (now - self._began), {"is_mixed": is_mixed, "has_drafts": has_drafts}
+        self.cost.measure(num_rows, tokens, ms, **how)
         self._began = now

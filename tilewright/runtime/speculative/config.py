@@ -10,11 +10,15 @@ from typing import Any
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS, Capabilities
 from tilewright.errors import ConfigError, allowed
 
-NGRAM = "ngram"
-METHODS = (NGRAM,)
+NGRAM, DRAFT_MODEL = "ngram", "draft_model"
+METHODS = (NGRAM, DRAFT_MODEL)
 _DRAFTS, _LOOKUP, _MAX_LOOKUP, _MAX_BATCH = 5, 5, 64, 4096
+_OWN_KEYS = {
+    NGRAM: ("prompt_lookup_max", "prompt_lookup_min"),
+    DRAFT_MODEL: ("model", "draft_tensor_parallel_size"),
+}
 _KEYS = (
-    *("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+    *("method", "num_speculative_tokens", *_OWN_KEYS[NGRAM], *_OWN_KEYS[DRAFT_MODEL]),
     *("num_speculative_tokens_per_batch_size", "disable_by_batch_size"),
     *("draft_sample_method", "rejection_sample_method"),
 )
@@ -27,6 +31,8 @@ class SpeculativeConfig:
 
     Attributes:
         method: ``ngram``: the tokens after an earlier occurrence of the last tokens.
+            ``draft_model``: the tokens of a smaller model.
+        model: The draft model. None: no draft model.
         max_drafts: Maximum draft tokens per request and step.
         max_lookup, min_lookup: Longest and shortest match, in tokens.
         schedule: ``(first, last, drafts)`` by number of decoding requests, inclusive. A number
@@ -34,6 +40,7 @@ class SpeculativeConfig:
     """
 
     method: str = NGRAM
+    model: str | None = None
     max_drafts: int = _DRAFTS
     max_lookup: int = _LOOKUP
     min_lookup: int = _LOOKUP
@@ -65,6 +72,14 @@ def read_speculative_config(text: str) -> SpeculativeConfig:
     method = values.get("method")
     if method not in METHODS:
         raise ConfigError(f"method {str(method)[:80]!r}; {allowed(METHODS, method)}")
+    for other, keys in _OWN_KEYS.items():
+        wrong = next((key for key in keys if key in values and method != other), None)
+        if wrong is not None:
+            raise ConfigError(f"{wrong} with method {method}; allowed: method {other}")
+    model = values.get("model")
+    if method == DRAFT_MODEL and not (isinstance(model, str) and model):
+        raise ConfigError(f"model {str(model)[:80]!r}; allowed: a path or name of the draft model")
+    _integer(values, "draft_tensor_parallel_size", 1, 1)
     for key, value in _FIXED.items():
         if values.get(key, value) != value:
             raise ConfigError(f"{key} {str(values[key])[:80]!r}; allowed: {value}")
@@ -75,7 +90,12 @@ def read_speculative_config(text: str) -> SpeculativeConfig:
     if low > high:
         raise ConfigError(f"prompt_lookup_min {low}; allowed: 1 to prompt_lookup_max {high}")
     return SpeculativeConfig(
-        max_drafts=count, max_lookup=high, min_lookup=low, schedule=_schedule(values, count)
+        method=str(method),
+        model=model,
+        max_drafts=count,
+        max_lookup=high,
+        min_lookup=low,
+        schedule=_schedule(values, count),
     )
 
 

@@ -8,22 +8,30 @@ _KEPT = 0.99
 """Weight factor of an observation after each later observation."""
 _PRIOR, _PRIOR_WEIGHT = 0.8, 4.0
 """Assumed acceptance of a draft token before observations, and its weight in observations."""
-_PROBE = 64
-"""Steps without drafts until a step with a draft token measures again."""
+_PROBE, _PLAIN = 64, 256
+"""Steps without drafts until a draft token measures again, and the reverse."""
 
 
 class DraftLength:
     """Running acceptance by position. It chooses a length from the acceptance and the step time."""
 
-    def __init__(self, max_drafts: int, decode_ms: Callable[[int], float]) -> None:
-        """Start with the prior acceptance.
+    def __init__(
+        self,
+        max_drafts: int,
+        decode_ms: Callable[[int], float],
+        drafted_ms: Callable[[int], float] | None = None,
+    ) -> None:
+        """Take functions from rows to predicted milliseconds. 0: unknown.
 
-        ``decode_ms`` predicts the milliseconds of a step from its number of rows. 0: unknown.
+        Args:
+            max_drafts: Maximum draft tokens per request.
+            decode_ms: Predicts steps without drafts.
+            drafted_ms: Predicts steps with drafts. None: ``decode_ms``.
         """
-        self._decode_ms = decode_ms
+        self._decode_ms, self._drafted_ms = decode_ms, drafted_ms or decode_ms
         self._weights = [_PRIOR_WEIGHT] * max_drafts
         self._sums = [_PRIOR_WEIGHT * _PRIOR ** (at + 1) for at in range(max_drafts)]
-        self._num_off = 0
+        self._num_off = self._num_on = 0
         self.length = max_drafts
 
     @property
@@ -51,12 +59,15 @@ class DraftLength:
 
         Args:
             num_rows: Rows without drafts.
-            lengths: Lengths of the available drafts.
+            lengths: Available draft lengths.
         """
         rates = [self._rate(num_rows, lengths, k) for k in range(max(lengths) + 1)]
         self.length = max(range(len(rates)), key=lambda k: rates[k])
         if self.length:
-            self._num_off = 0
+            self._num_off, self._num_on = 0, self._num_on + 1
+            if self._num_on >= _PLAIN:
+                self._num_on = 0
+                return 0
         elif self._num_off >= _PROBE:
             self._num_off = 0
             return 1
@@ -68,5 +79,5 @@ class DraftLength:
         """Return expected tokens per millisecond."""
         cut = [min(length, limit) for length in lengths]
         tokens = num_rows + sum(self.acceptance(at) for size in cut for at in range(size))
-        ms = self._decode_ms(num_rows + sum(cut))
+        ms = (self._drafted_ms if limit else self._decode_ms)(num_rows + sum(cut))
         return tokens / ms if ms > 0 else tokens

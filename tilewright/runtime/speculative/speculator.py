@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.runtime.scheduling.request_state import RequestState
+from tilewright.runtime.scheduling.step_cost_model import StepCost
 from tilewright.runtime.speculative.config import SpeculativeConfig
 from tilewright.runtime.speculative.counts import (
     GRAMMAR,
@@ -16,6 +18,7 @@ from tilewright.runtime.speculative.counts import (
     SpeculationCounts,
 )
 from tilewright.runtime.speculative.draft_length import DraftLength
+from tilewright.runtime.speculative.draft_model import DraftModel
 from tilewright.runtime.speculative.ngram import NgramIndex
 
 
@@ -34,13 +37,16 @@ class Speculator:
         self,
         config: SpeculativeConfig | None,
         capabilities: Capabilities,
-        decode_ms: Callable[[int], float],
+        cost: StepCost,
+        model: DraftModel | None = None,
     ) -> None:
+        """``model``: Draft model. None: drafts come from n-grams."""
+        self._model = model
         self._is_enabled = config is not None
         self._config = config or SpeculativeConfig()
         count = max((k for *_, k in self._config.schedule or ()), default=self._config.max_drafts)
         self.max_drafts = min(count, capabilities.max_drafts) if config is not None else 0
-        self._decode_ms = decode_ms
+        self._cost = cost
         self.is_warming_up = False
         self.seconds = 0.0
         self.forget()
@@ -49,17 +55,18 @@ class Speculator:
         """Return the options for clients. None: no speculative decoding."""
         if not self._is_enabled:
             return None
-        return {
-            "method": self._config.method,
-            "num_speculative_tokens": self.max_drafts,
-            "prompt_lookup_max": self._config.max_lookup,
-            "prompt_lookup_min": self._config.min_lookup,
-            "without_drafts": [PENALTIES, GRAMMAR, OPT_OUT],
-        }
+        facts = {"method": self._config.method, "num_speculative_tokens": self.max_drafts}
+        if self._config.model is None:
+            facts["prompt_lookup_max"] = self._config.max_lookup
+            facts["prompt_lookup_min"] = self._config.min_lookup
+        else:
+            facts["model"] = self._config.model
+        return {**facts, "without_drafts": [PENALTIES, GRAMMAR, OPT_OUT]}
 
     def forget(self) -> None:
         """Discard all observations."""
-        self._length = DraftLength(self.max_drafts, self._decode_ms)
+        drafted_ms = partial(self._cost.decode, has_drafts=True)
+        self._length = DraftLength(self.max_drafts, self._cost.decode, drafted_ms)
         self.counts = SpeculationCounts(num_accepted=[0] * self.max_drafts)
 
     def on_arrival(self, request: RequestState) -> None:
@@ -89,7 +96,7 @@ class Speculator:
             return False
         if request.replay_tokens or not request.output or not self._length.is_on:
             return False
-        return self._index(request).may_match_next()
+        return self._model is not None or self._index(request).may_match_next()
 
     def propose(self, decoding: Sequence[RequestState]) -> dict[RequestState, tuple[int, ...]]:
         """Return the drafts of a step by request."""
@@ -101,21 +108,35 @@ class Speculator:
         return drafts
 
     def _propose(self, decoding: Sequence[RequestState]) -> dict[RequestState, tuple[int, ...]]:
-        config, drafts = self._config, dict[RequestState, tuple[int, ...]]()
-        limit = min(config.limit(len(decoding)), self.max_drafts)
+        drafts: dict[RequestState, tuple[int, ...]] = {}
+        limit = min(self._config.limit(len(decoding)), self.max_drafts)
+        counts: dict[RequestState, int] = {}
         for request in decoding:
             count = min(limit, request.max_output - len(request.output) - 1)
             if count > 0 and self._is_known(request):
-                draft = (0,) * count if self.is_warming_up else self._index(request).propose(count)
-                if draft:
-                    drafts[request] = draft
-        if not drafts:
-            self._length.skip()
-            return {}
-        if config.schedule is None and not self.is_warming_up:
-            limit = self._length.choose(len(decoding), [len(draft) for draft in drafts.values()])
-        self.counts.length = limit
+                counts[request] = count
+        if self._model is not None:
+            counts = {request: count for request, count in counts.items() if not request.images}
+            limit = self._choose(len(decoding), [*counts.values()], limit)
+            short = {request: min(count, limit) for request, count in counts.items()}
+            found = self._model.propose(short) if limit else {}
+            return {request: _up_to_image(request, draft) for request, draft in found.items()}
+        for request, count in counts.items():
+            draft = (0,) * count if self.is_warming_up else self._draft(request, count)
+            if draft:
+                drafts[request] = draft
+        limit = self._choose(len(decoding), [len(draft) for draft in drafts.values()], limit)
         return {request: draft[:limit] for request, draft in drafts.items()} if limit else {}
+
+    def _choose(self, num_rows: int, lengths: Sequence[int], limit: int) -> int:
+        """Return the maximum draft length for drafts with these lengths."""
+        if not lengths:
+            self._length.skip()
+            return 0
+        if self._config.schedule is None and not self.is_warming_up:
+            limit = self._length.choose(num_rows, lengths)
+        self.counts.length = limit
+        return limit
 
     def record(self, request: RequestState, num_drafts: int, num_accepted: int) -> None:
         """Count a verified draft."""
@@ -127,6 +148,9 @@ class Speculator:
         request.num_draft_tokens += num_drafts
         request.num_accepted_tokens += num_accepted
         self._length.record(num_drafts, num_accepted)
+
+    def _draft(self, request: RequestState, count: int) -> tuple[int, ...]:
+        return _up_to_image(request, self._index(request).propose(count))
 
     @staticmethod
     def _is_known(request: RequestState) -> bool:
@@ -142,3 +166,10 @@ class Speculator:
             index = request.ngrams = NgramIndex(request.prompt, longest=longest, shortest=shortest)
         index.update(request.output)
         return index
+
+
+def _up_to_image(request: RequestState, draft: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a draft up to the first image placeholder, which is never sampled."""
+    placeholders = request.image_tokens
+    stop = next((at for at, token in enumerate(draft) if token in placeholders), len(draft))
+    return draft[:stop]

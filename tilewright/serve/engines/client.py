@@ -173,7 +173,7 @@ class EngineClient:
 
     def starting(self, engine: int, message: EngineStarting) -> None:
         """See `EngineEvents`."""
-        loading = [each.number for each in self.engines if each.state == LOADING]
+        loading = [process.number for process in self.engines if process.state == LOADING]
         if loading[:1] != [engine]:  # replicas do the same work
             return
         if message.total:

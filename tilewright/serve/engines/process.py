@@ -47,7 +47,7 @@ class EngineEvents(Protocol):
         """Prepare for a started engine with its files in ``folder``. An exception ends it."""
 
     def starting(self, engine: int, message: EngineStarting) -> None:
-        """Hear how far its start is."""
+        """Report the progress of a start."""
 
     def began(self, engine: int) -> None:
         """Handle that the engine accepts requests."""

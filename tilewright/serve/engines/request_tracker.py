@@ -28,6 +28,7 @@ from tilewright.serve.web.settings import ServerConfig
 
 Answer: TypeAlias = RequestStarted | NewTokens | RequestFinished | RequestFailed
 _MAX_RETRY_SECONDS = 600
+_MAX_IMAGE_BYTES = 1 << 30  # pixels of waiting requests
 _LOOK_SECONDS, _LOOK_SHARE = 1.0, 0.1  # between searches for requests above the queue timeout
 _OLD, _NEW = 0.9, 0.1  # weights of the known rate and of a new measurement
 
@@ -168,7 +169,7 @@ class RequestTracker:
     ) -> None:
         self._place, self._send, self.router, self._settings = place, send, router, settings
         self._pending: dict[int, PendingRequest] = {}
-        self._num_tokens_waiting = 0
+        self._num_tokens_waiting = self._image_bytes_waiting = 0
         self._rate = 0.0
         self._num_running = 1
         self._next_id = 0
@@ -299,6 +300,8 @@ class RequestTracker:
         most = self._settings.max_queued_contexts * max_context
         tokens = self._num_tokens_waiting + sum(len(message.prompt) for message in messages)
         is_full = self.num_waiting + len(messages) > self._settings.max_queue
+        num_bytes = self._image_bytes_waiting + sum(message.image_bytes for message in messages)
+        is_full |= self.num_waiting > 0 and num_bytes > _MAX_IMAGE_BYTES
         if is_full or (self.num_waiting and tokens > most):
             seconds = self._num_tokens_waiting / self._rate if self._rate else 1.0
             after = str(min(_MAX_RETRY_SECONDS, max(1, round(seconds))))
@@ -308,6 +311,7 @@ class RequestTracker:
     def _count(self, message: EngineRequest, sign: int) -> None:
         self.num_waiting += sign
         self._num_tokens_waiting += sign * len(message.prompt)
+        self._image_bytes_waiting += sign * message.image_bytes
 
     def _forget(self, request_id: int) -> PendingRequest | None:
         pending = self._pending.pop(request_id, None)

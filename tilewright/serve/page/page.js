@@ -6,6 +6,8 @@ const $ = (id) => document.getElementById(id);
 const chat = $("chat"), turns = $("turns"), prompt = $("prompt"), settings = $("settings");
 
 let messages = []; // those the model has read or written, without the system message
+let images = []; // data: URLs of images that go with the next message
+let takesImages = false; // whether the model does
 let running = null; // the AbortController of the answer that is being written
 let longest = 0; // positions of a sequence
 let follows = true; // whether the chat scrolls along with what is written
@@ -37,8 +39,9 @@ function body() {
 
 // --- turns ---------------------------------------------------------------------------------------
 
-function addUser(text) {
+function addUser(text, pictures) {
   const turn = make("article", "turn user");
+  if (pictures.length) turn.append(thumbnails(pictures));
   turn.append(make("div", "text", text));
   turns.append(turn);
   return turn;
@@ -175,18 +178,60 @@ async function ask(question) {
   if (isError) greet();
 }
 
+function thumbnails(urls) {
+  const box = make("div", "images");
+  urls.forEach((url, at) => {
+    const picture = box.appendChild(make("img"));
+    picture.src = url;
+    picture.alt = `image ${at + 1}`;
+  });
+  return box;
+}
+
+function contentOf(text, pictures) {
+  if (!pictures.length) return text;
+  const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+  return [...parts, { type: "text", text }];
+}
+
+const readFile = (file) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.addEventListener("load", () => resolve(reader.result));
+  reader.addEventListener("error", () => reject(reader.error));
+  reader.readAsDataURL(file);
+});
+
+// Images that were dropped or pasted. The server has the limits and says so.
+async function addFiles(files) {
+  const found = [...files].filter((file) => file.type.startsWith("image/"));
+  if (!found.length) return;
+  if (!takesImages) { $("room").textContent = "This model takes no images."; return; }
+  images.push(...await Promise.all(found.map(readFile)));
+  showImages();
+  prompt.focus();
+}
+
+function showImages() {
+  const box = $("images");
+  box.hidden = !images.length;
+  box.replaceChildren(...thumbnails(images).childNodes);
+  fit();
+}
+
 function send(text) {
   text = text.trim();
-  if (!text || running) return;
+  if ((!text && !images.length) || running) return;
   if (messages.at(-1)?.role === "user") { // it was never answered: the next one takes its place
     messages.pop();
     [...turns.querySelectorAll(".user")].at(-1)?.classList.add("dropped");
   }
   prompt.value = "";
-  fit();
+  const pictures = images;
+  images = [];
+  showImages();
   $("empty").hidden = true;
-  messages.push({ role: "user", content: text });
-  ask({ turn: addUser(text), at: messages.length });
+  messages.push({ role: "user", content: contentOf(text, pictures) });
+  ask({ turn: addUser(text, pictures), at: messages.length, pictures });
 }
 
 // The same question once more; what came behind it is left.
@@ -194,16 +239,18 @@ function askAgain({ question }) {
   if (running) return;
   const text = question.turn.querySelector(".text").textContent;
   messages = messages.slice(0, question.at - 1);
-  messages.push({ role: "user", content: text });
+  messages.push({ role: "user", content: contentOf(text, question.pictures) });
   question.turn.classList.remove("dropped");
   while (question.turn.nextSibling) question.turn.nextSibling.remove();
   prompt.focus();
-  ask({ turn: question.turn, at: messages.length });
+  ask({ ...question, at: messages.length });
 }
 
 function begin() {
   const before = running;
   messages = [];
+  images = [];
+  showImages();
   if (before) before.abort();
   setRunning(null);
   turns.replaceChildren();
@@ -223,6 +270,7 @@ async function greet() {
     if (response.ok) {
       const { id, meta, max_model_len: most } = found.data[0];
       longest = most || 0;
+      takesImages = (meta?.modalities || []).includes("image");
       said = `${id} · ${[meta?.precision, meta?.target].filter(Boolean).join(" on ")}`;
       if (meta?.weights === "random") said += " · random weights";
       state = "ready";
@@ -243,7 +291,7 @@ async function greet() {
 function fit() {
   prompt.style.height = "auto";
   prompt.style.height = `${prompt.scrollHeight}px`;
-  $("send").disabled = !prompt.value.trim();
+  $("send").disabled = !prompt.value.trim() && !images.length;
 }
 
 $("form").addEventListener("submit", (event) => { event.preventDefault(); send(prompt.value); });
@@ -253,6 +301,15 @@ prompt.addEventListener("keydown", (event) => {
     event.preventDefault();
     send(prompt.value);
   }
+});
+prompt.addEventListener("paste", (event) => {
+  if (event.clipboardData.files.length) { event.preventDefault(); addFiles(event.clipboardData.files); }
+});
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => { event.preventDefault(); addFiles(event.dataTransfer.files); });
+$("images").addEventListener("click", (event) => {
+  const at = [...$("images").childNodes].indexOf(event.target);
+  if (at >= 0) { images.splice(at, 1); showImages(); prompt.focus(); }
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && running && !settings.open) running.abort();

@@ -9,15 +9,17 @@ from typing import Any
 import msgspec
 
 from tilewright.images.decode import ImageError, ImageLimits
+from tilewright.images.fetch import MediaHosts
 from tilewright.images.parts import has_images, take_images
 from tilewright.images.processor import ImageProcessor, PreparedImage
 from tilewright.images.prompt import insert_images
+from tilewright.images.tiles import TileSettings
 from tilewright.serve.prompt.prepare import TokenizedPrompt
 from tilewright.serve.web.errors import ApiError, refuse, unsupported
 from tilewright.serve.web.requests import ChatMessage
 
-IMAGE_SECONDS = 5.0
-"""Maximum time to decode the images of a request."""
+IMAGE_SECONDS = 10.0
+"""Maximum time to fetch and decode the images of a request."""
 
 InWorker = Callable[..., Any]
 """Runs a function with arguments in a worker thread. Awaitable."""
@@ -30,11 +32,14 @@ def chat_has_images(messages: Sequence[ChatMessage]) -> bool:
 
 async def prepare_images(
     messages: Sequence[ChatMessage],
-    processor: ImageProcessor | None,
+    processor: ImageProcessor | TileSettings | None,
     limits: ImageLimits,
     in_worker: InWorker,
+    hosts: MediaHosts | None = None,
 ) -> tuple[list[ChatMessage], list[PreparedImage]]:
     """Return the messages with ``{"type": "image"}`` parts, and their images.
+
+    ``hosts``: Hosts of http URLs. None: such URLs are refused.
 
     Raises:
         ApiError: 400 for a model without images, an invalid image, or slow decoding.
@@ -44,7 +49,10 @@ async def prepare_images(
     listed = [{"role": m.role, "content": m.content} for m in messages]
     try:
         async with asyncio.timeout(IMAGE_SECONDS):
-            chat, images = await in_worker(take_images, listed, limits, processor.prepare)
+            fetch = None if hosts is None else hosts.fetcher()
+            chat, images = await in_worker(
+                take_images, listed, limits, processor.prepare, fetch=fetch
+            )
     except ImageError as error:
         raise refuse(error, error.code, "messages") from None
     except TimeoutError:
@@ -59,7 +67,9 @@ async def prepare_images(
 
 
 def with_images(
-    prompt: TokenizedPrompt, images: Sequence[PreparedImage], processor: ImageProcessor
+    prompt: TokenizedPrompt,
+    images: Sequence[PreparedImage],
+    processor: ImageProcessor | TileSettings,
 ) -> TokenizedPrompt:
     """Return a prompt with placeholders for all embeddings.
 

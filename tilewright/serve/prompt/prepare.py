@@ -143,9 +143,10 @@ def check_prompt(prompt: TokenizedPrompt, ready: EngineReady, param: str) -> Non
         raise invalid(f"{param}: no token; allowed: at least one", param)
     if len(prompt.tokens) > ready.max_positions:
         raise _too_long(f"{len(prompt.tokens)} tokens", ready)
-    if max(prompt.tokens) >= ready.vocab_size:
-        most = ready.vocab_size - 1
-        raise invalid(f"{param}: token {max(prompt.tokens)}; allowed: 0 to {most}", param)
+    placeholders = {prompt.tokens[placed.first] for placed in prompt.images}
+    largest = max(token for token in (0, *prompt.tokens) if token not in placeholders)
+    if largest >= ready.vocab_size:
+        raise invalid(f"{param}: token {largest}; allowed: 0 to {ready.vocab_size - 1}", param)
 
 
 def _too_long(said: str, ready: EngineReady) -> Exception:

@@ -1,4 +1,4 @@
-"""Items of responses as the messages of a chat."""
+"""Response items as chat messages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tilewright.serve.web.requests import ChatMessage
 
 Item = dict[str, Any]
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_IMAGE = "input_image"
 _T = TypeVar("_T")
 
 
@@ -22,6 +23,8 @@ class _ContentPart(Struct, frozen=True):
     type: str = "input_text"
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    detail: str | None = None
 
 
 class _MessageItem(Struct, frozen=True):
@@ -50,17 +53,17 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
-def items_of(given: str | Sequence[Mapping[str, Any]] | None) -> list[Item]:
-    """Return the input of a request as items with a type and an id."""
-    if given is None:
+def items_of(value: str | Sequence[Mapping[str, Any]] | None) -> list[Item]:
+    """Return a request's input as items with a type and an id."""
+    if value is None:
         return []
-    if isinstance(given, str):
-        given = [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
+    if isinstance(value, str):
+        value = [{"role": "user", "content": [{"type": "input_text", "text": value}]}]
     found = []
-    for each in given:
-        kind = each.get("type") or ("message" if "role" in each else None)
+    for item in value:
+        kind = item.get("type") or ("message" if "role" in item else None)
         prefix = _PREFIXES.get(str(kind), "item")
-        found.append({**each, "type": kind, "id": each.get("id") or new_id(prefix)})
+        found.append({**item, "type": kind, "id": item.get("id") or new_id(prefix)})
     return found
 
 
@@ -68,7 +71,7 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     """Return items as messages: an assistant's reasoning, text and calls in a row are one.
 
     Raises:
-        ApiError: 400 naming the item that is of another type, or not as its type says.
+        ApiError: 400 for an unknown type, or fields that do not match it. The message has the path.
     """
     turns = _Turns()
     for at, item in enumerate(items):
@@ -79,9 +82,9 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
             turns.take_call(_convert(item, _CallItem, where))
         elif kind == "function_call_output":
             given = _convert(item, _OutputItem, where)
-            text = _text_of(given.output, f"{where}.output")
+            content = _content_of(given.output, f"{where}.output")
             turns.end()
-            turns.found.append(ChatMessage("tool", text, tool_call_id=given.call_id))
+            turns.found.append(ChatMessage("tool", content, tool_call_id=given.call_id))
         elif kind == "reasoning":
             thought = _convert(item, _ReasoningItem, where)
             parts = thought.content or thought.summary
@@ -103,7 +106,7 @@ _PREFIXES = {
 
 @dataclass(slots=True)
 class _Turns:
-    """Messages so far, and the assistant's turn that is not ended."""
+    """Messages so far, and the assistant's open turn."""
 
     found: list[ChatMessage] = field(default_factory=list)
     _text: str | None = None
@@ -111,11 +114,12 @@ class _Turns:
     _calls: list[dict[str, Any]] = field(default_factory=list)
 
     def take_message(self, given: _MessageItem, where: str) -> None:
-        text = _text_of(given.content, f"{where}.content")
         if given.role != "assistant":
+            content = _content_of(given.content, f"{where}.content")
             self.end()
-            self.found.append(ChatMessage(given.role, text))
+            self.found.append(ChatMessage(given.role, content))
             return
+        text = _text_of(given.content, f"{where}.content")
         if self._text is not None or self._calls:
             self.end()
         self._text = text
@@ -130,7 +134,7 @@ class _Turns:
         self._calls.append({"id": given.call_id, "type": "function", "function": function})
 
     def end(self) -> None:
-        """End the assistant's turn, where it has anything."""
+        """End the assistant's turn, unless it is empty."""
         if self._text is not None or self._calls or self._reasoning:
             text = self._text if self._text is not None or self._calls else ""
             self.found.append(
@@ -144,18 +148,35 @@ class _Turns:
         self._text, self._reasoning, self._calls = None, "", []
 
 
+def _content_of(content: str | Sequence[_ContentPart], where: str) -> str | list[dict[str, Any]]:
+    """Return a text, or chat parts if there are images."""
+    if isinstance(content, str) or not any(item.type == _IMAGE for item in content):
+        return _text_of(content, where)
+    parts: list[dict[str, Any]] = []
+    for at, item in enumerate(content):
+        if item.type != _IMAGE:
+            parts.append({"type": "text", "text": _text_of([item], where)})
+        elif item.image_url is None:
+            param = f"{where}[{at}]"
+            raise invalid(f"{param}: {_IMAGE} without image_url; allowed: a data: URL", param)
+        else:
+            image = {"url": item.image_url, "detail": item.detail or "auto"}
+            parts.append({"type": "image_url", "image_url": image})
+    return parts
+
+
 def _text_of(content: str | Sequence[_ContentPart], where: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for at, part in enumerate(content):
-        name = _TEXTS.get(part.type)
-        text = None if name is None else getattr(part, name)
+    for at, item in enumerate(content):
+        name = _TEXTS.get(item.type)
+        text = None if name is None else getattr(item, name)
         if text is None:
-            place = f"{where}[{at}]"
-            said = f"{part.type[:100]!r} without {name}" if name else repr(part.type[:100])
-            known = "input_text, output_text, refusal"
-            raise invalid(f"{place}: a part of type {said}; allowed: {known}", place)
+            param = f"{where}[{at}]"
+            said = f"{item.type[:100]!r} without {name}" if name else repr(item.type[:100])
+            known = "input_text, input_image, output_text, refusal"
+            raise invalid(f"{param}: a part of type {said}; allowed: {known}", param)
         texts.append(text)
     return "".join(texts)
 

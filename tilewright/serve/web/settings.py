@@ -80,7 +80,7 @@ class ServerConfig:
     """The configuration of the API server.
 
     Attributes:
-        engines: The engine processes, one entry each.
+        engines: resources per engine.
         max_queued_contexts: Maximum prompt tokens in the queue, in full contexts.
         write_timeout: Seconds after which a client that reads nothing is disconnected.
         hung_seconds: Seconds without a finished step after which an engine is restarted.
@@ -131,6 +131,13 @@ class ServerConfig:
         group=_REQUESTS,
         metavar="JSON",
         type=_image_limits,
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        "host of images in http and https URLs, as example.org or example.org:8080 (repeatable, "
+        "default: only data: URLs)",
+        default=(),
+        group=_REQUESTS,
+        metavar="HOST",
     )
     default_chat_template_kwargs: Mapping[str, Any] | None = option(
         "variables for chat templates, as '{\"enable_thinking\": false}'",

@@ -59,13 +59,14 @@ class NativeExecutable(HostExecutable):
             hidden_size=packed.hidden_size,
             max_drafts=_max_drafts(options, has_own),
         )
-        found = lib.library(every_isa=isa >= 0)
-        used = found.tw_best_isa() if isa < 0 else isa
+        library = lib.library(every_isa=isa >= 0)
+        used = library.tw_best_isa() if isa < 0 else isa
         self.device_detail = _described(lib.ISA_NAMES[used], options.num_threads or 1)
-        self._library = found
+        self._library = library
         self._lengths = [0] * options.max_batch
         self._is_hidden = False
         self._image_inputs: _ImageInputs | None = None
+        self._cross_inputs: _CrossInputs | None = None
         self._times: times.Times | None = None
         self._weight_bytes = sum(each.num_bytes for each in packed.tensors)
         large_pages = are_large_pages_worth(self._weight_bytes)
@@ -75,7 +76,7 @@ class NativeExecutable(HostExecutable):
         )
         if prints_times():
             self._times = times.Times(self._engine, packed)
-        self._sequence_bytes = int(found.tw_sequence_bytes(self._engine))
+        self._sequence_bytes = int(library.tw_sequence_bytes(self._engine))
         self._states_by_token = np.empty((0, 0), np.uint8)
         self._snapshots: dict[Snapshot, tuple[int, np.ndarray]] = {}
 
@@ -112,6 +113,7 @@ class NativeExecutable(HostExecutable):
         slots = np.array(batch.slots, dtype=np.int32)
         found = np.empty((len(rows), width), np.float32)
         self._image_inputs = _ImageInputs.of(batch)
+        self._cross_inputs = _CrossInputs.of(batch)
         if len(tokens) <= MAX_TOKENS:
             self._run(tokens, positions, bounds, slots, rows, found, batch.decodes)
         else:
@@ -175,6 +177,8 @@ class NativeExecutable(HostExecutable):
         )
         if self._image_inputs is not None:
             self._image_inputs.complete(step, first)
+        if self._cross_inputs is not None:
+            self._cross_inputs.complete(step, first)
         self._complete(step)
         failed = self._library.tw_step(self._opened(), ctypes.byref(step))
         self._check(failed)
@@ -270,6 +274,33 @@ class _ImageInputs:
         step.embeddings = self.embeddings.ctypes.data
         if self.rotary is not None:
             step.rotary = self.rotary[first:].ctypes.data
+
+
+@dataclass(frozen=True, slots=True)
+class _CrossInputs:
+    """Images for cross-attention in a forward, as in `TwStep`. ``rows`` keeps their memory."""
+
+    visible: np.ndarray
+    rows: tuple[np.ndarray, ...]
+    addresses: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, batch: Batch) -> _CrossInputs | None:
+        """Return a batch's images. None: no token sees an image."""
+        if batch.visible is None:
+            return None
+        rows = tuple(np.ascontiguousarray(values, np.float32) for values in batch.cross_rows)
+        addresses = np.array([values.ctypes.data for values in rows], np.uint64)
+        counts = np.array([len(values) for values in rows], np.int32)
+        return cls(batch.visible.astype(np.int32), rows, addresses, counts)
+
+    def complete(self, step: lib.TwStep, first: int) -> None:
+        """Add the fields for the tokens from ``first``."""
+        step.visible = self.visible[first:].ctypes.data
+        step.cross = self.addresses.ctypes.data
+        step.cross_rows = self.counts.ctypes.data
+        step.num_images, step.cross_width = len(self.rows), self.rows[0].shape[1]
 
 
 def _described(isa: str, num_threads: int) -> str:

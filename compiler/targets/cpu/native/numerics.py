@@ -13,7 +13,7 @@ from tilewright.compiler.targets.contract.record import (
 )
 
 FP32, BF16, FP16, VECTOR = "fp32", "bf16", "fp16", "vector"
-K_KINDS = ("q4_k", "q5_k", "q6_k")
+K_KINDS = ("q4_k", "q5_k", "q6_k", "iq4_xs")
 FLOAT_CODES = ("fp8",)
 """Formats with float codes: kernels multiply them as bfloat16, or as float32 if exact."""
 

@@ -43,6 +43,7 @@ class NativeTarget(Target):
     name = "cpu-native"
     is_cached = True
     has_images = True
+    has_cross_layers = True
     wire = "bf16"
     reach_back = REACH_BACK
 
@@ -160,7 +161,8 @@ def _assembled(
     from tilewright.compiler.targets.program.instructions import Needs
     from tilewright.compiler.targets.program.plan import make_plan
 
-    needs = Needs(target="cpu", others="cpu --backend onnxruntime", deals_experts=False)
+    others = "cpu --backend onnxruntime"
+    needs = Needs(target="cpu", others=others, deals_experts=False, has_cross_layers=True)
     plan, exact = make_plan(graph_module, needs), options.compute == "exact"
     rounded = () if exact else rounded_products(graph_module)
     return plan, assemble(plan, exact=exact, rounded=rounded)

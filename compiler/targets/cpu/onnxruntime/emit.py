@@ -23,7 +23,7 @@ from tilewright.compiler.targets.cpu.onnxruntime.emit_elementwise import (
     ELEMENTWISE_EMITTERS,
     add_norm,
 )
-from tilewright.compiler.targets.cpu.onnxruntime.emit_experts import emit_experts
+from tilewright.compiler.targets.cpu.onnxruntime.emit_experts import emit_experts, refuse_router
 from tilewright.compiler.targets.cpu.onnxruntime.emitter import (
     CONTRIB,
     HIDDEN,
@@ -218,6 +218,7 @@ _EMITTERS: dict[Any, Callable[[Emitter, Node], None]] = {
     ops.rope_attention_step.overload: _emit_attention,
     aten.split_with_sizes.default: _emit_split,
     ops.experts.overload: emit_experts,
+    ops.router.overload: refuse_router,
     aten.index_select.default: _emit_index_select,
     operator.getitem: _emit_getitem,
     **ELEMENTWISE_EMITTERS,

@@ -72,7 +72,7 @@ def _emit_convolution(emitter: Emitter, node: Node) -> None:
         [x.name, emitter.weights.dense(recipe), "", f"{node.name}_before"],
         [node.name, f"{held}.out"],
         CONTRIB,
-        activation="silu",
+        activation="silu" if (*node.args, True)[6] else "none",
         ndim=1,
         channels_last=1,
     )

@@ -58,6 +58,16 @@ def emit_experts(emitter: Emitter, node: Node) -> None:
     emitter.add("Reshape", [result, f"{node.name}_shape"], [node.name])
 
 
+def refuse_router(emitter: Emitter, node: Node) -> None:
+    """Refuse a router outside of an expert block.
+
+    Raises:
+        CompileError: Always.
+    """
+    what = "a sigmoid router" if len(node.args) > 3 else "a router without plain experts"
+    raise CompileError(f"{info(node).fqn}: {what}; allowed: --backend native")
+
+
 def _add_block(
     emitter: Emitter,
     names: tuple[str, str, str],

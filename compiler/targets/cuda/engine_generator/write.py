@@ -62,7 +62,6 @@ _NOTED = ("kernels", "mixer_kernels")
 _PRODUCTS = {"triton": "TritonProducts", "cuda": "CudaProducts"}
 _ROOTS = ("create_engine", "Engine", "main", "PLAN", "CHOICES", "FAMILY")
 _CHOICES = "@dataclass(frozen=True)\nclass Choices"
-_EXECUTOR = 'class NativeExecutor({bases}):\n    """Steps on a GPU."""'
 _HEADER = '''"""An engine for {title}.
 
 Written by Tilewright {version}, from the typed program of this model: {layers} layers that

@@ -176,7 +176,7 @@ class Buckets:
     def _prepare_decode(self, size: int) -> None:
         self.decode(size).prepare()
         if self._max_drafts and size > 1:
-            self.drafts(size).prepare(self._max_drafts)
+            self.drafts(size).prepare()
 
     def _prepare_batch(self, width: int, sizes: Sequence[int]) -> None:
         """Capture the largest size of a mixed batch. Defer its smaller sizes to later calls."""

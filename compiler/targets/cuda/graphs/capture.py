@@ -10,7 +10,7 @@ import functools
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -223,20 +223,30 @@ class DecodeBucket(Bucket):
         )
         super().__init__(choice, device, pool)
         self._steps = steps
+        self._offsets = torch.zeros(num_rows, dtype=torch.int64, device=steps.device)
+        self._has_offsets = False
         self._passes: dict[int, CapturedGraph] = {}  # by context length in pages
+        self._offset_passes: dict[int, CapturedGraph] = {}  # with rotary offsets
 
-    def admit(self, table: SlotTable, slots: Sequence[Slot], positions: np.ndarray) -> Tensor:
+    def admit(
+        self, table: SlotTable, slots: Sequence[Slot], positions: np.ndarray, offsets: np.ndarray
+    ) -> Tensor:
         """Assign slots to the rows of this bucket. The rows read their tokens at ``positions``.
 
-        Return the table entries ``[B]``. Unused rows have the padding entry.
+        Return the table entries ``[B]``. Unused rows have the padding entry. ``offsets``: rotary
+        positions minus positions.
         """
         assert self.rows.words is not None
-        staged, count = np.zeros((3, self.num_rows), dtype=np.int64), len(slots)
+        staged, count = np.zeros((4, self.num_rows), dtype=np.int64), len(slots)
         staged[0, :count] = staged[2, :count] = slots
         staged[0, count:] = table.padding
         staged[1, :count], staged[1, count:] = positions, -1
-        sent = send(staged, self._device)
-        self.rows.words[1:3].copy_(sent[1:])
+        staged[3, :count] = offsets
+        self._has_offsets = bool(offsets.any())
+        sent = send(staged if self._has_offsets else staged[:3], self._device)
+        self.rows.words[1:3].copy_(sent[1:3])
+        if self._has_offsets:
+            self._offsets.copy_(sent[3])
         torch.index_select(table.tokens, 0, sent[0], out=self.rows.tokens)
         self.choice.gather(table, sent[0])
         return sent[0]
@@ -260,17 +270,19 @@ class DecodeBucket(Bucket):
             self.draw(drawing)
 
     def _capture(self, reach: int) -> CapturedGraph:
-        if reach not in self._passes:
+        passes = self._offset_passes if self._has_offsets else self._passes
+        if reach not in passes:
+            rows = replace(self.rows, offsets=self._offsets) if self._has_offsets else self.rows
             kept = [each.clone() for each in (self.rows.tokens, self.rows.positions)]
             self.rows.positions.fill_(-1)  # while it is compiled and captured, all is padding
-            self._passes[reach] = self.captured(lambda: self._run(reach))
+            passes[reach] = self.captured(lambda: self._run(rows, reach))
             self.rows.tokens.copy_(kept[0])
             self.rows.positions.copy_(kept[1])
-        return self._passes[reach]
+        return passes[reach]
 
-    def _run(self, reach: int) -> None:
+    def _run(self, rows: TokenBatch, reach: int) -> None:
         is_gpu = self._device.type == "cuda"
-        self.logits = self._steps.decode(self.rows, reach=reach, captured=is_gpu)
+        self.logits = self._steps.decode(rows, reach=reach, captured=is_gpu)
         self.choice.take_likeliest(self.logits, advancing=self.rows.positions)
 
 

@@ -38,9 +38,7 @@ def cut(chunk: PrefillChunk, most: int) -> list[PrefillChunk]:
 
 def _part(chunk: PrefillChunk, start: int, end: int) -> PrefillChunk:
     return replace(
-        chunk,
-        start=start,
-        tokens=chunk.tokens[start - chunk.start : end - chunk.start],
+        chunk.slice(start, end),
         chooses=chunk.chooses and end == chunk.end,
         saves=tuple((at, snapshot) for at, snapshot in chunk.saves if start < at <= end),
     )

@@ -39,8 +39,7 @@ class PagedState:
 
     ``pages``: the caches by layer. ``tables [S, M]`` int32: the pages of every slot. ``sequences``:
     float32 ``[S + num_marks, ...]`` by layer, rewritten by every step; a sequence's counts from its
-    position 0. The last ones are nobody's: what a prompt's pass keeps at its marks, and
-    ``num_draft_states`` states after drafts, from ``first_draft_state``.
+    position 0. The last ones are nobody's: what a prompt's pass keeps at its marks.
     Whose page is whose is the runtime's to say.
     """
 
@@ -53,7 +52,6 @@ class PagedState:
         num_pages: int,
         sequence_specs: Sequence[StateSpec] = (),
         num_marks: int = 0,
-        num_draft_states: int = 0,
     ) -> None:
         exact = options.compute == "exact"
         self.device, self.num_pages, self._specs = device, num_pages, specs
@@ -68,14 +66,10 @@ class PagedState:
         self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._flat_tables = self.tables.view(-1)
         self.sequences = {
-            each.name: torch.zeros(
-                options.max_batch + num_marks + num_draft_states, *each.shape, device=device
-            )
+            each.name: torch.zeros(options.max_batch + num_marks, *each.shape, device=device)
             for each in sequence_specs
         }
         self._first_mark, self.num_marks = options.max_batch, num_marks
-        self.first_draft_state = options.max_batch + num_marks
-        self.num_draft_states = num_draft_states
         self._sequence_bytes = sequence_bytes(sequence_specs)
         self._held: dict[Slot, list[int]] = {}
         # capacity of a slot's pages in positions
@@ -147,10 +141,6 @@ class PagedState:
             for pool in self._pools():
                 pool[new] = pool[old]
         _copy_all(self._own(source), self._own(target))
-
-    def accept(self, source: int, slot: Slot) -> None:
-        """Copy a state after drafts to its slot."""
-        _copy_all(self._own(source), self._own(slot))
 
     def save(self, slot: Slot, snapshot: Snapshot, position: int) -> None:
         """Save a slot's fixed-size state at ``position`` as a snapshot."""

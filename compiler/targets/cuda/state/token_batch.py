@@ -8,23 +8,21 @@ from typing import Self
 import torch
 from torch import Tensor
 
-SKIPPED_TOKEN = -2
-"""Position for tokens of another launch."""
+MAX_ROWS = 8
+"""Maximum rows of a slot in a step with per-sequence state."""
 
 
 @dataclass(frozen=True, slots=True)
-class DraftChain:
-    """Per-sequence state for drafts. Token j continues the state after token j - 1.
+class SlotRows:
+    """Consecutive rows by slot, for per-sequence state. int64 ``[R]``, 0 at later rows.
 
     Attributes:
-        positions: int64 ``[waves, R]``. Wave j computes token j by slot. Other tokens are skipped.
-        sources: State to read by token, an index into the state tensors.
-        targets: State to write by token. Token 0 writes the slot.
+        counts: Number of rows, at a slot's first row. Padding has 1.
+        accepted: Drafts accepted in the slot's previous pass, at its first row.
     """
 
-    positions: Tensor
-    sources: Tensor
-    targets: Tensor
+    counts: Tensor
+    accepted: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,9 @@ class TokenBatch:
         slots: Slots.
         keeps: Slot for a copy of the state before a prompt token. -1: none.
         words: Contiguous memory ``[4, R]`` with all fields. None: separate tensors.
-        chain: Per-sequence state for drafts. None: no drafts.
+        by_slot: Rows by slot. None: a row is a slot.
+        offsets: Rotary position minus position, ``[R]`` or by rotated pair. None: zeros.
+        image_rows: Indices and their image embeddings, float32. None: no images.
     """
 
     tokens: Tensor
@@ -45,7 +45,9 @@ class TokenBatch:
     slots: Tensor
     keeps: Tensor | None = None
     words: Tensor | None = None
-    chain: DraftChain | None = None
+    by_slot: SlotRows | None = None
+    offsets: Tensor | None = None
+    image_rows: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def padding(cls, num_rows: int, device: torch.device) -> Self:

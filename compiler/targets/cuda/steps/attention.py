@@ -19,6 +19,7 @@ from tilewright.compiler.targets.cuda.kernels.attention import decode_triton as 
 from tilewright.compiler.targets.cuda.kernels.attention import prefill_triton as attention_prefill
 from tilewright.compiler.targets.cuda.kernels.attention import split as attention_shares
 from tilewright.compiler.targets.cuda.kernels.attention.rope import rotate_and_store
+from tilewright.compiler.targets.cuda.kernels.attention.rotate_offsets import rotate_offsets
 from tilewright.compiler.targets.cuda.kernels.attention.split import SplitKV, Spread
 from tilewright.compiler.targets.cuda.kernels.attention.table import (
     CPP,
@@ -154,6 +155,19 @@ class AttentionRunner:
             bind_prompt(site),
         )
 
+    def _add_offsets(self, op: AttentionOp, qkv: Tensor, rows: TokenBatch) -> None:
+        """Rotate queries and keys by the rows' offsets, before attention rotates by position."""
+        if rows.offsets is not None:
+            bound = self._bound[id(op)]
+            rotate_offsets(
+                qkv,
+                rows.offsets,
+                bound.inv_freq,
+                num_heads=op.num_heads + bound.pages.num_kv_heads,
+                head_dim=bound.pages.head_dim,
+                interleaved=op.interleaved,
+            )
+
     def begins_otherwise(self, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens attends in another way from its first position on."""
         return any(each.prompt.at(num_tokens) == CUDNN for each in self._bound.values())
@@ -172,6 +186,7 @@ class AttentionRunner:
         number); ``captured`` and ``has_drafts`` as :meth:`.steps.Steps.decode` has them.
         """
         bound, qkv = self._bound[id(each)], step.view(each.qkv)
+        self._add_offsets(each, qkv, rows)
         options = bound.given
         if bound.splits:
             splits = bound.splits[reach or self._state.tables.shape[1]]
@@ -200,6 +215,7 @@ class AttentionRunner:
     ) -> None:
         """T tokens of prompts; ``from_start`` and ``block`` as :meth:`.steps.Steps.prefill`."""
         bound, qkv = self._bound[id(each)], step.view(each.qkv)
+        self._add_offsets(each, qkv, rows)
         num_tokens, head_dim, device = len(qkv), each.state.shape[-1], qkv.device
         q = torch.empty(num_tokens, each.num_heads, head_dim, dtype=self._operand, device=device)
         k = v = None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.table import Ranges
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul.table import DENSE
+from tilewright.compiler.targets.cuda.kernels.matmul.table import DENSE, SWIGLU
 from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopy
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.program.instructions import LinearOp
@@ -35,9 +35,11 @@ class BoundMatmul:
     aligned: Ranges[str]
     unaligned: Ranges[str]
 
-    def kernel(self, x: Tensor) -> str:
-        """Return the kernel for an operand."""
+    def kernel(self, out: Tensor, x: Tensor) -> str:
+        """Return the kernel for a result and an operand."""
         kernel = self.aligned.at(len(x))
-        if kernel == DENSE and self.norm is None and not native_dense.has_room(x):
+        if kernel in (DENSE, SWIGLU) and self.norm is None and not native_dense.has_room(x):
+            return self.unaligned.at(len(x))
+        if kernel == SWIGLU and not native_dense.has_room(out):
             return self.unaligned.at(len(x))
         return kernel

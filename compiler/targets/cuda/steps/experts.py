@@ -299,8 +299,9 @@ class ExpertsRunner:
             )  # fmt: skip
         for part, groups in routing.parts():
             finish = Finish(self._vector(each.bias), each.limit, each.alpha)
-            how = {"top_k": top_k, "swiglu": swiglu, "finish": finish}
-            expert_linear(out[part], x[part], held, groups, **how)
+            expert_linear(
+                out[part], x[part], held, groups, top_k=top_k, swiglu=swiglu, finish=finish
+            )
 
     def _sum_native(
         self,
@@ -347,8 +348,8 @@ class ExpertsRunner:
         products = x.new_empty(most, routing.top_k * held.num_rows)  # in the operands' type
         for part, groups in routing.parts():
             results = products[: len(x[part])]
-            how = {"top_k": routing.top_k, "finish": Finish(self._vector(each.bias))}
-            expert_linear(results, x[part], held, groups, **how)
+            finish = Finish(self._vector(each.bias))
+            expert_linear(results, x[part], held, groups, top_k=routing.top_k, finish=finish)
             sum_experts(
                 out[part],
                 results,

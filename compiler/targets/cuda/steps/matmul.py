@@ -6,16 +6,17 @@ decode them, and many on the library's, but SwiGLU of large weights on one of ou
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
-from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, STRICT, Gpu
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm
 from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
+from tilewright.compiler.targets.cuda.kernels.elementwise.table import CPP, NormSite, bind_norm
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
@@ -30,8 +31,10 @@ from tilewright.compiler.targets.cuda.kernels.matmul.table import (
     CODED,
     CUBLAS,
     DENSE,
+    DENSE_E4M3,
     E4M3,
     GEMV,
+    SWIGLU,
     MatmulSite,
     bind_matmul,
 )
@@ -46,7 +49,7 @@ from tilewright.compiler.targets.cuda.steps.cublas import (
 from tilewright.compiler.targets.cuda.steps.plan_readers import mixers_behind, readers_of
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
-from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopies, DequantizedCopy
+from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopies
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 from tilewright.compiler.targets.cuda.weights.stream import Weights
@@ -111,6 +114,11 @@ class Products:
             nvrtc.load(device, native.source(), native_wide.SOURCE)
             self._arranged, self._fed = (native_wide.scratch(widest, device) for _ in range(2))
             self._readers = readers_of(plan)
+        norm = partial(NormSite, arithmetic, gpu, is_operand=True)
+        self._norms = {
+            (fits, decodes): bind_norm(norm(fits=fits, decodes=decodes))
+            for fits, decodes in product((True, False), repeat=2)
+        }
         for each in plan.products:
             for decodes in (True, False):
                 self._bound(each, decodes)
@@ -120,10 +128,14 @@ class Products:
         are of a decode step, where in strict ones a row's bits do not depend on how many there are.
         """
         bound = self._bound(each, decodes)
-        held, bias, norm, kernel = bound.held, bound.bias, bound.norm, bound.kernel(x)
-        if kernel == E4M3:
-            assert bound.codes is not None
-            self._lofi_product(each, out, x, held, bias, norm, bound.codes, decodes)
+        held, bias, norm, kernel = bound.held, bound.bias, bound.norm, bound.kernel(out, x)
+        if kernel in (E4M3, DENSE_E4M3):
+            self._lofi_product(bound, out, x, decodes, is_ours=kernel == DENSE_E4M3)
+        elif kernel == SWIGLU:
+            x = self._norm(x, norm, decodes)
+            weight = held.data if bound.values is None else bound.values
+            alone = self._is_alone(each, held, len(x))
+            native_many.swiglu(out, x, weight, held, bias=bias, alone=alone)
         elif kernel == DENSE:
             self._dense_product(each, out, self._norm(x, norm, decodes), held, bias, decodes)
         elif kernel == CUBLAS:
@@ -166,6 +178,8 @@ class Products:
         if not self._strict:
             codes = self.copies.codes_for(each, LEAST_LOFI, decodes=decodes)
         values = self.copies.values_of(each)
+        reader = self._readers.get(id(each))
+        fed = () if reader is None else self._bound(reader, decodes).unaligned.rows_with(BLOCK)
         site = MatmulSite(
             held,
             decodes,
@@ -174,6 +188,7 @@ class Products:
             has_values=values is not None,
             has_codes=codes is not None,
             has_one_order=self._has_one_order(held),
+            fed=fed,
         )
         aligned, unaligned = bind_matmul(site), bind_matmul(replace(site, is_aligned=False))
         bias = self._weights.bias_of(each)
@@ -185,12 +200,6 @@ class Products:
 
     def _is_ours(self, held: HeldWeight) -> bool:
         return self._is_native and held.num_columns % 4 == 0
-
-    def _is_many(self, held: HeldWeight, out: Tensor, x: Tensor) -> bool:
-        """Whether `dense_many.cu` takes gate and up."""
-        if not (self._has_dense and held.is_paired and all(map(native_dense.has_room, (out, x)))):
-            return False
-        return native_many.takes(held.num_rows, len(x), num_processors(self.device))
 
     def _has_one_order(self, held: HeldWeight) -> bool:
         """Whether our kernels take a weight in all decode steps, where they give a row the same
@@ -293,28 +302,20 @@ class Products:
             out = self._normed[: len(x) * stride].view(-1, stride)
         else:
             out = torch.empty(len(x), stride, dtype=self._operand, device=self.device)
-        is_native = self._is_native and native.takes_norm(weight.numel())
-        if is_native and (decodes or (len(x) <= native.MAX_TOKENS and not self._strict)):
+        if self._norms[native.takes_norm(weight.numel()), decodes].at(len(x)) == CPP:
             native.rms_norm(out, x, weight, eps=eps, num_tokens=len(x))
         else:
             rms_norm(out, x, weight, eps=eps)
         return out[:, : x.shape[1]]
 
     def _lofi_product(
-        self,
-        each: LinearOp,
-        out: Tensor,
-        x: Tensor,
-        held: HeldWeight,
-        bias: Tensor | None,
-        norm: tuple[Tensor, float] | None,
-        copy: DequantizedCopy,
-        decodes: bool,
+        self, bound: BoundMatmul, out: Tensor, x: Tensor, decodes: bool, *, is_ours: bool
     ) -> None:
-        """One of e4m3 operands."""
-        assert copy.scales is not None
-        codes, scales = self._codes(x, norm, decodes)
-        if self._has_dense and native_dense.takes_codes(held, len(x)):
+        """Run a matmul of e4m3 operands, by `DENSE_E4M3` if ``is_ours``."""
+        each, held, bias, copy = bound.each, bound.held, bound.bias, bound.codes
+        assert copy is not None and copy.scales is not None
+        codes, scales = self._codes(x, bound.norm, decodes)
+        if is_ours:
             operands = native_dense.BlockCodes(copy.values, copy.scales, codes, scales)
             self._dense_product(each, out, operands, held, bias, decodes)
             return
@@ -337,11 +338,15 @@ class Products:
         decodes: bool,
     ) -> None:
         out, feeds = self._fed_by(each, out, len(x), decodes)
-        given: dict[str, Any] = {"bias": bias, "alone": self._is_alone(each, held, len(x))}
-        if isinstance(x, Tensor) and not feeds and self._is_many(held, out, x):
-            native_many.swiglu(out, x, held.data, held, **given)
-        else:
-            native_dense.linear(out, x, held, epilogue=epilogue_of(each), feeds=feeds, **given)
+        native_dense.linear(
+            out,
+            x,
+            held,
+            epilogue=epilogue_of(each),
+            bias=bias,
+            feeds=feeds,
+            alone=self._is_alone(each, held, len(x)),
+        )
 
     def _codes(
         self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool
@@ -360,16 +365,9 @@ class Products:
         # With the weight's rows of zeros: the library is slow at odd widths.
         is_whole = held.kind == "bf16" and stride == len(held.data) > held.num_rows
         is_whole = is_whole and not (each.swiglu or each.residual)
-        values = self._bound(each, False).values
-        weight = values
+        weight = self._bound(each, False).values
         if weight is None:
             weight = self._dense(held, stride if is_whole else held.num_rows)
-        # A weight that was just dequantised is not there yet when the next kernel begins early.
-        is_there = held.kind == "bf16" or values is not None
-        if each.swiglu and is_there and self._is_many(held, out, x):
-            alone = self._is_alone(each, held, len(x))
-            native_many.swiglu(out, x, weight, held, bias=bias, alone=alone)
-            return
         if each.swiglu:
             gate_up = torch.mm(x, weight.T)
             if bias is not None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, Gpu
+from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_rows as native_rows
 from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_solve
 from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_step as native_delta
 from tilewright.compiler.targets.cuda.kernels.delta_rule.causal_conv1d import (
@@ -20,6 +22,11 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.causal_conv1d import (
 from tilewright.compiler.targets.cuda.kernels.delta_rule.prompt_triton import (
     delta_rule_prompt,
     scratch_bytes,
+)
+from tilewright.compiler.targets.cuda.kernels.delta_rule.rows_triton import (
+    DraftInputs,
+    causal_conv1d_rows,
+    linear_attention_rows,
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
     DeltaInputs,
@@ -35,7 +42,7 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.table import (
 )
 from tilewright.compiler.targets.cuda.kernels.elementwise.sigmoid_gate import sigmoid_gate
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.cuda.state.token_batch import DraftChain, TokenBatch
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, is_aligned
 from tilewright.compiler.targets.cuda.steps.experts import ExpertsRunner, experts_bytes
 from tilewright.compiler.targets.cuda.weights.stream import Weights
@@ -72,6 +79,22 @@ class _BoundRule:
     solve: str
 
 
+def draft_input_bytes(program: KernelProgram) -> int:
+    """Return the bytes of a draft's inputs that its slot keeps."""
+    return 4 * sum(map(sum, _draft_widths(program).values()))
+
+
+def _draft_widths(program: KernelProgram) -> dict[int, tuple[int, int]]:
+    """Return the widths of a draft's inputs by instruction: channels and gates."""
+    widths: dict[int, tuple[int, int]] = {}
+    for op in program.instructions:
+        if isinstance(op, Convolve):
+            widths[id(op)] = op.state.shape[0], 0
+        elif isinstance(op, DeltaRuleOp) and op.convolve is not None:
+            widths[id(op)] = op.convolve.state.shape[0], 2 * op.state.shape[0]
+    return widths
+
+
 class Mixers:
     """A plan's mixers with their weights and state. Capturable in a CUDA graph.
 
@@ -88,7 +111,9 @@ class Mixers:
         gpu: Gpu,
         arithmetic: str,
         max_rows: int,
+        max_drafts: int = 0,
     ) -> None:
+        """``max_drafts``: Maximum drafts per slot whose inputs are kept."""
         device = state.tables.device
         how: dict[str, Any] = {"gpu": gpu, "arithmetic": arithmetic}
         self.experts = ExpertsRunner(plan, weights, device, max_rows=max_rows, **how)
@@ -105,6 +130,15 @@ class Mixers:
         for kernel, source in ((STEP, native_delta.SOURCE), (SOLVE, delta_solve.SOURCE)):
             if any(kernel in (rule.step, rule.solve) for rule in self._rules.values()):
                 nvrtc.load(device, source)
+        self._drafts: dict[int, DraftInputs] = {}
+        if not max_drafts:
+            return
+        if any(rule.step == STEP for rule in self._rules.values()):
+            nvrtc.load(device, native_rows.SOURCE)
+        shape = len(state.tables), max_drafts
+        for key, (channels, gates) in _draft_widths(plan).items():
+            x, both = (torch.zeros(*shape, width, device=device) for width in (channels, gates))
+            self._drafts[key] = DraftInputs(x, both.unflatten(2, (2, gates // 2)))
 
     def run(
         self,
@@ -125,39 +159,60 @@ class Mixers:
             sigmoid_gate(
                 step.view(instruction.out), step.view(instruction.x), step.view(instruction.gate)
             )
-        elif rows.chain is not None:
-            self._run_waves(instruction, step, rows.chain)
+        elif rows.by_slot is not None:
+            self._by_slot(instruction, step, rows)
         elif isinstance(instruction, Convolve):
             self._convolve(instruction, step, rows, decodes, starts)
         elif decodes and self._rules[id(instruction)].step == STEP:
-            self._native_step(instruction, step, _where(rows), captured=captured)
+            self._native_step(instruction, step, rows, captured=captured)
         else:
             if instruction.convolve is not None:
                 self._convolve(instruction.convolve, step, rows, decodes, starts)
             self._delta_rule(instruction, step, rows, decodes, starts)
 
-    def _run_waves(
-        self, instruction: Convolve | DeltaRuleOp, step: Buffers, chain: DraftChain
+    def _by_slot(
+        self, instruction: Convolve | DeltaRuleOp, step: Buffers, rows: TokenBatch
     ) -> None:
-        """Run a decode step for token 0 of all slots, then for token 1, and so on."""
-        for positions in chain.positions:
-            where = {"positions": positions, "slots": chain.sources, "targets": chain.targets}
-            if isinstance(instruction, Convolve):
-                self._convolve_step(instruction, step, where)
-            elif self._rules[id(instruction)].step == STEP:
-                self._native_step(instruction, step, where)
-            else:
-                if instruction.convolve is not None:
-                    self._convolve_step(instruction.convolve, step, where)
-                self._delta_step(instruction, step, where)
+        """Run several rows per slot. Earlier steps have ended: the host has read them."""
+        drafts, by_slot = self._drafts[id(instruction)], rows.by_slot
+        assert by_slot is not None
+        if isinstance(instruction, Convolve):
+            weight = self._weights.constant(instruction.weight).flatten(1)
+            window = self._state.sequences[instruction.state.name]
+            out, x = step.view(instruction.out), step.view(instruction.x)
+            causal_conv1d_rows(
+                out,
+                x.new_empty(len(x), *drafts.x.shape[1:]),
+                x,
+                weight,
+                window=window,
+                draft_x=drafts.x,
+                rows=by_slot,
+                silu=instruction.silu,
+                **_where(rows),
+            )
+            return
+        convolve = instruction.convolve
+        assert convolve is not None
+        out, x, z = map(step.view, (instruction.out, convolve.x, instruction.z))
+        norm = self._weights.constant(instruction.norm), instruction.eps
+        operands: dict[str, Any] = {
+            "weight": self._weights.constant(convolve.weight).flatten(1),
+            "window": self._state.sequences[convolve.state.name],
+            "state": self._state.sequences[instruction.state.name],
+            "rows": by_slot,
+            "drafts": drafts,
+            **_where(rows),
+        }
+        if self._rules[id(instruction)].step == STEP:
+            inputs = self._inputs(instruction, step, convolve.x)
+            native_rows.delta_rows(out, inputs, z, norm, early=True, **operands)
+        else:
+            inputs = self._inputs(instruction, step, instruction.qkv)
+            linear_attention_rows(out, inputs, x, z, norm, **operands)
 
     def _native_step(
-        self,
-        instruction: DeltaRuleOp,
-        step: Buffers,
-        where: dict[str, Any],
-        *,
-        captured: bool = False,
+        self, instruction: DeltaRuleOp, step: Buffers, rows: TokenBatch, *, captured: bool
     ) -> None:
         """``captured``: a slot's window and state are those that the step before left."""
         convolve = instruction.convolve
@@ -171,21 +226,7 @@ class Mixers:
             window=self._state.sequences[convolve.state.name],
             state=self._state.sequences[instruction.state.name],
             early=captured,
-            **where,
-        )
-
-    def _convolve_step(self, instruction: Convolve, step: Buffers, where: dict[str, Any]) -> None:
-        weight = self._weights.constant(instruction.weight).flatten(1)
-        window = self._state.sequences[instruction.state.name]
-        what = step.view(instruction.out), step.view(instruction.x), weight
-        causal_conv1d_step(*what, window=window, silu=instruction.silu, **where)
-
-    def _delta_step(self, instruction: DeltaRuleOp, step: Buffers, where: dict[str, Any]) -> None:
-        inputs = self._inputs(instruction, step, instruction.qkv)
-        norm = self._weights.constant(instruction.norm), instruction.eps
-        state = self._state.sequences[instruction.state.name]
-        delta_rule_step(
-            step.view(instruction.out), inputs, step.view(instruction.z), norm, state=state, **where
+            **_where(rows),
         )
 
     def _convolve(
@@ -196,13 +237,13 @@ class Mixers:
         decodes: bool,
         starts: Tensor | None,
     ) -> None:
-        if decodes:
-            self._convolve_step(instruction, step, _where(rows))
-            return
         weight = self._weights.constant(instruction.weight).flatten(1)
         what = step.view(instruction.out), step.view(instruction.x), weight
         window, keeps = self._state.sequences[instruction.state.name], self._keeps(rows)
         where = {"window": window, "silu": instruction.silu, **_where(rows)}
+        if decodes:
+            causal_conv1d_step(*what, **where)
+            return
         causal_conv1d_prompt(*what, **where, keeps=keeps, starts=starts)
 
     def _keeps(self, rows: TokenBatch) -> Tensor | None:
@@ -228,14 +269,14 @@ class Mixers:
         decodes: bool,
         starts: Tensor | None,
     ) -> None:
-        if decodes:
-            self._delta_step(instruction, step, _where(rows))
-            return
         inputs = self._inputs(instruction, step, instruction.qkv)
         out, z = step.view(instruction.out), step.view(instruction.z)
-        weight = self._weights.constant(instruction.norm)
+        norm = self._weights.constant(instruction.norm), instruction.eps
         where = {"state": self._state.sequences[instruction.state.name], **_where(rows)}
-        keeps, norm, exact = self._keeps(rows), (weight, instruction.eps), self._exact
+        if decodes:
+            delta_rule_step(out, inputs, z, norm, **where)
+            return
+        keeps, exact = self._keeps(rows), self._exact
         is_native = self._rules[id(instruction)].solve == SOLVE
         delta_rule_prompt(
             out, inputs, z, norm, keeps=keeps, starts=starts, exact=exact, is_native=is_native,

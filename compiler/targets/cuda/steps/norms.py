@@ -1,26 +1,51 @@
-"""Runs a plan's norms that no product asks for: in decode steps of one row inside of the product
-right behind, a router's of bfloat16, which leaves the norm where others that read it look for it.
-"""
+"""Norms by kernel. Excludes norms with a matmul as their only reader."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from functools import partial
 
-from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, Gpu
-from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm
+from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, Gpu, Ranges
+from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm, rms_norm_heads
+from tilewright.compiler.targets.cuda.kernels.elementwise.table import (
+    CPP,
+    EACH_HEAD,
+    INSIDE,
+    TRITON,
+    NormSite,
+    bind_heads,
+    bind_norm,
+)
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
-from tilewright.compiler.targets.cuda.steps.buffers import Buffers
+from tilewright.compiler.targets.cuda.steps.buffers import Buffers, is_aligned
 from tilewright.compiler.targets.cuda.steps.matmul import Products, epilogue_of
 from tilewright.compiler.targets.cuda.steps.plan_readers import norms_before
 from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of
-from tilewright.compiler.targets.program.instructions import KernelProgram, LinearOp, NormOp
+from tilewright.compiler.targets.program.instructions import (
+    OPERAND,
+    KernelProgram,
+    LinearOp,
+    NormHeads,
+    NormOp,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Phases:
+    """Kernels by number of rows, in decode steps and in prompts."""
+
+    decode: Ranges[str]
+    prompt: Ranges[str]
+
+    def at(self, num_rows: int, *, decodes: bool) -> str:
+        """Return the kernel for a number of rows."""
+        return (self.decode if decodes else self.prompt).at(num_rows)
 
 
 class Norms:
-    """A plan's norms with their weights. Capturable in a CUDA graph.
+    """All norms with their weights. CUDA graphs can capture them.
 
-    In CUDA C++ a row of a decode step has the same bits in every batch.
+    In a decode step, bits do not depend on the batch.
     """
 
     def __init__(
@@ -33,50 +58,65 @@ class Norms:
         arithmetic: str,
     ) -> None:
         self._weights = weights
-        self._before: dict[int, NormOp] = {}  # by identity of the product that makes it
-        self._is_native = gpu.has_cpp and arithmetic != EXACT
-        if self._is_native:
-            self._before = {
-                id(each): norm
-                for norm, each in norms_before(plan)
-                if native.leaves_norm(weights.held(product_of(each))) and products.takes_few(each)
-            }
-        self._made = {id(norm) for norm in self._before.values()}
+        is_cpp = gpu.has_cpp and arithmetic != EXACT
+        self._before: dict[int, NormOp] = {}  # by identity of the next matmul
+        for norm, reader in norms_before(plan) if is_cpp else ():
+            if native.leaves_norm(weights.held(product_of(reader))) and products.takes_few(reader):
+                self._before[id(reader)] = norm
+        inside = {id(norm) for norm in self._before.values()}
+        self._norms: dict[int, _Phases] = {}
+        for each in plan.instructions:
+            if isinstance(each, NormOp):
+                site = partial(
+                    NormSite,
+                    arithmetic,
+                    gpu,
+                    fits=is_cpp and _fits(plan, each),
+                    is_inside=id(each) in inside,
+                )
+                kernels = (bind_norm(site(decodes=decodes)) for decodes in (True, False))
+                self._norms[id(each)] = _Phases(*kernels)
+        sites = (NormSite(arithmetic, gpu, decodes=decodes) for decodes in (True, False))
+        self._heads = _Phases(*map(bind_heads, sites))
 
     def run(self, each: NormOp, step: Buffers, *, decodes: bool) -> None:
-        """Make a norm, where that is not left to :meth:`run_product`."""
+        """Run a norm unless the next matmul computes it; see :meth:`run_product`."""
         out, x = step.view(each.out), step.view(each.x)
         weight = self._weights.constant(each.weight)
-        if not (decodes and self._is_native and _is_plain(out, x)):
+        kernel = self._norms[id(each)].at(len(x), decodes=decodes)
+        if kernel == TRITON:
             rms_norm(out, x, weight, eps=each.eps)
-        elif len(x) > 1 or id(each) not in self._made:
+        elif kernel == CPP:
             native.rms_norm(out, x, weight, eps=each.eps, num_tokens=len(x))
 
+    def run_heads(self, each: NormHeads, step: Buffers, *, decodes: bool) -> None:
+        """Run the norms of query and key heads."""
+        weights = [self._weights.constant(norm) for norm in (each.q_norm, each.k_norm)]
+        out, qkv = step.view(each.out), step.view(each.qkv)
+        is_alone = self._heads.at(len(qkv), decodes=decodes) == EACH_HEAD
+        rms_norm_heads(out, qkv, *weights, num_heads=each.num_heads, eps=each.eps, alone=is_alone)
+
     def run_product(self, each: LinearOp, step: Buffers, num_rows: int) -> bool:
-        """Whether a product of a decode step makes the norm before it, and then both."""
-        norm = self._before.get(id(each)) if num_rows == 1 else None
-        if norm is None:
-            return False
-        normed, x = step.view(norm.out), step.view(norm.x)
-        if not _is_plain(normed, x):
+        """Run a decode matmul with the norm before it. Return false if both are separate."""
+        norm = self._before.get(id(each))
+        if norm is None or self._norms[id(norm)].at(num_rows, decodes=True) != INSIDE:
             return False
         native.linear(
             step.view(each.out),
-            x,
+            step.view(norm.x),
             self._weights.weight_of(each),
             epilogue=epilogue_of(each),
             num_tokens=1,
             bias=self._weights.bias_of(each),
             norm=(self._weights.constant(norm.weight), norm.eps),
-            normed=normed,
+            normed=step.view(norm.out),
         )
         return True
 
 
-def _is_plain(out: Tensor, x: Tensor) -> bool:
-    """Whether linear.cu's norm takes such rows: whole fours of float32, made bfloat16."""
-    is_whole = all(
-        each.data_ptr() % (4 * each.itemsize) == 0 == each.stride(0) % 4 for each in (out, x)
-    )
-    are_types = (out.dtype, x.dtype) == (torch.bfloat16, torch.float32)
-    return is_whole and are_types and native.takes_norm(x.shape[1])
+def _fits(program: KernelProgram, norm: NormOp) -> bool:
+    """Return whether linear.cu normalizes these rows: fours of float32, to bfloat16."""
+    roles = [program.buffers[view.buffer].role for view in (norm.out, norm.x)]
+    are_types = roles[0] == OPERAND != roles[1]
+    are_aligned = is_aligned(program, norm.out, 4) and is_aligned(program, norm.x, 4)
+    return are_types and are_aligned and native.takes_norm(norm.x.width)

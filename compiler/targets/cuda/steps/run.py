@@ -18,7 +18,6 @@ from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, STRICT, Gpu
 from tilewright.compiler.targets.cuda.kernels.elementwise.embedding import embed
-from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm_heads
 from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu_apart
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
@@ -91,8 +90,9 @@ class Steps:
         prompt_wire: str | None = None,
         copies: Kinds = NO_COPIES,
         gpu: Gpu | None = None,
+        max_drafts: int = 0,
     ) -> None:
-        """``gpu``: of the op tables. None: the GPU of the state."""
+        """``gpu``: of the op tables. None: the GPU of the state. ``max_drafts``: per slot."""
         self.group: RankGroup | None = None  # of a rank among several, once it has met them
         self.device = state.tables.device
         self.exact, self._strict_rows = exact, strict_rows
@@ -101,8 +101,9 @@ class Steps:
         self._plan, self._weights, self._state = plan, weights, state
         self._prompt_wire = prompt_wire
         is_strict = strict_rows >= max_rows
+        how: dict[str, Any] = {"max_rows": max_rows, "max_drafts": max_drafts}
         self._mixers = Mixers(
-            plan, weights, state, gpu=gpu, arithmetic=self._arithmetic(is_strict), max_rows=max_rows
+            plan, weights, state, gpu=gpu, arithmetic=self._arithmetic(is_strict), **how
         )
         self._beside = Beside(self.device)
         self._operand = torch.float32 if exact else torch.bfloat16
@@ -176,7 +177,7 @@ class Steps:
         layer's state of sequences before the last of them has read them, or that layer has.
 
         ``has_drafts``: Rows may be consecutive tokens of a sequence, which attend to the rows
-        before them. Not with ``captured``. Per-sequence state follows ``rows.chain``.
+        before them. Not with ``captured``. Per-sequence state follows ``rows.by_slot``.
         """
         assert not (has_drafts and captured), "kernels read pages of this step early"
         num_rows = len(rows.tokens)
@@ -198,6 +199,13 @@ class Steps:
             ):
                 self._run(each, step, rows, kernels, decodes=True)
         return step.logits
+
+    def replay(self, rows: TokenBatch) -> None:
+        """Apply the accepted drafts of ``rows.by_slot`` to the per-sequence state of slots."""
+        step = self._decode_buffers(len(rows.tokens))
+        for instruction in self._plan.instructions:
+            if isinstance(instruction, Convolve | DeltaRuleOp):
+                self._mixers.run(instruction, step, rows, decodes=True)
 
     def chosen_experts(self, rows: TokenBatch) -> list[int]:
         """A decode step, and how many different experts its rows chose, layer by layer."""
@@ -316,13 +324,12 @@ class Steps:
                 decode_rows(out, weight, rows.tokens)
             else:
                 embed(out, rows.tokens, weight.data)
+            if rows.image_rows is not None:
+                out.index_copy_(0, *rows.image_rows)
         elif isinstance(each, SwiGLUOp):
             swiglu_apart(step.view(each.out), step.view(each.gate), step.view(each.up))
         elif isinstance(each, NormHeads):
-            weights = [self._weights.constant(one) for one in (each.q_norm, each.k_norm)]
-            views = step.view(each.out), step.view(each.qkv)
-            alone = True if decodes else False if kernels.is_strict else None
-            rms_norm_heads(*views, *weights, num_heads=each.num_heads, eps=each.eps, alone=alone)
+            kernels.norms.run_heads(each, step, decodes=decodes)
         elif isinstance(each, NormOp):
             kernels.norms.run(each, step, decodes=decodes)
         elif isinstance(each, Elementwise):

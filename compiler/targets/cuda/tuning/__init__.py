@@ -1,6 +1,7 @@
 """Tuning values of the op tables: a JSON file for each measured GPU.
 
-A file has the sections and types of `DEFAULT`, which is also the file of all other GPUs.
+A file has the sections and types of `DEFAULT`. Its name is a word in the device name, in
+lower case: `h200.json` for NVIDIA H200. All further GPUs use `DEFAULT`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tilewright.compiler.devices import gpu_name
 from tilewright.errors import ConfigError, allowed
 
 DEFAULT = "h200"
@@ -17,22 +19,34 @@ _OPEN = ("pages", "step_us")
 """Sections with a free number of entries."""
 
 
+_FOLDER = Path(__file__).parent
+
+
+def file_of(name: str, folder: Path = _FOLDER) -> str:
+    """Return a device's file, without suffix."""
+    words = name.lower().split()
+    return next((word for word in words if (folder / f"{word}.json").is_file()), DEFAULT)
+
+
 @functools.cache
-def tuning(gpu: str = DEFAULT, folder: Path = Path(__file__).parent) -> dict[str, Any]:
-    """Return the tuning values measured on ``gpu``. Other GPUs use those of `DEFAULT`.
+def tuning(gpu: str | None = None, folder: Path = _FOLDER) -> dict[str, Any]:
+    """Return the tuning values in a file.
+
+    Args:
+        gpu: File without suffix. None: selected by this machine's first GPU.
 
     Raises:
         ConfigError: for a file that differs from `DEFAULT` in a key or a type.
     """
+    if gpu is None:
+        return tuning(file_of(gpu_name(), folder), folder)
     path = folder / f"{gpu}.json"
-    if not path.is_file():
-        return tuning()
     try:
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path.name}: {error}; allowed: a JSON object") from None
     if gpu != DEFAULT:
-        _check(found, tuning(), path.name)
+        _check(found, tuning(DEFAULT), path.name)
     return found
 
 

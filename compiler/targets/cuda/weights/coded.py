@@ -11,12 +11,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tilewright.compiler.formats import GgmlFileFormat, GgmlFormat, ScaledEncoded, get_format
+from tilewright.compiler.formats import (
+    GgmlFileFormat,
+    GgmlFormat,
+    ScaledCodes,
+    ScaledEncoded,
+    get_format,
+)
 from tilewright.compiler.ir.recipe import ReadsStored, WeightRecipe, load_dense, load_stored
 from tilewright.compiler.targets.cuda.weights.coded_tiles import (
     CODEBOOKS,
     CODED_TILES,
-    E2M1,
     E4M3,
     INTEGER,
     CodedRows,
@@ -72,14 +77,14 @@ def unpack_coded(weight: PackedWeight) -> Tensor:
     """Return the float32 values ``[num_rows, num_columns]``, in tile order."""
     tile = CODED_TILES[weight.format]
     rows = untile_rows(weight.data, tile)
-    scales = _numbers(rows.scales, tile.scale)
+    scales = rows.scales.float()
     if rows.factors is not None:
-        scales = _numbers(rows.factors, tile.factor).repeat_interleave(tile.num_groups, 1) * scales
+        scales = rows.factors.float().repeat_interleave(tile.num_groups, 1) * scales
     values = _code_values(rows.codes, weight.format) * scales.repeat_interleave(tile.group, 1)
     if rows.minimums is not None:
-        minima = _numbers(rows.minimums, tile.scale)
+        minima = rows.minimums.float()
         if rows.minimum_factors is not None:
-            factors = _numbers(rows.minimum_factors, tile.factor)
+            factors = rows.minimum_factors.float()
             minima = factors.repeat_interleave(tile.num_groups, 1) * minima
         minima = minima.repeat_interleave(tile.group, 1)
         values = values - minima if tile.subtracts else values + minima
@@ -120,7 +125,7 @@ def _stored(
     try:
         if isinstance(result, GgmlFileFormat):
             return _of_super_blocks(result, data, num_columns, device)
-        assert isinstance(result, GgmlFormat)
+        assert isinstance(result, GgmlFormat | ScaledCodes)
         encoded = result.read(data.to(device).flatten(), (len(data), num_columns))
         return _of_encoded(encoded, len(data), format_name)
     except CheckpointError as error:
@@ -167,12 +172,6 @@ def _check_finite(format_name: str, *numbers: Tensor | None) -> None:
         raise CheckpointError(f"{format_name}: a scale is inf or NaN; allowed: finite scales")
 
 
-def _numbers(stored: Tensor, name: str) -> Tensor:
-    if name == "e4m3":
-        return stored.view(torch.float8_e4m3fn).float()
-    return stored.float()
-
-
 def _code_values(codes: Tensor, format_name: str) -> Tensor:
     """Return the float32 values before scales."""
     tile = CODED_TILES[format_name]
@@ -182,5 +181,5 @@ def _code_values(codes: Tensor, format_name: str) -> Tensor:
         return codes.view(torch.int8).float()
     if tile.values == INTEGER:
         return codes.float() - tile.zero
-    codebook = CODEBOOKS["e2m1" if tile.values == E2M1 else format_name]
+    codebook = CODEBOOKS[format_name]
     return torch.tensor(codebook, device=codes.device)[codes.long()]

@@ -1,6 +1,6 @@
 """Tiles of small integer or float codes with scales, for weights on a GPU.
 
-A tile has 16 rows x 128 columns. The code words come first, in row order, then the high bits, then
+A tile has ``16`` rows and ``128`` columns. The code words come first, then the high bits, then
 the scales. A scale array has all rows for a group in sequence. Excludes kernels and file bytes.
 
 4-bit words: word ``w`` has columns ``32 p + 2 w`` and ``32 p + 2 w + 1`` for
@@ -22,7 +22,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-INTEGER, E4M3, E2M1, CODEBOOK = "integer", "e4m3", "e2m1", "codebook"
+from tilewright.compiler.formats.ggml_small_blocks import IQ4_VALUES
+
+INTEGER, E4M3, CODEBOOK = "integer", "e4m3", "codebook"
 ROWS, COLUMNS = 16, 128
 _WORDS = 16
 
@@ -34,12 +36,11 @@ class CodedTile:
     Attributes:
         low_bits: Bits per code in the words: 4 or 8.
         group: Columns per scale: 16, 32 or 128.
-        scale: ``fp16``, ``fp32``, or a small type that a factor multiplies: ``u8``, ``i8``,
-            ``e4m3``.
+        scale: ``fp16``, ``fp32``, or a small integer type with a factor: ``u8``, ``i8``.
         factor: Type for the factors. Empty: scales have none.
         high_bits: Additional bits per code.
         zero: The code for 0, or for the minimum.
-        values: ``INTEGER``, ``E4M3``, ``E2M1``, or ``CODEBOOK`` for 16 free values.
+        values: ``INTEGER``, ``E4M3``, or ``CODEBOOK`` for 16 free values.
         has_minimums: Whether a group also has a minimum, with its scale's types.
         subtracts: Whether the minimum is subtracted.
     """
@@ -85,13 +86,12 @@ class CodedTile:
         return self.offsets[-1]
 
 
-SIZES = {"fp16": 2, "fp32": 4, "u8": 1, "i8": 1, "e4m3": 1}
+SIZES = {"fp16": 2, "fp32": 4, "u8": 1, "i8": 1}
 _TYPES = {
     "fp16": torch.float16,
     "fp32": torch.float32,
     "u8": torch.uint8,
     "i8": torch.int8,
-    "e4m3": torch.uint8,
 }
 
 CODED_TILES: Mapping[str, CodedTile] = MappingProxyType(
@@ -104,32 +104,15 @@ CODED_TILES: Mapping[str, CodedTile] = MappingProxyType(
         "q4_k": CodedTile(4, 32, "u8", "fp16", has_minimums=True, subtracts=True),
         "q5_k": CodedTile(4, 32, "u8", "fp16", high_bits=1, has_minimums=True, subtracts=True),
         "q6_k": CodedTile(4, 16, "i8", "fp16", high_bits=2, zero=32),
+        "iq4_xs": CodedTile(4, 32, "i8", "fp16", values=CODEBOOK),
+        "fp8": CodedTile(8, 128, "fp32", values=E4M3),
     }
 )
 """Layout by format."""
 
 
 CODEBOOKS: Mapping[str, tuple[float, ...]] = MappingProxyType(
-    {
-        "e2m1": (
-            0.0,
-            0.5,
-            1.0,
-            1.5,
-            2.0,
-            3.0,
-            4.0,
-            6.0,
-            -0.0,
-            -0.5,
-            -1.0,
-            -1.5,
-            -2.0,
-            -3.0,
-            -4.0,
-            -6.0,
-        )
-    }
+    {"iq4_xs": tuple(map(float, IQ4_VALUES))}
 )
 """Values of codes by format."""
 

@@ -19,11 +19,11 @@ format is faster because it has half the bytes.
 """
 
 _X_EXPONENT = 7
-"""Exponent of a row's largest value after scaling: [128, 256), so that no value of x exceeds
+"""Exponent of the largest value after scaling: [128, 256), so that no value of x exceeds
 448.
 """
 _WEIGHT_EXPONENT = 8
-"""Exponent of a row's largest value after scaling. The value is in [256, 448]."""
+"""Exponent of the largest value after scaling. The value is in [256, 448]."""
 
 
 def _powers(x_MK: Tensor, exponent: int) -> Tensor:

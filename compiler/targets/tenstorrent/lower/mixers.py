@@ -28,11 +28,21 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     TtWeight,
 )
 from tilewright.compiler.targets.tenstorrent.program.places import OUT, as_node, recipe_of
+from tilewright.errors import CompileError
 
 
 def lower_router(ctx: LoweringContext, node: Node) -> None:
-    """Append the selection of experts. Its outputs are weights and indices."""
+    """Append the selection of experts. Its outputs are weights and indices.
+
+    Raises:
+        CompileError: The router has sigmoids.
+    """
     args: Any = node.args
+    if len(args) > 3:
+        raise CompileError(
+            f"{info(node).fqn}: a sigmoid router: no instruction on Tenstorrent boards; "
+            "allowed: --target reference, cpu or cuda"
+        )
     x = ctx.value_of(args[0])
     top_k = int(args[1])
     out = ctx.value(node, x.rows, top_k, ctx.format(node, "router"))
@@ -92,8 +102,17 @@ def _expert_weight(ctx: LoweringContext, node: Node, facts: NodeInfo) -> TtWeigh
 
 
 def lower_conv(ctx: LoweringContext, node: Node) -> None:
-    """Append a causal convolution and its window."""
+    """Append a causal convolution and its window.
+
+    Raises:
+        CompileError: The convolution has no SiLU.
+    """
     args: Any = node.args
+    if not (*args, True)[6]:
+        raise CompileError(
+            f"{info(node).fqn}: a convolution without SiLU: no instruction on Tenstorrent boards; "
+            "allowed: --target reference, cpu or cuda"
+        )
     x, recipe, location = ctx.value_of(args[0]), recipe_of(args[1]), ctx.place_of(args[1])
     weight = TtWeight(
         name=f"{info(node).fqn}.weight",

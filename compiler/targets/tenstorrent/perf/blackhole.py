@@ -36,7 +36,6 @@ LINK_BYTES_PER_S = 2 * 0.85 * 25e9
 """Two links, one direction, at 85 % line rate. Documented."""
 SOFTMAX_CYCLES = 1100
 """Vector unit cycles for a score tile, as on Wormhole. Assumed."""
-LARGEST_CHUNK = 2048
 
 
 @dataclass(frozen=True, slots=True)

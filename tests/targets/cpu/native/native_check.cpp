@@ -58,6 +58,15 @@ std::vector<float> check(int kind, int arithmetic, int isa, int cache) {
     if (std::memcmp(alone.data(), together.data() + kVocab, kVocab * 4)) fail("a copy differs");
     for (float each : together)
         if (!(each == each)) fail("no number");
+    std::vector<uint8_t> by_token(3 * kept.size());
+    tw_keep_rows(engine, by_token.data());
+    std::vector<float> drafted = step(engine, {1}, {531}, 3, true);
+    tw_keep_rows(engine, nullptr);
+    tw_save(engine, 1, kept.data());
+    if (std::memcmp(kept.data(), by_token.data() + 2 * kept.size(), kept.size())) fail("the last state is not the slot's");
+    tw_load(engine, 1, by_token.data());
+    step(engine, {1}, {532}, 1, true);
+    if (step(engine, {1}, {533}, 1, true) != drafted) fail("the state after a token differs");
     tw_clear(engine, 0);
     step(engine, {0}, {0}, 3, false);
     if (tw_slot_bytes(engine, 20) <= 0) fail("no bytes");

@@ -30,7 +30,7 @@ from tilewright.models import LoadedModel, load_model
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
 STORED = load_precision("stored")
-TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1")
+TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1", "IQ4_XS")
 TOKENS = random_tokens(11, vocab_size=VOCAB)
 
 
@@ -58,10 +58,15 @@ def test_values_are_the_file_s(dtype: str, tmp_path: Path) -> None:
 
 
 def on(
-    model: LoadedModel, fidelity: str, folder: Path, isa: int, batch: int = 1
+    model: LoadedModel,
+    fidelity: str,
+    folder: Path,
+    isa: int,
+    batch: int = 1,
+    kv_cache: str = "bf16",
 ) -> NativeExecutable:
     """The model on one instruction set, and as many threads as that is far from plain C++."""
-    resolved = resolve_precision(model, precision_of("stored", fidelity, kv_cache="bf16"))
+    resolved = resolve_precision(model, precision_of("stored", fidelity, kv_cache=kv_cache))
     isa_threads = 2 if isa < 0 else 1 + isa
     target, options = NativeTarget(), CompileOptions(batch, 64, num_threads=isa_threads)
     graph_module, _ = lower_model(model, resolved, target.stages(), silent)
@@ -80,7 +85,7 @@ def test_every_instruction_set_has_the_same_bits(dtype: str, fidelity: str, tmp_
     expected = prefill(promised(run(model, "reference", "exact", precision)), TOKENS)
     first = None
     for isa in range(library.library().tw_best_isa() + 1):
-        executable = on(model, fidelity, tmp_path, isa)
+        executable = on(model, fidelity, tmp_path, isa, kv_cache="fp32")
         whole = prefill(executable, TOKENS)
         first = whole if first is None else first
         assert torch.equal(whole, first)
@@ -99,9 +104,10 @@ def test_a_row_s_bits_at_every_batch_and_cut(dtype: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_blocks_take_what_the_file_takes(dtype: str) -> None:
-    """Of whole blocks of 256, and of rows that fill their panels."""
+    """Of whole blocks of 256, and of rows that fill their panels. IQ4_XS gets bytes for scales."""
     name = stored_format(dtype)
     assert name is not None
     shape = 64, 4 * HIDDEN
     wanted = NativeTensorSpec(WeightRecipe((), shape, name, "in"), name)
-    assert wanted.num_bytes == get_format(name).nbytes(shape)
+    wider_scales = shape[0] * shape[1] // 128 if dtype == "IQ4_XS" else 0
+    assert wanted.num_bytes == get_format(name).nbytes(shape) + wider_scales

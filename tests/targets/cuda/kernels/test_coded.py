@@ -30,7 +30,7 @@ class File:
             block_bytes = self.format.nbytes((1, self.format.block))
             blocks = self.data.view(-1, block_bytes)
             halves = torch.from_numpy(rng.uniform(1e-3, 2e-3, (len(blocks), 2))).half()
-            places = {"q6_k": [(208, 1)], "q2_k": [(80, 2)]}.get(kind, [(0, 2)])
+            places = {"q6_k": [(208, 1)], "iq4_xs": [(0, 1)]}.get(kind, [(0, 2)])
             for first, count in places:
                 part = halves[:, :count].contiguous().view(torch.uint8)
                 blocks[:, first : first + 2 * count] = part

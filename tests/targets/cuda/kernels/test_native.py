@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -146,9 +145,11 @@ def test_every_header_is_named_once() -> None:
 
 
 def test_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert native.why_not(torch.device("cpu")) == "no GPU"
+    assert nvrtc.why_not(torch.device("cpu"), native.source()) == "no GPU"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    assert native.why_not(torch.device("cuda", 0)) == "made for compute capability 9.0"
+    assert (
+        nvrtc.why_not(torch.device("cuda", 0), native.source()) == "made for compute capability 9.0"
+    )
 
 
 @pytest.mark.slow
@@ -173,9 +174,10 @@ def test_it_compiles_without_spills(tmp_path: Path) -> None:
     assert max(int(used) for name, _, used in kernels if name.startswith("gemv")) <= 80
 
 
-def gpu_of(device: torch.device, why_not: Callable[[torch.device], str]) -> torch.device:
-    """The first GPU; the test is skipped where a module's kernels do not run there."""
-    reason = why_not(torch.device(device.type, 0) if device.type == "cuda" else device)
+def gpu_of(device: torch.device, source: nvrtc.KernelSource) -> torch.device:
+    """The first GPU; the test is skipped where a source's kernels do not run there."""
+    place = torch.device(device.type, 0) if device.type == "cuda" else device
+    reason = nvrtc.why_not(place, source)
     if reason:
         pytest.skip(reason)
     return torch.device("cuda", 0)
@@ -184,7 +186,7 @@ def gpu_of(device: torch.device, why_not: Callable[[torch.device], str]) -> torc
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
     """A GPU on which linear.cu runs."""
-    return gpu_of(device, native.why_not)
+    return gpu_of(device, native.source())
 
 
 def weight(kind: str, size: tuple[int, int], gpu: torch.device, *, paired: bool) -> HeldWeight:

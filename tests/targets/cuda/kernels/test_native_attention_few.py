@@ -39,14 +39,12 @@ def held(step: Step) -> list[torch.Tensor]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_pages", [1, 8, 10, 18, 32, 34, 64, 96])
-@pytest.mark.parametrize("kind", ["bf16", "bfp8"])
 @pytest.mark.parametrize(
     ("heads", "head_dim"), [((8, 2), 128), ((32, 8), 128), ((7, 1), 128), ((16, 2), 256)]
 )
 def test_bits_are_those_of_rows_that_are_walked_over(
     heads: tuple[int, int],
     head_dim: int,
-    kind: str,
     num_pages: int,
     paged: Callable[..., Any],
     device: torch.device,
@@ -57,7 +55,7 @@ def test_bits_are_those_of_rows_that_are_walked_over(
     step = Step(
         paged,
         device,
-        kind=kind,
+        kind="bf16",
         heads=heads,
         head_dim=head_dim,
         positions=positions,
@@ -83,7 +81,6 @@ def test_bits_are_those_of_rows_that_are_walked_over(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["bf16", "bfp8"])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "settings"),
     [
@@ -101,7 +98,6 @@ def test_windows_and_rotations(
     heads: tuple[int, int],
     head_dim: int,
     settings: dict[str, Any],
-    kind: str,
     paged: Callable[..., Any],
     device: torch.device,
 ) -> None:
@@ -110,7 +106,7 @@ def test_windows_and_rotations(
         step = Step(
             paged,
             device,
-            kind=kind,
+            kind="bf16",
             heads=heads,
             head_dim=head_dim,
             positions=positions,
@@ -126,31 +122,6 @@ def test_windows_and_rotations(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [128, 256])
-@pytest.mark.parametrize("fewer", [-30, -25, -3, 40])
-def test_exponents_of_each_page_are_its_own(
-    fewer: int, head_dim: int, paged: Callable[..., Any], device: torch.device
-) -> None:
-    """Of pages, of some positions, and of the new token: those that lose bits lose the same."""
-    position = 18 * 64 - 20
-    step = Step(
-        paged, device, kind="bfp8", heads=(4, 1), head_dim=head_dim, positions=[position],
-        num_pages=18,
-    )  # fmt: skip
-    exponents = step.cache.pages.exponents
-    assert exponents is not None
-    spread = spread_of(step, 18)
-    changed = exponents.int()
-    changed[step.cache.tables[0, 1::3].long()] += fewer
-    changed[:, :, :, 5::16] -= 30
-    exponents.copy_(changed.clamp(0, 255))
-    for power in (0, fewer, -2 * fewer):
-        step.qkv[:, 4 * head_dim :] *= 2.0**power
-        assert torch.equal(step.run(), step.run(share=spread))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["bf16", "bfp8"])
 @pytest.mark.parametrize("num_pages", [18, 34])
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("heads", "head_dim"), [((32, 8), 128), ((16, 2), 256)])
@@ -159,7 +130,6 @@ def test_chained_with_itself_in_a_graph(
     head_dim: int,
     early: bool,
     num_pages: int,
-    kind: str,
     paged: Callable[..., Any],
     device: torch.device,
 ) -> None:
@@ -167,7 +137,7 @@ def test_chained_with_itself_in_a_graph(
     step = Step(
         paged,
         device,
-        kind=kind,
+        kind="bf16",
         heads=heads,
         head_dim=head_dim,
         positions=[64 * num_pages - 9],

@@ -12,9 +12,15 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.kernels.common.table import FAST, HOPPER, INTERPRETER
 from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_step as native_delta
 from tilewright.compiler.targets.cuda.kernels.delta_rule.causal_conv1d import causal_conv1d_step
+from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_rows import delta_rows
 from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_step import (
     columns_of_a_block,
     delta_step,
+)
+from tilewright.compiler.targets.cuda.kernels.delta_rule.rows_triton import (
+    DraftInputs,
+    causal_conv1d_rows,
+    linear_attention_rows,
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
     DeltaInputs,
@@ -27,6 +33,7 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.table import (
     bind_step,
     why_no_step,
 )
+from tilewright.compiler.targets.cuda.state.token_batch import SlotRows
 
 NAN = float("nan")
 EPS = 1e-6
@@ -64,7 +71,6 @@ class Step:
     state: Tensor
     positions: Tensor
     slots: Tensor
-    targets: Tensor | None = None
 
     @classmethod
     def make(
@@ -112,7 +118,6 @@ class Step:
     def launch(self, out: Tensor, *, early: bool, streams: bool | None) -> None:
         kept: dict[str, Any] = {"weight": self.weight, "window": self.window, "state": self.state}
         where: dict[str, Any] = {"positions": self.positions, "slots": self.slots}
-        where["targets"] = self.targets
         how: dict[str, Any] = {"early": early, "streams": streams}
         delta_step(out, self.inputs, self.z, (self.norm, EPS), **kept, **where, **how)
 
@@ -120,7 +125,6 @@ class Step:
         out = torch.full_like(self.z, NAN, dtype=torch.bfloat16)
         convolved = torch.empty_like(self.inputs.qkv)
         where: dict[str, Any] = {"positions": self.positions, "slots": self.slots}
-        where["targets"] = self.targets
         causal_conv1d_step(convolved, self.inputs.qkv, self.weight, window=self.window, **where)
         inputs = replace(self.inputs, qkv=convolved)
         delta_rule_step(out, inputs, self.z, (self.norm, EPS), state=self.state, **where)
@@ -319,36 +323,103 @@ def test_names_of_kernels() -> None:
     assert len(native_delta.SOURCE.names) == 4
 
 
-@pytest.mark.parametrize("size", [SIZES[1], SIZES[6]])
+def run_rows(step: Step, rows: SlotRows, drafts: DraftInputs, *, is_native: bool) -> Tensor:
+    """Run several rows per slot."""
+    norm, where = (step.norm, EPS), {"positions": step.positions, "slots": step.slots}
+    operands: dict[str, Any] = {"weight": step.weight, "window": step.window, "state": step.state}
+    operands |= {"rows": rows, "drafts": drafts, **where}
+    out = torch.full_like(step.z, NAN, dtype=torch.bfloat16)
+    if is_native:
+        delta_rows(out, step.inputs, step.z, norm, **operands)
+    else:
+        inputs = replace(step.inputs, qkv=torch.full_like(step.inputs.qkv, NAN))
+        linear_attention_rows(out, inputs, step.inputs.qkv, step.z, norm, **operands)
+    return out
+
+
+@pytest.mark.parametrize("size", [SIZES[1], SIZES[4], SIZES[6], SIZES[9]])
 @pytest.mark.parametrize(
     "is_native", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["triton", "cuda"]
 )
-def test_rows_of_a_slot_continue_each_other_s_state(
+def test_rows_after_accepted_drafts_equal_single_steps(
     size: tuple[int, int, int, int], is_native: bool, device: torch.device
 ) -> None:
-    """Three launches of three rows, each for a row, against a step for each row in place."""
+    """Two slots and padding. Slot 1 begins at position 0. A replay ends the drafts."""
     if not is_native:
-        size = (1, 2, 16, size[-1])
-    before = Step.make([5, 6, 7], size, device)
-    before.slots[:] = 1
-    plain, outputs, states, windows = before.some([0, 1, 2]), [], [], []
-    for row in range(3):
-        step = replace(before.some([row]), state=plain.state, window=plain.window)
-        outputs.append(step.run() if is_native else step.run_in_triton())
-        states.append(step.state[1].clone())
-        windows.append(step.window[1].clone())
-    chained = before.some([0, 1, 2])
-    chained.slots[:] = torch.tensor([1, 1, 3])
-    chained.targets = torch.tensor([1, 3, 4], device=device)
-    found = torch.full_like(before.z, NAN, dtype=torch.bfloat16)
-    for row in range(3):
-        chained.positions[:] = -2
-        chained.positions[row] = 5 + row
-        out = chained.run() if is_native else chained.run_in_triton()
-        assert bool(out.isnan().all(1).eq(chained.positions == -2).all())
-        found[row] = out[row]
-    assert torch.equal(found, torch.cat(outputs))
-    for place, state, window in zip((1, 3, 4), states, windows, strict=True):
-        assert torch.equal(chained.state[place], state)
-        assert torch.equal(chained.window[place], window)
-    assert torch.equal(chained.state[[0, 2]], before.state[[0, 2]])
+        size = (*size[:2], 16, size[-1])
+    num_tokens, accepted = (12, 9), ((0, 0), (2, 1), (0, 2), (3, 0))
+    tokens = [Step.make([*range(start, start + 12)], size, device) for start in (7, 0)]
+    plain = tokens[0].some([0])
+    outputs: list[list[Tensor]] = [[], []]
+    states: list[list[tuple[Tensor, Tensor]]] = [[], []]
+    for slot, steps in enumerate(tokens):
+        for token in range(num_tokens[slot]):
+            step = replace(steps.some([token]), window=plain.window, state=plain.state)
+            step = replace(step, weight=plain.weight, norm=plain.norm)
+            step.inputs = replace(step.inputs, a_log=plain.inputs.a_log)
+            step.inputs = replace(step.inputs, dt_bias=plain.inputs.dt_bias)
+            step.slots[:] = slot
+            outputs[slot].append(step.run() if is_native else step.run_in_triton())
+            states[slot].append((step.window[slot].clone(), step.state[slot].clone()))
+    first = tokens[0].some([0])
+    channels, heads = first.inputs.qkv.shape[1], first.inputs.num_heads
+    drafts = DraftInputs(
+        torch.full((2, 3, channels), NAN, device=device),
+        torch.full((2, 3, 2, heads), NAN, device=device),
+    )
+    starts = [0, 0]
+    for counts, before in zip(((3, 2), (1, 3), (4, 2), (0, 0)), accepted, strict=True):
+        starts = [start + n for start, n in zip(starts, before, strict=True)]
+        at = [start + n for start, count in zip(starts, counts, strict=True) for n in range(count)]
+        of_slot = [slot for slot, count in enumerate(counts) for _ in range(count)] or [0, 1]
+        at = at or starts
+        single = [tokens[slot].some([token]) for slot, token in zip(of_slot, at, strict=True)]
+        rows = SlotRows(*torch.zeros(2, len(at) + 1, dtype=torch.int64, device=device))
+        leaders = [of_slot.index(slot) for slot in (0, 1)]
+        rows.counts[leaders], rows.counts[-1] = torch.tensor(counts, device=device), 1
+        rows.accepted[leaders] = torch.tensor(before, device=device)
+        padded = [*single, single[0]]
+        step = replace(
+            first,
+            inputs=replace(
+                first.inputs,
+                **{
+                    name: between(torch.cat([getattr(other.inputs, name) for other in padded]))
+                    for name in ("qkv", "a", "b")
+                },
+            ),
+            z=between(torch.cat([other.z for other in padded])),
+            positions=torch.cat([other.positions for other in padded]),
+            slots=torch.tensor([*of_slot, 0], device=device),
+        )
+        step.positions[-1] = -1
+        out = run_rows(step, rows, drafts, is_native=is_native)
+        for index, (slot, token) in enumerate(zip(of_slot, at, strict=True)):
+            assert not counts[slot] or torch.equal(out[index], outputs[slot][token][0])
+        assert not out[-1].any()
+        starts = [start + min(count, 1) for start, count in zip(starts, counts, strict=True)]
+        for slot, start in enumerate(starts):
+            window, state = states[slot][start - 1]
+            assert torch.equal(first.window[slot], window)
+            assert torch.equal(first.state[slot], state)
+
+
+def test_convolution_rows_without_silu_equal_single_steps() -> None:
+    x, weight, window = torch.randn(4, 20), torch.randn(20, 3), torch.randn(2, 20, 2)
+    single, expected = window.clone(), torch.empty_like(x)
+    slots, draft_x = torch.tensor([1, 1]), torch.full((2, 1, 20), NAN)
+    states = []
+    for token in range(4):
+        at = slice(token, token + 1)
+        where = {"positions": torch.tensor([5 + token]), "slots": slots[:1]}
+        causal_conv1d_step(expected[at], x[at], weight, window=single, silu=False, **where)
+        states.append(single.clone())
+    for first, accepted in ((0, 0), (2, 1)):
+        out, replayed = torch.full((2, 20), NAN), torch.empty(2, 1, 20)
+        rows = SlotRows(torch.tensor([2, 0]), torch.tensor([accepted, 0]))
+        state: dict[str, Any] = {"window": window, "draft_x": draft_x, "rows": rows}
+        where = {"positions": torch.tensor([5, 6]) + first, "slots": slots}
+        batch = x[first : first + 2]
+        causal_conv1d_rows(out, replayed, batch, weight, silu=False, **state, **where)
+        assert torch.equal(out, expected[first : first + 2])
+        assert torch.equal(window, states[first])

@@ -45,20 +45,26 @@ def _processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_it_takes() -> None:
     """More rows of large weights and of long ones; rows of x that the copy engine can find."""
-    taken = [native_dense.takes(shaped("bf16", 6144, 4096), n) for n in (4, 5, 64, 65)]
+    taken = [n in native_dense.rows_of(shaped("bf16", 6144, 4096)) for n in (4, 5, 64, 65)]
     assert taken == [False, True, True, False]
     for size in ((28672, 4096), (4096, 14336)):
-        assert [native_dense.takes(shaped("bf16", *size), n) for n in (128, 129)] == [True, False]
-    assert [native_dense.takes(shaped("bf16", 128256, 4096), n) for n in (64, 65)] == [True, False]
-    codes = [native_dense.takes_codes(shaped("bfp4", 4096, 4096), n) for n in (32, 33)]
+        assert [n in native_dense.rows_of(shaped("bf16", *size)) for n in (128, 129)] == [
+            True,
+            False,
+        ]
+    assert [n in native_dense.rows_of(shaped("bf16", 128256, 4096)) for n in (64, 65)] == [
+        True,
+        False,
+    ]
+    codes = [n in native_dense.code_rows_of(shaped("bfp4", 4096, 4096)) for n in (32, 33)]
     assert codes == [True, False]
-    large = [native_dense.takes_codes(shaped("bfp4", 28672, 4096), n) for n in (64, 65)]
+    large = [n in native_dense.code_rows_of(shaped("bfp4", 28672, 4096)) for n in (64, 65)]
     assert large == [True, False]
-    assert not native_dense.takes(shaped("bfp8", 6144, 4096), 32)
-    held, x = shaped("bf16", 64, 96), torch.zeros(16, 104, dtype=torch.bfloat16)
-    assert native_dense.takes(held, 16, x[:, :96])
-    assert not native_dense.takes(held, 16, torch.zeros(16, 100, dtype=torch.bfloat16)[:, :96])
-    assert not native_dense.takes(held, 16, x[:, 1:97])
+    assert 32 not in native_dense.rows_of(shaped("bfp8", 6144, 4096))
+    x = torch.zeros(16, 104, dtype=torch.bfloat16)
+    assert native_dense.has_room(x[:, :96])
+    assert not native_dense.has_room(torch.zeros(16, 100, dtype=torch.bfloat16)[:, :96])
+    assert not native_dense.has_room(x[:, 1:97])
 
 
 @given(
@@ -71,7 +77,7 @@ def test_what_is_chosen_is_there_and_fits(
     rows: int, columns: int, count: int, is_codes: bool
 ) -> None:
     held = shaped("bfp4" if is_codes else "bf16", rows, columns)
-    if is_codes and not native_dense.takes_codes(held, count):
+    if is_codes and count not in native_dense.code_rows_of(held):
         return
     way = native_dense.choose_way(held, count, is_codes=is_codes)
     assert way.kernel("e4m3" if is_codes else "bf16") in native_dense.SOURCE.names
@@ -86,9 +92,9 @@ def test_every_kernel_has_a_product() -> None:
     for size in (*SIZES, (16384, 14336), (128256, 4096)):
         held = shaped("bf16", *size)
         for count in range(9, native_dense.MAX_TOKENS + 1):
-            if native_dense.takes(held, count):
+            if count in native_dense.rows_of(held):
                 chosen.add(native_dense.choose_way(held, count).kernel("bf16"))
-            if native_dense.takes_codes(held, count) and count >= 17:
+            if count in native_dense.code_rows_of(held) and count >= 17:
                 chosen.add(native_dense.choose_way(held, count, is_codes=True).kernel("e4m3"))
     assert set(native_dense.SOURCE.names) == chosen
 
@@ -173,7 +179,7 @@ def test_every_header_is_named_once() -> None:
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
     """A GPU on which dense.cu runs."""
-    return gpu_of(device, native_dense.why_not)
+    return gpu_of(device, native_dense.SOURCE)
 
 
 def ways_of(kind: str, held: HeldWeight, count: int) -> list[DenseTileConfig]:

@@ -87,10 +87,6 @@ def test_there_is_room_for_every_tile(data: st.DataObject) -> None:
     assert sum(-(-count // 8) for count in counts) <= most
 
 
-def test_why_not_without_a_gpu() -> None:
-    assert native_experts.why_not(torch.device("cpu")) == "no GPU"
-
-
 @pytest.mark.parametrize(
     ("shape", "num_tokens", "top_k", "is_taken"),
     [

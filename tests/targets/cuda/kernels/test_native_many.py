@@ -39,15 +39,19 @@ def test_ways_of_usual_shapes(num_rows: int, num_tokens: int, way: SwiGLUTileCon
     assert native_many.choose_way(num_rows, num_tokens, H200) == way
 
 
+def takes(num_rows: int, num_tokens: int, processors: int) -> bool:
+    return any(num_tokens in rows for rows in native_many.rows_of(num_rows, processors))
+
+
 def test_what_it_takes() -> None:
     """Numbers of tokens whose blocks fill the device; two turns of a single column, too. Large
     weights only.
     """
     counts = (64, 65, 128, 129, 192, 256, 257, 384, 512, 640, 768, 784, 896, 1024, 2048, 4096, 4097)
-    taken = [each for each in counts if native_many.takes(28672, each, H200)]
+    taken = [each for each in counts if takes(28672, each, H200)]
     assert taken == [65, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 2048, 4096]
-    assert native_many.takes(24576, 100, H200) and not native_many.takes(22016, 100, 131)
-    assert not any(native_many.takes(8192, each, H200) for each in counts)
+    assert takes(24576, 100, H200) and not takes(22016, 100, 131)
+    assert not any(takes(8192, each, H200) for each in counts)
 
 
 @given(
@@ -78,7 +82,7 @@ def test_every_header_is_named_once() -> None:
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
     """A GPU on which dense_many.cu runs."""
-    return gpu_of(device, native_many.why_not)
+    return gpu_of(device, native_many.SOURCE)
 
 
 def check(x: Tensor, held: HeldWeight, rows: Tensor, way: SwiGLUTileConfig, bias: Tensor) -> None:

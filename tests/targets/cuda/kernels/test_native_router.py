@@ -37,10 +37,6 @@ def test_headers_are_named() -> None:
     check_headers(native_router.SOURCE)
 
 
-def test_why_not_without_a_gpu() -> None:
-    assert native_router.why_not(torch.device("cpu")) == "no GPU"
-
-
 class Routed(Step):
     """A step whose logits are a product of x."""
 

@@ -28,18 +28,23 @@ BATCHES = [17, 33, 64, 65, 128, 192, 200, 384, 512]
 
 def test_what_it_takes() -> None:
     """More rows of large weights and of many row tiles; what is cut only as far as it is faster."""
-    assert [native_wide.takes(shaped("bfp8", 28672, 4096), n) for n in (16, 17, 512, 513)] == [
+    assert [n in native_wide.rows_of(shaped("bfp8", 28672, 4096)) for n in (16, 17, 512, 513)] == [
         *(False, True, True, False)
     ]
-    assert [native_wide.takes(shaped("bfp4", 28672, 4096), n) for n in (32, 33)] == [False, True]
-    assert [native_wide.takes(shaped("bfp8", 6144, 4096), n) for n in (16, 17, 256, 257)] == [
+    assert [n in native_wide.rows_of(shaped("bfp4", 28672, 4096)) for n in (32, 33)] == [
+        False,
+        True,
+    ]
+    assert [n in native_wide.rows_of(shaped("bfp8", 6144, 4096)) for n in (16, 17, 256, 257)] == [
         *(False, True, True, False)
     ]
-    assert [native_wide.takes(shaped("bfp8", 4096, 4096), n) for n in (32, 33)] == [False, True]
-    large = [native_wide.takes(shaped("bfp8", 8192, 8192), n, same_bits=False) for n in (512, 513)]
+    assert [n in native_wide.rows_of(shaped("bfp8", 4096, 4096)) for n in (32, 33)] == [False, True]
+    large = [
+        n in native_wide.rows_of(shaped("bfp8", 8192, 8192), same_bits=False) for n in (512, 513)
+    ]
     assert large == [True, False], "of a whole K"
-    assert not native_wide.takes(shaped("bfp8", 48, 202), 64)
-    assert not native_wide.takes(shaped("bf16", 48, 200), 64)
+    assert 64 not in native_wide.rows_of(shaped("bfp8", 48, 202))
+    assert 64 not in native_wide.rows_of(shaped("bf16", 48, 200))
 
 
 @pytest.mark.parametrize("same_bits", [True, False])
@@ -106,7 +111,7 @@ def test_it_compiles_without_spills_and_keeps_the_matrix_unit_fed(tmp_path: Path
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
     """A GPU on which wide.cu runs."""
-    return gpu_of(device, native_wide.why_not)
+    return gpu_of(device, native_wide.SOURCE)
 
 
 @pytest.mark.gpu

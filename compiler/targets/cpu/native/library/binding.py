@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cpu.native.library.build import library_path
 from tilewright.compiler.targets.cpu.native.library.recipe import ARM
 from tilewright.errors import CompileError
 
-VERSION = 10
+VERSION = 11
 _ERROR_BYTES = 512
 
 ISA_NAMES = (
@@ -32,18 +32,19 @@ ISA_NAMES = (
 OPS = (
     *("embed", "linear", "attend", "gather", "swiglu", "norm_heads", "norm", "elementwise"),
     *("sigmoid_gate", "route", "experts", "expert_sum", "convolve", "delta_rule"),
-    *("all_reduce", "gather_logits"),
+    *("all_reduce", "gather_logits", "cross_attend", "add_gated"),
 )
 KINDS = (
     *("fp32", "bf16", "fp16", "q80", "q40", "bfp8", "bfp4", "q41", "q50", "q51", "q4_k", "q5_k"),
-    *("q6_k", "fp8", "vector"),
+    *("q6_k", "fp8", "iq4_xs", "vector"),
 )
 ARITHMETICS = ("fp32", "bf16", "int8")
 FUNCTIONS = ("add", "mul", "div", "tanh", "gelu", "gelu_tanh")
 WIRES = ("fp32", "bf16", "q80")
 STATES = ("keys_values", "window", "matrix")
 CACHES = ("fp32", "bf16", "bfp8")
-RESIDUAL, PAIRED, INTERLEAVED, RENORMALISE, ROUNDED, NORM_ROUNDED, LINEAR = 1, 2, 4, 8, 16, 32, 64
+RESIDUAL, PAIRED, INTERLEAVED, RENORMALISE, ROUNDED, NORM_ROUNDED = 1, 2, 4, 8, 16, 32
+LINEAR, CROSS = 64, 128
 """Flags of an instruction."""
 
 
@@ -187,6 +188,11 @@ class TwStep(Structure):
         ("image_rows", c_void_p),
         ("embeddings", c_void_p),
         ("rotary", c_void_p),
+        ("visible", c_void_p),
+        ("cross", c_void_p),
+        ("cross_rows", c_void_p),
+        ("num_images", c_int32),
+        ("cross_width", c_int32),
     )
 
 

@@ -55,7 +55,7 @@ def is_built() -> bool:
         return True
     compiler = find_compiler()
     return compiler is not None and any(
-        _cached_library(compiler, each).exists() for each in (units(), _own_units())
+        _cached_library(compiler, own).exists() for own in (units(), _own_units())
     )
 
 

@@ -55,16 +55,16 @@ def own_units() -> list[Path]:
 
     All units if the processor's instruction sets are unknown.
     """
-    found = units()
+    every = units()
     try:
         lines = _PROCESSOR.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
-        return found
+        return every
     has = set(next((line for line in lines if line.startswith("flags")), "").split())
     best = next((name for name, needed in _FEATURES.items() if has.issuperset(needed.split())), "")
     if not best:
-        return found
-    return [each for each in found if each.stem == best or not each.stem.startswith("isa_")]
+        return every
+    return [unit for unit in every if unit.stem == best or not unit.stem.startswith("isa_")]
 
 
 def flags_of(unit: Path) -> tuple[str, ...]:
@@ -119,11 +119,11 @@ def commands(
     """
     given = [*compiler, *words("CXXFLAGS")]
     chosen = units() if own is None else own
-    tables = [each for each in chosen if each.stem.startswith("isa_")]
-    first, *others = [each for each in chosen if each not in tables]
-    together = [word for each in others for word in ("-include", str(each))]
+    tables = [unit for unit in chosen if unit.stem.startswith("isa_")]
+    first, *others = [unit for unit in chosen if unit not in tables]
+    together = [word for unit in others for word in ("-include", str(unit))]
     compiling, names = [], []
-    for unit, more in [*((each, []) for each in tables), (first, together)]:
+    for unit, more in [*((unit, []) for unit in tables), (first, together)]:
         names.append(str(folder / f"{unit.stem}.o"))
         compiling.append([*given, *flags_of(unit), *more, "-c", str(unit), "-o", names[-1]])
     return [*compiling, [*given, "-shared", "-pthread", *names, "-o", str(library)]]

@@ -20,10 +20,12 @@ from tilewright.compiler.targets.cpu.native.program.assembly import (
 from tilewright.compiler.targets.cpu.native.program.packed import BundledTensor, Packed
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
+    AddGatedOp,
     AllReduceAdd,
     AllReduceOp,
     AttentionOp,
     BufferView,
+    CrossAttentionOp,
     Elementwise,
     EmbedOp,
     ExpertLinearOp,
@@ -132,13 +134,37 @@ def _linear(assembly: Assembly, each: LinearOp) -> None:
         "linear",
         each.out,
         x=place_of(each.x),
-        flags=lib.RESIDUAL * each.residual | lib.PAIRED * each.swiglu,
+        flags=lib.RESIDUAL * each.residual | lib.PAIRED * each.swiglu | lib.CROSS * _is_cross(each),
         arithmetic=arithmetics_of(kind, each.compute, exact=assembly.exact),
         weight=assembly.weight(each.weight, paired=each.swiglu),
         norm=-1 if each.norm is None else assembly.vector(each.norm),
         bias=assembly.bias(each.bias, num_rows, paired=each.swiglu),
         eps=each.eps,
     )
+
+
+def _is_cross(node: LinearOp) -> bool:
+    """Return whether a matmul belongs to a cross-attention layer."""
+    return ".cross_layers." in node.fqn
+
+
+def _cross_attend(assembly: Assembly, node: CrossAttentionOp) -> None:
+    assembly.append(
+        "cross_attend",
+        node.out,
+        x=place_of(node.q),
+        norm=assembly.vector(node.norm),
+        eps=node.eps,
+        num_heads=node.num_heads,
+        num_key_heads=node.num_kv_heads,
+        window=node.first,
+        scale=node.scale,
+    )
+
+
+def _add_gated(assembly: Assembly, node: AddGatedOp) -> None:
+    gate = assembly.vector(node.gate)
+    assembly.append("add_gated", node.out, x=place_of(node.x), norm=gate)
 
 
 def _attend(assembly: Assembly, each: AttentionOp) -> None:
@@ -220,6 +246,8 @@ _MAKERS: dict[type[Instruction], Callable[[Assembly, Any], None]] = {
     EmbedOp: _embed,
     LinearOp: _linear,
     AttentionOp: _attend,
+    CrossAttentionOp: _cross_attend,
+    AddGatedOp: _add_gated,
     GatherOp: _gather,
     SwiGLUOp: _swiglu,
     NormHeads: _norm_heads,

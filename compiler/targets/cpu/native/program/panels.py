@@ -17,6 +17,7 @@ from tilewright.compiler.targets.cpu.native.numerics import (
     FP32,
     HAVE_MINIMUMS,
     K_KINDS,
+    SCALES_OF_16,
 )
 from tilewright.compiler.targets.cpu.native.program.mapping import LANES, whole
 from tilewright.compiler.targets.cpu.onnxruntime.codes import SignedCodes
@@ -36,24 +37,24 @@ def num_panels(num_rows: int, *, paired: bool) -> int:
     return whole(num_rows, 2 * LANES) // LANES
 
 
-def panel_bytes(kind: str, num_columns: int) -> int:
+def panel_bytes(name: str, num_columns: int) -> int:
     """Return the bytes per panel."""
-    wide = whole(num_columns, BLOCK)
-    if kind in (FP32, BF16, FP16):
-        return wide * LANES * (4 if kind == FP32 else 2)
-    return whole(wide * 2 * _CODE_BITS.get(kind, 4) + _scale_bytes(kind, wide), _ALIGNMENT)
+    width = whole(num_columns, BLOCK)
+    if name in (FP32, BF16, FP16):
+        return width * LANES * (4 if name == FP32 else 2)
+    return whole(width * 2 * _CODE_BITS.get(name, 4) + _scale_bytes(name, width), _ALIGNMENT)
 
 
-def _scale_bytes(kind: str, wide: int) -> int:
+def _scale_bytes(name: str, width: int) -> int:
     """Return the bytes for a panel's scales and minimums."""
-    num_supers = whole(wide, SUPER_BLOCK) // SUPER_BLOCK
-    if kind == "fp8":
-        return 4 * LANES * (whole(wide, 128) // 128)
-    if kind == "q6_k":
-        return 32 * num_supers + wide
-    if kind in K_KINDS:
-        return 64 * num_supers + whole(wide, 2 * BLOCK) // (2 * BLOCK) * 48
-    return wide * (2 if kind in HAVE_MINIMUMS else 1)
+    num_supers = whole(width, SUPER_BLOCK) // SUPER_BLOCK
+    if name == "fp8":
+        return 4 * LANES * (whole(width, 128) // 128)
+    if name in ("q6_k", "iq4_xs"):
+        return 32 * num_supers + (width if name == "q6_k" else width // BLOCK * LANES)
+    if name in K_KINDS:
+        return 64 * num_supers + whole(width, 2 * BLOCK) // (2 * BLOCK) * 48
+    return width * (2 if name in HAVE_MINIMUMS else 1)
 
 
 def padded(values: Tensor, missing: tuple[int, ...]) -> Tensor:
@@ -94,12 +95,12 @@ def code_panels(
     return _joined(parts, kind, num_columns)
 
 
-def float_panels(encoded: ScaledEncoded, kind: str) -> Tensor:
+def float_panels(encoded: ScaledEncoded, name: str) -> Tensor:
     """Convert rows of float codes ``[16 panels, in]`` to uint8 ``[panels, bytes]``."""
     num_columns = encoded.codes.shape[1]
     codes = padded(encoded.codes, (0, whole(num_columns, BLOCK) - num_columns))
     scales = encoded.scales.contiguous().view(torch.uint8)
-    return _joined([_codes(codes, 8), _lanes(scales, 4)], kind, num_columns)
+    return _joined([_codes(codes, 8), _lanes(scales, 4)], name, num_columns)
 
 
 def super_panels(blocks: SuperBlocks, kind: str, num_columns: int) -> Tensor:
@@ -111,7 +112,8 @@ def super_panels(blocks: SuperBlocks, kind: str, num_columns: int) -> Tensor:
     codes = _codes(blocks.codes[:, :wide], _CODE_BITS.get(kind, 4))
     factors = _lanes(blocks.factors.view(torch.uint8), 2)  # [panels, supers of 1 or 2, rows, 2]
     if blocks.minimums is None:
-        scales = _lanes(blocks.scales.view(torch.uint8)[:, : wide // 16], 1)
+        group = 16 if kind in SCALES_OF_16 else BLOCK
+        scales = _lanes(blocks.scales.view(torch.uint8)[:, : wide // group], 1)
         return _joined([codes, factors, scales], kind, num_columns)
     count = whole(wide, 2 * BLOCK) // BLOCK
     scale, least = blocks.scales[:, :count].view(torch.uint8), blocks.minimums[:, :count]

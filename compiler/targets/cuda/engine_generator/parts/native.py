@@ -60,6 +60,7 @@ FILES = {
         "primitives.cuh",
         "attention_primitives.cuh",
         "delta_gates.cuh",
+        "delta_step.cuh",
         "delta_step.cu",
     ),
 }

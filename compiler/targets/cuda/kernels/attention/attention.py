@@ -54,7 +54,7 @@ class _AttentionParams(ctypes.Structure):
     )
 
 
-_FEW_NAMES = tuple(f"attend_few_{kind}_{d}" for kind in ("bf16", "bfp8") for d in FEW_PAGES)
+_FEW_NAMES = tuple(f"attend_few_bf16_{d}" for d in FEW_PAGES)
 SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("attention.cu"),
     tuple(
@@ -162,7 +162,7 @@ def _launch(
     """Launch the kernel for the page format, head count and KV split."""
     if isinstance(share, Spread):
         at = _spread_launch(share, pages, num_rows)
-        nvrtc.launch(SOURCE, _few_name(pages), at=at, arguments=arguments)
+        nvrtc.launch(SOURCE, f"attend_few_bf16_{pages.head_dim}", at=at, arguments=arguments)
         return
     way = "attend" if share.num_begun == share.num_groups else "walk"
     kind = _kind(pages)
@@ -184,10 +184,6 @@ def _kind(pages: KVPages) -> str:
     return "bf16" if pages.exponents is None else "bfp8"
 
 
-def _few_name(pages: KVPages) -> str:
-    return f"attend_few_{_kind(pages)}_{pages.head_dim}"
-
-
 def _spread_launch(share: Spread, pages: KVPages, num_rows: int) -> nvrtc.Launch:
     most_splits = MOST_SPLITS if share.num_groups == 1 else CLUSTER_SPLITS
     return nvrtc.Launch(
@@ -199,11 +195,15 @@ def _spread_launch(share: Spread, pages: KVPages, num_rows: int) -> nvrtc.Launch
 
 
 def _fits(share: Spread, pages: KVPages, num_rows: int, group_heads: int) -> bool:
-    """Return whether the kernel supports the heads and all clusters are resident at once."""
-    if group_heads > MOST_FEW_HEADS or pages.head_dim not in FEW_PAGES:
+    """Return whether the kernel supports pages and heads and all clusters are resident at once."""
+    if (
+        group_heads > MOST_FEW_HEADS
+        or pages.head_dim not in FEW_PAGES
+        or pages.exponents is not None
+    ):
         return False
-    at = _spread_launch(share, pages, 1)
-    room = nvrtc.clusters_at_once(SOURCE, _few_name(pages), at, torch.cuda.current_device())
+    at, name = _spread_launch(share, pages, 1), f"attend_few_bf16_{pages.head_dim}"
+    room = nvrtc.clusters_at_once(SOURCE, name, at, torch.cuda.current_device())
     return num_rows * pages.num_kv_heads * share.num_clusters <= room
 
 

@@ -91,10 +91,6 @@ template <int F, int D> struct Few {
     const i64 from = values_row(number, warp);
     const int channel = first_channel + slice * SLICE + g * Shape<F, SLICE>::V_WIDTH;
     read_values<F, D, SLICE>(v, p.values + from * S::ROW + channel * S::BYTES, nullptr, seen);
-    const int of = g >> 1, line = (of & 1) + (of >> 1) * 8;
-    if constexpr (F == BFP8)
-      read<1>(&exponents, p.exponents + (from + line) * S::BLOCKS + first_channel / 16 +
-                              4 * (g & 1), seen >> of & 1);
   }
   // Wait for the new token and rotate it. A block that `stores` the token knows its page.
   template <class Meanwhile>
@@ -198,8 +194,6 @@ template <int F, int D> struct Few {
       send(stats + unit * 4 + t, told, &s.received, g);
       send(stats + unit * 4 + t, told, &s.received, g + 8);
     }
-    float unit_of_sums = 1.0f;
-    if constexpr (F == BFP8) unit_of_sums = Form<F>::unit_of(run.largest);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int head = 2 * t + i;
@@ -211,7 +205,6 @@ template <int F, int D> struct Few {
         for (int j = 0; j < 4; ++j) {
           c[j] = first + j < HALF ? run.sums[0][(first + j) % HALF][i]
                                   : run.sums[0][(first + j) % HALF][2 + i];
-          if (F == BFP8) c[j] *= unit_of_sums;
         }
         const int to = channel + (first / WIDTH * 8 + g) * WIDTH + first % WIDTH;
         send(sums + unit * ITEMS<D> + head * (OWN<D> / 4) + to % OWN<D> / 4,
@@ -427,6 +420,4 @@ template <int F, int D> __device__ __forceinline__ void attend_few(const Attend 
   attend_few_##name##_##D(const Attend p) { attend_few<F, D>(p); }
 
 FEW(bf16, BF16, 128)
-FEW(bfp8, BFP8, 128)
 FEW(bf16, BF16, 256)
-FEW(bfp8, BFP8, 256)

@@ -70,21 +70,24 @@ class TableRow(Generic[S]):
     Attributes:
         kernel: Name of the kernel.
         formats: Formats that the kernel reads.
-        rows: Range of rows with the best measured speed.
+        rows: Range of rows with the best measured speed, or ranges.
         arithmetics: Arithmetics of the kernel.
         is_cpp: Whether the kernel is CUDA C++ for compute capability 9.x.
     """
 
     kernel: str
     formats: tuple[str, ...]
-    rows: Callable[[S], range] = lambda site: EVERY
+    rows: Callable[[S], range | tuple[range, ...]] = lambda site: EVERY
     arithmetics: tuple[str, ...] = ARITHMETICS
     is_cpp: bool = False
 
-    def rows_of(self, site: S) -> range:
-        """Return the range of rows for this kernel."""
+    def rows_of(self, site: S) -> tuple[range, ...]:
+        """Return the ranges of rows for this kernel."""
         is_there = site.arithmetic in self.arithmetics and site.kind in self.formats
-        return self.rows(site) if is_there and (site.gpu.has_cpp or not self.is_cpp) else NONE
+        if not is_there or (self.is_cpp and not site.gpu.has_cpp):
+            return ()
+        found = self.rows(site)
+        return tuple(filter(None, (found,) if isinstance(found, range) else found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,12 @@ class Ranges(Generic[T]):
     def at(self, num_rows: int) -> T:
         """Return the value for a number of rows."""
         return self.values[bisect_right(self.starts, num_rows) - 1]
+
+    def rows_with(self, value: T) -> tuple[range, ...]:
+        """Return the ranges with a value."""
+        stops = (*self.starts[1:], EVERY.stop)
+        found = zip(self.starts, stops, self.values, strict=True)
+        return tuple(range(start, stop) for start, stop, each in found if each == value)
 
     @classmethod
     def of(cls, found: Iterable[tuple[int, T]]) -> Ranges[T]:
@@ -111,8 +120,8 @@ class Ranges(Generic[T]):
 
 def bind(table: Sequence[TableRow[S]], site: S) -> Ranges[str]:
     """Return a site's kernels. The first matching table row gives the kernel for a row count."""
-    found = [(row.kernel, row.rows_of(site)) for row in table]
-    bounds = {1} | {bound for _, rows in found if rows for bound in (rows.start, rows.stop)}
+    found = [(row.kernel, rows) for row in table for rows in row.rows_of(site)]
+    bounds = {1} | {bound for _, rows in found for bound in (rows.start, rows.stop)}
     return Ranges.of(
         (start, next(kernel for kernel, rows in found if start in rows))
         for start in sorted(bounds - {EVERY.stop})

@@ -16,7 +16,6 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     wait_for_inputs,
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import CHUNK
-from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import SKIPPED
 from tilewright.compiler.targets.cuda.tuning import tuning
 
 _TUNING = tuning()["convolution"]
@@ -29,7 +28,7 @@ _COUNTED = tl.constexpr(1024)  # positions loaded at a time
 
 @triton.jit
 def _step_kernel(
-    out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr, targets_ptr,
+    out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr,
     num_channels, out_stride, x_stride,
     W: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -41,8 +40,6 @@ def _step_kernel(
     tap = tl.arange(0, TAPS)[None, :]
     inside = channel < num_channels
     position, slot = tl.load(positions_ptr + row), tl.load(slots_ptr + row)
-    if position == SKIPPED:
-        return
     x = tl.load(x_ptr + row * x_stride + channel, mask=inside, other=0.0)
     window = window_ptr + slot * num_channels * (W - 1) + channel[:, None] * (W - 1) + tap
     held = inside[:, None] & (tap < W - 1)
@@ -57,7 +54,6 @@ def _step_kernel(
     out = tl.where(position >= 0, total, 0.0)
     tl.store(out_ptr + row * out_stride + channel, out, mask=inside)
     tl.debug_barrier()  # the window was read, by whichever threads
-    window += (tl.load(targets_ptr + row) - slot) * num_channels * (W - 1)
     tl.store(window, moved, mask=held & (position >= 0))
 
 
@@ -69,23 +65,21 @@ def causal_conv1d_step(
     window: Tensor,
     positions: Tensor,
     slots: Tensor,
-    targets: Tensor | None = None,
     silu: bool = True,
 ) -> None:
     """Convolve one token for B sequences.
 
     ``window [S, C, W - 1]`` moves on by one in the row's slot. ``positions`` and ``slots [B]``
     int64: at position 0 zeros lie before the token; at a negative one nothing is kept, and the row
-    gets zeros. Rows of ``x`` and ``out`` may be further apart than they are long. ``targets`` and
-    skipped rows as :func:`.step_triton.delta_rule_step` has them. ``silu`` applies SiLU to the
-    result.
+    gets zeros. Rows of ``x`` and ``out`` may be further apart than they are long. ``silu`` applies
+    SiLU to the result.
     """
     num_rows, num_channels = x.shape
     width = weight.shape[1]
     _check(out, x, weight, window)
     block = min(_STEP_CHANNELS, block_of(num_channels))
     _step_kernel[(num_rows, triton.cdiv(num_channels, block))](
-        out, x, weight, window, positions, slots, slots if targets is None else targets,
+        out, x, weight, window, positions, slots,
         num_channels, out.stride(0), x.stride(0),
         W=width, TAPS=block_of(width - 1, least=1), BLOCK=block, SILU=silu, **chained(out),
     )  # fmt: skip

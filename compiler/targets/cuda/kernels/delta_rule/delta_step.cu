@@ -10,12 +10,7 @@
 // With k and q of length 1 and the decayed state S: S' = S + k w and w = (v - k S) beta. The result
 // is q S' = q S + (q k) w. Therefore a single pass over the state computes both products.
 
-#include "attention_primitives.cuh"
-#include "delta_gates.cuh"
-
-constexpr int MOST_BLOCKS = 8;  // of a cluster
-constexpr int MOST_KEPT = 3;    // values of a channel's window
-constexpr int SKIPPED = -2;     // position of a row that another launch computes
+#include "delta_step.cuh"
 
 struct DeltaStep {
   const Value *x;  // [B, 2 G D + H D], row stride `x_stride`
@@ -27,7 +22,7 @@ struct DeltaStep {
   const float *norm;                // [D]
   float *state;                     // [S, H, D, D]
   u16 *out;                         // bf16 [B, H D]
-  const i64 *positions, *slots, *targets;  // [B]; targets: where window and state are kept
+  const i64 *positions, *slots;     // [B]
   int x_stride, a_stride, b_stride, z_stride, out_stride;
   int num_heads, num_key_heads, width, early;
   int num_blocks, share;  // blocks in a cluster; q and k channels for a block, in fours
@@ -42,111 +37,9 @@ template <int D, int COLS> struct Shared {
   float v[COLS], gate[COLS];  // gate: the norm's weight times silu of z
   float sums[2][WARPS][COLS];  // by warp: k S and q S before decay
   float squares[MOST_BLOCKS];  // by block of the head
-  float decay, beta, q_factor, k_factor, dot;
+  float decay, beta;
+  Factors factors;
   unsigned long long received, squared;  // mbarriers for q and k, and for squares
-};
-
-// Read a constant that kernels never write. The asm prevents a move after the wait.
-__device__ __forceinline__ float read_constant(const float *from) {
-  float v;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
-  return v;
-}
-// Send to the same address in a block of the cluster. Its barrier counts the bytes.
-__device__ __forceinline__ void send_to(int rank, float4 *to, float4 v, void *barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-               "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(in_block(to, rank)),
-               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(in_block(barrier, rank)) : "memory");
-}
-__device__ __forceinline__ void send_to(int rank, float *to, float v, void *barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
-                   in_block(to, rank)), "f"(v), "r"(in_block(barrier, rank)) : "memory");
-}
-// Read data that this step does not need again: no allocation in L1 and early eviction from L2. L1
-// must not have a stale line of an earlier kernel. This holds because the prefill kernels, which
-// read state otherwise, precede an early read by a whole graph launch.
-__device__ __forceinline__ float4 read_stream(const float *from) {
-  float4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
-  return v;
-}
-__device__ __forceinline__ void write_stream(float *to, float4 v) {
-  asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y),
-               "f"(v.z), "f"(v.w) : "memory");
-}
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
-__device__ __forceinline__ void add_scaled(float4 &sum, float factor, float4 v) {
-  sum.x += factor * v.x, sum.y += factor * v.y, sum.z += factor * v.z, sum.w += factor * v.w;
-}
-__device__ __forceinline__ void add_other_lanes(float4 &v, int distance) {
-  v.x += __shfl_xor_sync(~0u, v.x, distance), v.y += __shfl_xor_sync(~0u, v.y, distance);
-  v.z += __shfl_xor_sync(~0u, v.z, distance), v.w += __shfl_xor_sync(~0u, v.w, distance);
-}
-// Add the warps' sums for four columns, in order.
-template <int WARPS, int COLS>
-__device__ __forceinline__ float4 all_warps(const float (&sums)[WARPS][COLS], int first) {
-  float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-  for (int w = 0; w < WARPS; ++w) add_scaled(total, 1.0f, *(const float4 *)(sums[w] + first));
-  return total;
-}
-
-// Compute the factors for unit vectors q and k, and their product, with one warp.
-template <int D, int COLS> __device__ __forceinline__ void measure(Shared<D, COLS> &s, int lane) {
-  float qq = 0.0f, kk = 0.0f, qk = 0.0f;
-#pragma unroll
-  for (int i = 0; i < D; i += 32) {
-    const float q = s.q[i + lane], k = s.k[i + lane];
-    qq += q * q, kk += k * k, qk += q * k;
-  }
-#pragma unroll
-  for (int distance = 16; distance; distance >>= 1) {
-    qq += __shfl_xor_sync(~0u, qq, distance);
-    kk += __shfl_xor_sync(~0u, kk, distance);
-    qk += __shfl_xor_sync(~0u, qk, distance);
-  }
-  if (lane == 0) {
-    constexpr float ROOT = D == 128 ? 0.08838834764831845f : 0.125f;  // sqrt(1 / D)
-    const float q_factor = rsqrtf(qq + UNIT_EPS) * ROOT, k_factor = rsqrtf(kk + UNIT_EPS);
-    s.q_factor = q_factor;
-    s.k_factor = k_factor;
-    s.dot = qk * q_factor * k_factor;
-  }
-}
-
-// Convolution of a channel from its window and the token's x, and the window's move.
-struct Channel {
-  float taps[MOST_KEPT], own_tap, old[MOST_KEPT], x;
-
-  __device__ __forceinline__ void read_taps(const float *weight, int width) {
-#pragma unroll
-    for (int i = 0; i < MOST_KEPT; ++i) {
-      taps[i] = 0.0f;
-      if (i < width - 1) taps[i] = read_constant(weight + i);
-    }
-    own_tap = read_constant(weight + width - 1);
-  }
-  __device__ __forceinline__ void read_window(const float *window, int width, bool wanted) {
-#pragma unroll
-    for (int i = 0; i < MOST_KEPT; ++i) {
-      old[i] = 0.0f;
-      if (wanted && i < width - 1) old[i] = read_float(window + i);
-    }
-  }
-  __device__ __forceinline__ void move_on(float *window, int width) const {
-#pragma unroll
-    for (int i = 0; i < MOST_KEPT; ++i)
-      if (i < width - 1)
-        window[i] = i == width - 2 || i + 1 == MOST_KEPT ? x : old[(i + 1) % MOST_KEPT];
-  }
-  __device__ __forceinline__ float convolved() const {
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < MOST_KEPT; ++i) total += old[i] * taps[i];
-    total += x * own_tap;
-    return total * sigmoid(total);
-  }
 };
 
 template <int D, int COLS> __device__ __forceinline__ void delta_step(const DeltaStep &p) {
@@ -160,7 +53,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
   release_dependents();
   if (!p.early) wait_for_inputs();
   const int position = (int)read_long(p.positions + row);
-  const i64 slot = read_long(p.slots + row), target = read_long(p.targets + row);
+  const i64 slot = read_long(p.slots + row);
   if (t == 0) {
     open_barrier(&s.received);
     open_barrier(&s.squared);
@@ -188,7 +81,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
   if (position < 0) {  // padding, in all blocks of the cluster
     cluster_wait();
     if (p.early) wait_for_inputs();
-    if (t < LANES && position != SKIPPED) *(uint2 *)out = make_uint2(0, 0);
+    if (t < LANES) *(uint2 *)out = make_uint2(0, 0);
     return;
   }
   // Earlier kernels wrote everything read before the wait: the state of the slot.
@@ -203,8 +96,6 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
     if (position > 0) state[i] = p.streams ? read_stream(held + i * D) : read_floats(held + i * D);
   }
   if (convolves) own.read_window(window, p.width, position > 0);
-  held += (target - slot) * p.num_heads * D * D;  // where they are kept
-  window += (target - slot) * num_channels * (p.width - 1);
   if (p.early) wait_for_inputs();
   float z = 0.0f, a = 0.0f, b = 0.0f;
   if (convolves) own.x = read_float(p.x + row * p.x_stride + channel);
@@ -242,48 +133,29 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
   }
   wait_bytes(&s.received);
   float4 by_q = make_float4(0.0f, 0.0f, 0.0f, 0.0f), by_k = by_q;
-#pragma unroll
-  for (int i = 0; i < ROWS; i += 4) {
-    const float4 q = *(const float4 *)(s.q + first_row + i);
-    const float4 k = *(const float4 *)(s.k + first_row + i);
-    add_scaled(by_q, q.x, state[i]), add_scaled(by_k, k.x, state[i]);
-    add_scaled(by_q, q.y, state[i + 1]), add_scaled(by_k, k.y, state[i + 1]);
-    add_scaled(by_q, q.z, state[i + 2]), add_scaled(by_k, k.z, state[i + 2]);
-    add_scaled(by_q, q.w, state[i + 3]), add_scaled(by_k, k.w, state[i + 3]);
-  }
-  if (warp == WARPS - 1) measure<D, COLS>(s, lane);
-  // The lower half of a warp adds the sums of k and the upper half adds the sums of q.
+  multiply<ROWS>(by_q, by_k, s.q + first_row, s.k + first_row, state);
+  if (warp == WARPS - 1) measure<D>(s.factors, s.q, s.k, lane);
   const bool is_upper = lane & 16;
-  float4 kept = is_upper ? by_q : by_k;
-  const float4 given = is_upper ? by_k : by_q;
-  kept.x += __shfl_xor_sync(~0u, given.x, 16), kept.y += __shfl_xor_sync(~0u, given.y, 16);
-  kept.z += __shfl_xor_sync(~0u, given.z, 16), kept.w += __shfl_xor_sync(~0u, given.w, 16);
-  if (LANES == 8) add_other_lanes(kept, 8);
-  if ((lane & 15) < LANES) *(float4 *)(s.sums[is_upper][warp] + column) = kept;
+  const float4 sums = add_lanes<LANES>(by_q, by_k, is_upper);
+  if ((lane & 15) < LANES) *(float4 *)(s.sums[is_upper][warp] + column) = sums;
   __syncthreads();
-  const float decay = s.decay, beta = s.beta, by_decay = decay * s.k_factor;
-  const float4 predicted = all_warps(s.sums[0], column), v = *(const float4 *)(s.v + column);
-  const float4 wrong = make_float4(
-      (v.x - by_decay * predicted.x) * beta, (v.y - by_decay * predicted.y) * beta,
-      (v.z - by_decay * predicted.z) * beta, (v.w - by_decay * predicted.w) * beta);
+  const float decay = s.decay, by_decay = decay * s.factors.k;
+  const float4 wrong = errors(*(const float4 *)(s.v + column), by_decay,
+                              all_warps(s.sums[0], column), s.beta);
   float4 result = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (warp == 0) {
-    add_scaled(result, decay * s.q_factor, all_warps(s.sums[1], column));
-    add_scaled(result, s.dot, wrong);
-    float square = result.x * result.x + result.y * result.y;
-    square += result.z * result.z + result.w * result.w;
+    add_scaled(result, decay * s.factors.q, all_warps(s.sums[1], column));
+    add_scaled(result, s.factors.dot, wrong);
+    float square = square_of(result);
 #pragma unroll
     for (int distance = LANES / 2; distance; distance >>= 1)
       square += __shfl_xor_sync(~0u, square, distance);
     if (lane < CUTS) send_to(rank - cut + lane, s.squares + cut, square, &s.squared);
   }
-  const float k_factor = s.k_factor;
+  const float k_factor = s.factors.k;
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
-    const float k = s.k[first_row + i] * k_factor;
-    float4 next = make_float4(state[i].x * decay, state[i].y * decay, state[i].z * decay,
-                              state[i].w * decay);
-    add_scaled(next, k, wrong);
+    const float4 next = next_state(state[i], decay, s.k[first_row + i] * k_factor, wrong);
     if (p.streams) write_stream(held + i * D, next);
     else *(float4 *)(held + i * D) = next;
   }
@@ -293,10 +165,8 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
 #pragma unroll
   for (int i = 0; i < CUTS; ++i) squares += s.squares[i];
   const float factor = rsqrtf(squares * (1.0f / D) + p.eps);
-  const float4 gate = *(const float4 *)(s.gate + column);
-  if (lane < LANES)
-    *(uint2 *)out = make_uint2(pack2(result.x * factor * gate.x, result.y * factor * gate.y),
-                               pack2(result.z * factor * gate.z, result.w * factor * gate.w));
+  const float4 y = gated(result, factor, *(const float4 *)(s.gate + column));
+  if (lane < LANES) *(uint2 *)out = make_uint2(pack2(y.x, y.y), pack2(y.z, y.w));
 }
 
 #define DELTA_STEP(D, COLS)                                                                       \

@@ -38,7 +38,7 @@ class _DeltaStep(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "window", "a", "b", "a_log")),
         *((name, ctypes.c_void_p) for name in ("dt_bias", "z", "norm", "state", "out")),
-        *((name, ctypes.c_void_p) for name in ("positions", "slots", "targets")),
+        *((name, ctypes.c_void_p) for name in ("positions", "slots")),
         *((name, ctypes.c_int) for name in ("x_stride", "a_stride", "b_stride", "z_stride")),
         *((name, ctypes.c_int) for name in ("out_stride", "num_heads", "num_key_heads")),
         *((name, ctypes.c_int) for name in ("width", "early", "num_blocks", "share", "streams")),
@@ -49,7 +49,7 @@ class _DeltaStep(ctypes.Structure):
 SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("delta_step.cu"),
     tuple(f"delta_step_{d}_{columns}" for d in HEAD_DIMS for columns in _COLUMNS),
-    headers=("primitives.cuh", "attention_primitives.cuh", "delta_gates.cuh"),
+    headers=("primitives.cuh", "attention_primitives.cuh", "delta_gates.cuh", "delta_step.cuh"),
     structures=(("DeltaStep", _DeltaStep),),
 )
 
@@ -71,7 +71,6 @@ def delta_step(
     state: Tensor,
     positions: Tensor,
     slots: Tensor,
-    targets: Tensor | None = None,
     early: bool = False,
     streams: bool | None = None,
 ) -> None:
@@ -80,19 +79,18 @@ def delta_step(
     ``inputs.qkv [B, C]`` is what the convolution reads, with ``weight [C, W]`` and ``window [S, C,
     W - 1]``. ``out`` is bfloat16, its rows 8-byte aligned. ``early``: positions, slots, window and
     state were complete before any kernel that may still run was launched. ``streams``: no cache is
-    to keep the state; None: where that is faster. Bits are the same. ``targets`` as there.
+    to keep the state; None: where that is faster. Bits are the same.
     """
     _check_operands(out, inputs, z, norm[0])
     _check_state(inputs, weight, window, state)
-    targets = slots if targets is None else targets
-    _check_rows(len(out), positions, slots, targets)
+    _check_rows(len(out), positions, slots)
     heads, key_heads, dim = inputs.num_heads, inputs.num_key_heads, inputs.key_dim
     columns = columns_of_a_block(heads, key_heads, dim)
     num_blocks = heads // key_heads * dim // columns
     arguments = _DeltaStep(
         **_places(x=inputs.qkv, weight=weight, window=window, a=inputs.a, b=inputs.b),
         **_places(a_log=inputs.a_log, dt_bias=inputs.dt_bias, z=z, norm=norm[0], state=state),
-        **_places(out=out, positions=positions, slots=slots, targets=targets),
+        **_places(out=out, positions=positions, slots=slots),
         **_strides(x=inputs.qkv, a=inputs.a, b=inputs.b, z=z, out=out),
         num_heads=heads,
         num_key_heads=key_heads,

@@ -19,9 +19,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     wait_for_inputs,
 )
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
-from tilewright.compiler.targets.cuda.state.token_batch import SKIPPED_TOKEN
 
-SKIPPED = tl.constexpr(SKIPPED_TOKEN)
 EPS = tl.constexpr(1e-6)
 """Epsilon of the query and key normalization. It is part of the model."""
 
@@ -72,7 +70,7 @@ def decay_of(a, a_log, dt_bias):
 @triton.jit
 def _step_kernel(
     out_ptr, qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, z_ptr, norm_ptr,
-    state_ptr, positions_ptr, slots_ptr, targets_ptr,
+    state_ptr, positions_ptr, slots_ptr,
     out_stride, qkv_stride, a_stride, b_stride, z_stride, eps,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, CHAINED: tl.constexpr,
@@ -81,8 +79,6 @@ def _step_kernel(
     wait_for_inputs(CHAINED)
     row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, slot = tl.load(positions_ptr + row), tl.load(slots_ptr + row)
-    if position == SKIPPED:
-        return
     i, j = tl.arange(0, KEYS), tl.arange(0, VALUES)
     is_key, is_value = i < K, j < V
     inside = is_key[:, None] & is_value[None, :]
@@ -101,7 +97,6 @@ def _step_kernel(
     wrong = (v - tl.sum(state * k[:, None], 0)) * tl.sigmoid(b)
     state += k[:, None] * wrong[None, :]
     o = tl.sum(state * q[:, None], 0)
-    pointers += (tl.load(targets_ptr + row) - slot) * H * (K * V)
     tl.store(pointers, state, mask=inside & (position >= 0))
     weight = tl.load(norm_ptr + j, mask=is_value, other=0.0)
     z = tl.load(z_ptr + row * z_stride + h * V + j, mask=is_value, other=0.0)
@@ -119,14 +114,12 @@ def delta_rule_step(
     state: Tensor,
     positions: Tensor,
     slots: Tensor,
-    targets: Tensor | None = None,
 ) -> None:
     """Run the delta rule and the gated norm for one token of B sequences. Inputs are float32.
 
     ``state [S, H, K, V]`` goes on by the token in the row's slot. ``positions`` and ``slots [B]``
     int64: at position 0 it starts from zeros; at a negative one nothing is kept, and the row gets
-    zeros. All inputs are float32. ``targets [B]``: where the state goes instead of the slot.
-    Nothing of a row at position :data:`SKIPPED_TOKEN` is read or written.
+    zeros. All inputs are float32.
     """
     inputs.check(state)
     weight, eps = norm
@@ -134,7 +127,7 @@ def delta_rule_step(
     keys, values = block_of(inputs.key_dim), block_of(inputs.value_dim)
     _step_kernel[(len(out), inputs.num_heads)](
         out, inputs.qkv, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, z, weight,
-        state, positions, slots, slots if targets is None else targets,
+        state, positions, slots,
         out.stride(0), inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0), z.stride(0),
         eps, H=inputs.num_heads, G=inputs.num_key_heads, K=inputs.key_dim, V=inputs.value_dim,
         KEYS=keys, VALUES=values, num_warps=min(16, max(1, keys * values // 2048)), **chained(out),

@@ -12,12 +12,9 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
-from tilewright.compiler.targets.cuda.tuning import tuning
 
 MAX_WIDTH = 16384
 """Maximum number of channels in a row. A program has them in registers."""
-# Maximum number of rows with a program for each head.
-_FEW_ROWS: int = tuning()["elementwise"]["heads_few_rows"]
 
 
 @triton.jit
@@ -122,7 +119,7 @@ def rms_norm_heads(
     *,
     num_heads: int,
     eps: float,
-    alone: bool | None = None,
+    alone: bool = True,
 ) -> None:
     """Normalize the q and k heads in ``qkv``, and copy v. ``out`` may be ``qkv``.
 
@@ -130,8 +127,7 @@ def rms_norm_heads(
         out, qkv: float32 ``[T, (H + 2 G) D]`` with any row stride.
         q_weight, k_weight: float32 ``[D]``.
         num_heads: Number of query heads H.
-        alone: Use a program for each head, which may change the order of additions. None: only for
-            few rows.
+        alone: Use a program for each head, which may change the order of additions.
     """
     num_rows, width = qkv.shape
     (head_dim,) = q_weight.shape
@@ -141,7 +137,6 @@ def rms_norm_heads(
     in_place = out.data_ptr() == qkv.data_ptr()
     assert k_weight.shape == q_weight.shape and width == (num_heads + 2 * num_kv_heads) * head_dim
     heads, block = num_heads + num_kv_heads * (1 if in_place else 2), block_of(head_dim)
-    alone = num_rows <= _FEW_ROWS if alone is None else alone
     together = 1 if alone else max(1, 1024 // block)
     _rms_norm_heads_kernel[(num_rows, triton.cdiv(heads, together))](
         out,

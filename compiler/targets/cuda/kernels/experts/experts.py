@@ -100,12 +100,6 @@ FEW = nvrtc.KernelSource(
 )
 
 
-def why_not(device: torch.device) -> str:
-    """Return the reason why the kernels cannot run on a device. Empty: they can."""
-    reasons = (nvrtc.why_not(device, source) for source in (native_route.SOURCE, PRODUCTS, FEW))
-    return next(filter(None, reasons), "")
-
-
 def takes(held: HeldWeight, *, num_tokens: int, top_k: int, is_sum: bool) -> bool:
     """Return whether the kernels support these experts and this number of tokens."""
     if num_tokens > MAX_TOKENS or top_k > MAX_CHOSEN or held.num_experts > MAX_EXPERTS:

@@ -64,11 +64,6 @@ SOURCE = nvrtc.KernelSource(
 )
 
 
-def why_not(device: torch.device) -> str:
-    """Return the reason why router.cu cannot run on a device. Empty: it can."""
-    return nvrtc.why_not(device, SOURCE)
-
-
 def takes(held: HeldWeight, num_experts: int) -> bool:
     """Return whether the cluster's shared memory fits a router's weight.
 

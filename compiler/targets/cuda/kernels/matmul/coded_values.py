@@ -10,10 +10,10 @@ import triton.language as tl
 
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CodedTile
 
-_FP16, _FP32, _U8, _I8, _E4M3 = (tl.constexpr(number) for number in range(1, 6))
-_SCALES = {"": 0, "fp16": 1, "fp32": 2, "u8": 3, "i8": 4, "e4m3": 5}
-_INTEGER, _FLOAT8, _FLOAT4, _CODEBOOK = (tl.constexpr(number) for number in range(4))
-_VALUES = {"integer": 0, "e4m3": 1, "e2m1": 2, "codebook": 3}
+_FP16, _FP32, _U8, _I8 = (tl.constexpr(number) for number in range(1, 5))
+_SCALES = {"": 0, "fp16": 1, "fp32": 2, "u8": 3, "i8": 4}
+_INTEGER, _FLOAT8, _CODEBOOK = (tl.constexpr(number) for number in range(3))
+_VALUES = {"integer": 0, "e4m3": 1, "codebook": 2}
 
 # A word with a bfloat16 pair.
 _ONES = tl.constexpr(0x3F803F80)
@@ -69,11 +69,6 @@ def pairs(
         bits = ((moved & 0x007F007F) << 4) | ((moved & 0x00800080) << 8)
         factor = 0x7B807B80  # `2 ** 120`
         result = _combined(bits, factor, 0, False, CHAINED)
-    elif VALUES == _FLOAT4:
-        moved = words >> (4 * LANE)
-        bits = ((moved & 0x00070007) << 6) | ((moved & 0x00080008) << 12)
-        factor = 0x7E807E80  # `2 ** 126`
-        result = _combined(bits, factor, 0, False, CHAINED)
     elif LOW == 8:
         # `1 + (code & 127) / 128`, minus `1` or `2`.
         moved = words >> (8 * LANE)
@@ -118,10 +113,7 @@ def numbers(data_ptr, half_ptr, float_ptr, lane, index, TYPE: tl.constexpr):
         result = tl.load(float_ptr + lane // 4 + index)
     else:
         codes = tl.load(data_ptr + lane + index).to(tl.int32)
-        if TYPE == _E4M3:
-            bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
-            result = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-        elif TYPE == _I8:
+        if TYPE == _I8:
             result = ((codes ^ 0x80) - 0x80).to(tl.float32)
         else:
             result = codes.to(tl.float32)
@@ -162,9 +154,6 @@ def code_values(
     elif VALUES == _FLOAT8:
         bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
         values = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    elif VALUES == _FLOAT4:
-        bits = ((codes & 7) << 22) | ((codes & 8) << 28)
-        values = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
     else:
         values = tl.load(values_ptr + codes)
     return values

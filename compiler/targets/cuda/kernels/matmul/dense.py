@@ -164,18 +164,10 @@ def rows_of(held: HeldWeight) -> range:
     return range(FEW_TOKENS + 1, (MAX_TOKENS if is_large else _SOME_TOKENS) + 1)
 
 
-def takes(held: HeldWeight, num_tokens: int, x: Tensor | None = None) -> bool:
-    """Whether a product is in :func:`rows_of`, of ``x [M, K]`` where it is given."""
-    return num_tokens in rows_of(held) and (x is None or has_room(x))
-
-
-def takes_codes(held: HeldWeight, num_tokens: int) -> bool:
-    """Return whether this kernel is selected for a product of codes.
-
-    It was faster than cuBLAS on an H200 up to 64 tokens for large weights, up to 32 for others.
-    """
+def code_rows_of(held: HeldWeight) -> range:
+    """Return the token counts of e4m3 matmuls for this kernel: large weights take more tokens."""
     is_large = _turns(held) >= _MANY_TURNS
-    return num_tokens <= (_SOME_TOKENS if is_large else _SOME_TOKENS // 2)
+    return range(1, (_SOME_TOKENS if is_large else _SOME_TOKENS // 2) + 1)
 
 
 def num_chunks(num_columns: int, element_size: int = 2) -> int:
@@ -224,11 +216,6 @@ SOURCE = nvrtc.KernelSource(
         ("NormCodes", _NormCodes),
     ),
 )
-
-
-def why_not(device: torch.device) -> str:
-    """Why dense.cu cannot run on a device; empty where it can."""
-    return nvrtc.why_not(device, SOURCE)
 
 
 def linear(

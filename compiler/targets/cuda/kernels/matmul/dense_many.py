@@ -12,7 +12,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
@@ -36,14 +35,14 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
 MAX_TOKENS = 4096
 """The most tokens of a product here: of more, the second-level cache does not hold x."""
 
-LEAST_TOKENS = 65
+MIN_TOKENS = 65
 """The fewest that are worth it: blocks have at least 128."""
 
 _SIDE = 128
 _FIXED_BYTES = 512  # of shared memory: barriers
 _TUNING = tuning()["matmul"]["many"]
-_LEAST_ROWS: int = _TUNING["min_out_features"]
-_LEAST_SHARE: float = _TUNING["min_share"]
+_MIN_ROWS: int = _TUNING["min_out_features"]
+_MIN_SHARE: float = _TUNING["min_share"]
 _FEW_TURNS: int = _TUNING["few_turns"]
 _SHARE_OF_FEW: float = _TUNING["min_share_of_few_turns"]
 
@@ -134,11 +133,7 @@ SOURCE = nvrtc.KernelSource(
 )
 
 
-def why_not(device: torch.device) -> str:
-    """Why dense_many.cu cannot run on a device; empty where it can."""
-    return nvrtc.why_not(device, SOURCE)
-
-
+@functools.lru_cache(maxsize=4096)
 def choose_way(num_rows: int, num_tokens: int, processors: int) -> SwiGLUTileConfig:
     """The way on which blocks take the fewest turns over a device, for what each of them takes."""
     sizes = num_rows, num_tokens, processors
@@ -148,18 +143,30 @@ def choose_way(num_rows: int, num_tokens: int, processors: int) -> SwiGLUTileCon
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def takes(num_rows: int, num_tokens: int, processors: int) -> bool:
-    """Whether a product takes this way: of large weights where blocks of these sizes leave little
-    of the device idle, which is where it was measured faster on an H200 than others.
+@functools.cache
+def rows_of(num_rows: int, processors: int) -> tuple[range, ...]:
+    """Return the token counts for this kernel: weights are large, and blocks leave little of the
+    device idle.
     """
-    if num_rows < _LEAST_ROWS or not LEAST_TOKENS <= num_tokens <= MAX_TOKENS:
-        return False
-    way = choose_way(num_rows, num_tokens, processors)
+    if num_rows < _MIN_ROWS:
+        return ()
+    counts = range(MIN_TOKENS, MAX_TOKENS + 1)
+    taken = [_fills_device(num_rows, count, processors) for count in counts]
+    edges = [
+        count
+        for count, before, now in zip(counts, (False, *taken), taken, strict=False)
+        if before != now
+    ]
+    edges += [MAX_TOKENS + 1] * (len(edges) % 2)
+    return tuple(range(*pair) for pair in zip(edges[::2], edges[1::2], strict=True))
+
+
+def _fills_device(num_rows: int, num_tokens: int, processors: int) -> bool:
+    way = choose_way(num_rows, -(-num_tokens // 8) * 8, processors)  # blocks are whole eights
     done = num_rows * max(num_tokens, native_dense.MAX_TOKENS)
     share = done / (way.turns * math.prod(way.block) * processors)
     is_few = not way.turned and way.columns == 1 and way.turns == _FEW_TURNS
-    return share >= (_SHARE_OF_FEW if is_few else _LEAST_SHARE)
+    return share >= (_SHARE_OF_FEW if is_few else _MIN_SHARE)
 
 
 def swiglu(

@@ -348,8 +348,3 @@ def source() -> nvrtc.KernelSource:
     path = Path(__file__).with_name("linear.cu")
     names = (*kernel_names(path.read_text()), "rms_norm")
     return nvrtc.KernelSource(path, names, _HEADERS, (("Product", Product), ("Leaving", _Leaving)))
-
-
-def why_not(device: torch.device) -> str:
-    """Why linear.cu cannot run on a device; empty where it can."""
-    return nvrtc.why_not(device, source())

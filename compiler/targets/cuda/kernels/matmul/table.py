@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.common.table import (
     EVERY,
     EXACT,
@@ -16,6 +17,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
     bind,
 )
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.compiler.targets.cuda.tuning import tuning
@@ -25,6 +27,7 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, H
 
 GEMV, DENSE, BLOCK, E4M3 = "gemv", "dense", "block", "e4m3"
 CUBLAS, TRITON, CODED = "cublas", "triton", "coded"
+SWIGLU, DENSE_E4M3 = "swiglu", "dense e4m3"
 
 _BLOCKS = tuple(TILE_BYTES)
 _FORMATS = ("bf16", *_BLOCKS)
@@ -43,7 +46,8 @@ class MatmulSite:
         has_values: Whether a bfloat16 copy exists.
         has_codes: Whether an e4m3 copy exists and the fidelity of the phase permits it.
         has_one_order: Whether `GEMV` gives a row the same bits in all strict decode steps.
-        is_aligned: Whether the copy engine finds the rows of x.
+        is_aligned: Whether the copy engine finds the rows of x and of the result.
+        fed: Rows for which the next matmul reads the result in the layout of `BLOCK`.
     """
 
     weight: HeldWeight
@@ -54,6 +58,7 @@ class MatmulSite:
     has_codes: bool = False
     has_one_order: bool = False
     is_aligned: bool = True
+    fed: tuple[range, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -63,6 +68,11 @@ class MatmulSite:
     def has_whole_fours(self) -> bool:
         """Whether the CUDA C++ kernels read the rows of the weight."""
         return self.weight.num_columns % 4 == 0
+
+
+def _code_rows(site: MatmulSite) -> range:
+    rows = native_dense.code_rows_of(site.weight)
+    return range(LEAST_LOFI, rows.stop) if site.has_codes else NONE
 
 
 def _library_rows(site: MatmulSite) -> range:
@@ -91,12 +101,33 @@ def _dense_rows(site: MatmulSite) -> range:
     return native_dense.rows_of(site.weight) if is_ours else NONE
 
 
+def _swiglu_rows(site: MatmulSite) -> tuple[range, ...]:
+    """It needs bfloat16 rows in memory: the weight, or a copy where cuBLAS would read it."""
+    held = site.weight
+    if not held.is_paired or not site.is_aligned or site.has_codes:
+        return ()
+    found = native_many.rows_of(held.num_rows, num_processors(held.data.device))
+    if held.kind != "bf16":
+        return _within(found, _library_rows(site))
+    for rows in _within(site.fed, _dense_rows(site)):
+        rest = range(1, rows.start), range(rows.stop, EVERY.stop)
+        found = tuple(part for limits in rest for part in _within(found, limits))
+    return found
+
+
+def _within(ranges: tuple[range, ...], limits: range) -> tuple[range, ...]:
+    cut = (range(max(r.start, limits.start), min(r.stop, limits.stop)) for r in ranges)
+    return tuple(filter(None, cut))
+
+
 def _triton_rows(site: MatmulSite) -> range:
     is_ours = site.gpu.has_cpp and site.has_whole_fours
     return NONE if is_ours else range(1, native.MAX_TOKENS + 1)
 
 
 MATMUL: tuple[TableRow[MatmulSite], ...] = (
+    TableRow(SWIGLU, _FORMATS, _swiglu_rows, (FAST,), is_cpp=True),
+    TableRow(DENSE_E4M3, ("bfp4",), _code_rows, (FAST,), is_cpp=True),
     TableRow(
         E4M3,
         ("bfp4",),

@@ -215,11 +215,6 @@ SOURCE = nvrtc.KernelSource(
 )
 
 
-def why_not(device: torch.device) -> str:
-    """Why wide.cu cannot run on a device; empty where it can."""
-    return nvrtc.why_not(device, SOURCE)
-
-
 def rows_of(held: HeldWeight, *, same_bits: bool = True) -> range:
     """The numbers of tokens of products with a weight that are among these: where they were
     measured faster on an H200, or without ``same_bits`` (:func:`choose_way`) on an H100.
@@ -231,11 +226,6 @@ def rows_of(held: HeldWeight, *, same_bits: bool = True) -> range:
     is_large = held.num_row_tiles >= _LEAST_WHOLE and not same_bits
     most = MAX_TOKENS if is_large else _MOST_CUT
     return range((16 if held.num_row_tiles > _MANY_TILES else 32) + 1, most + 1)
-
-
-def takes(held: HeldWeight, num_tokens: int, *, same_bits: bool = True) -> bool:
-    """Whether a product of so many tokens is in :func:`rows_of`."""
-    return num_tokens in rows_of(held, same_bits=same_bits)
 
 
 def scratch(num_columns: int, device: torch.device) -> Tensor:
@@ -259,7 +249,7 @@ def linear(
     alone: bool = False,
 ) -> None:
     """What :func:`.native.linear` does, of ``x [M, K]`` bfloat16, or with ``norm`` (weight fp32,
-    eps) fp32, with M as :func:`takes` has it, and with the same bits unless ``way`` gives others.
+    eps) fp32, with M in :func:`rows_of`, and with the same bits unless ``way`` gives others.
 
     ``arranged``: a :func:`scratch`, overwritten by x; with ``is_there`` x lies there already.
     ``feeds``: where ``out`` is the scratch of a product that follows, its :func:`num_places`: with

@@ -7,7 +7,7 @@ namespace {
 
 // Threads share the columns, the heads or the rows that these write, and each reads all of x.
 void check_apart(const Checked& checked, const TwInstruction& each) {
-    for (int32_t op : {TW_LINEAR, TW_ATTEND, TW_GATHER, TW_EXPERTS, TW_CONVOLVE, TW_DELTA_RULE}) {
+    for (int32_t op : {TW_LINEAR, TW_ATTEND, TW_GATHER, TW_EXPERTS, TW_CONVOLVE, TW_DELTA_RULE, TW_CROSS_ATTEND, TW_ADD_GATED}) {
         const bool meets = each.x.buffer == each.out.buffer && each.x.first < each.out.first + each.out.width &&
                            each.out.first < each.x.first + each.x.width;
         checked.holds(each.op != op || !meets, "what it writes is what it reads");
@@ -46,6 +46,16 @@ void check_norm_heads(const Checked& checked, const TwInstruction& each) {
     checked.holds(fits, "width");
 }
 
+void check_cross_attend(const Checked& checked, const TwInstruction& each) {
+    checked.place(each.x, "x");
+    const int64_t dim = checked.tensor(each.norm, "norm").rows;
+    checked.vector(each.norm, dim, "norm");
+    checked.holds(is_between(dim, 1, kMaxCrossHead + 1), "channels of a head");
+    checked.holds(is_between(each.num_heads, 1, kMost) && is_between(each.num_key_heads, 1, kMost) && each.num_heads % each.num_key_heads == 0, "heads");
+    checked.holds(each.out.width == each.num_heads * dim && each.x.width == each.out.width, "width");
+    checked.holds(is_between(each.window, 0, kMost), "columns of keys");
+}
+
 void check_instruction(const TwProgram& program, int32_t index, Routed& routed) {
     const TwInstruction& each = program.instructions[index];
     const Checked checked{program, "instruction " + std::to_string(index)};
@@ -63,6 +73,12 @@ void check_instruction(const TwProgram& program, int32_t index, Routed& routed) 
         case TW_LINEAR: check_linear(checked, each); break;
         case TW_ATTEND: check_attend(checked, each); break;
         case TW_NORM_HEADS: check_norm_heads(checked, each); break;
+        case TW_CROSS_ATTEND: check_cross_attend(checked, each); break;
+        case TW_ADD_GATED:
+            checked.place(each.x, "x");
+            checked.holds(each.x.width == each.out.width, "width");
+            checked.vector(each.norm, 1, "gate");
+            break;
         case TW_NORM: checked.vector(each.norm, each.out.width, "norm"); [[fallthrough]];
         case TW_GATHER:
             checked.place(each.x, "x");
@@ -128,7 +144,8 @@ void check_program(const TwProgram& program) {
         gathered = gathered || each.op == TW_GATHER;
         bool logits = false;
         for (const TwPlace* place : {&each.out, &each.x, &each.y, &each.z, &each.gate}) logits = logits || place->buffer == program.logits;
-        const bool of_all = each.op == TW_ATTEND || each.op == TW_EMBED || each.op == TW_CONVOLVE || each.op == TW_DELTA_RULE;
+        const bool of_all = each.op == TW_ATTEND || each.op == TW_EMBED || each.op == TW_CONVOLVE || each.op == TW_DELTA_RULE ||
+                            each.op == TW_CROSS_ATTEND || each.op == TW_ADD_GATED;
         require(gathered ? !of_all : !logits, "instruction " + std::to_string(i) + ": its order");
         require(each.op != TW_GATHER || !logits, "rows are gathered into logits");
     }

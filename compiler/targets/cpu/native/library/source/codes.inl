@@ -5,7 +5,10 @@ namespace {
 
 using namespace tw;
 
-constexpr bool is_wide(int kind) { return code_bits(kind) == 8; }
+// Values have 8 bits.
+constexpr bool is_wide(int kind) { return code_bits(kind) == 8 || has_codebook(kind); }
+
+alignas(16) constexpr uint8_t kIq4Values[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // plus 128
 
 // Words with 16 rows per block.
 constexpr int block_words(int kind) { return code_bits(kind); }
@@ -15,9 +18,9 @@ template <int KIND> inline vf block_scales(const uint8_t* scales, int64_t wide, 
     if constexpr (KIND == TW_BFP8 || KIND == TW_BFP4) return of_bits(left<23>(widened(scales + index * 16)));
     if constexpr (KIND == TW_FP8) return load((const float*)(scales + index * 64));
     const int64_t supers = rounded(wide, kSuper) / kSuper;
-    if constexpr (KIND == TW_Q6_K) {
+    if constexpr (KIND == TW_Q6_K || KIND == TW_IQ4_XS) {
         vi small = right_signed<24>(left<24>(widened(scales + supers * 32 + index * 16)));
-        return mul(float16s(scales + index / 16 * 32), to_float(small));
+        return mul(float16s(scales + index * scale_length(KIND) / kSuper * 32), to_float(small));
     }
     if constexpr (KIND == TW_Q4_K || KIND == TW_Q5_K) {
         vi small = iand(widened(scales + supers * 64 + index / 2 * 48 + index % 2 * 16), ispread(63));
@@ -40,7 +43,7 @@ template <int KIND> inline vf block_minimums(const uint8_t* scales, int64_t wide
 
 // Codes for four columns. `group` is their index in a block. The block's words begin at `block`.
 template <int KIND, int GROUP> inline vi four_codes(const uint8_t* block) {
-    if constexpr (is_wide(KIND)) return iload(block + GROUP * 64);
+    if constexpr (code_bits(KIND) == 8) return iload(block + GROUP * 64);
     vi two = iload(block + GROUP / 2 * 64);
     vi low = iand(GROUP % 2 ? right<4>(two) : two, ispread(0x0f0f0f0f));
     if constexpr (code_bits(KIND) == 5) {
@@ -54,11 +57,12 @@ template <int KIND, int GROUP> inline vi four_codes(const uint8_t* block) {
         else rest = right<2 * (GROUP % 4) - 4>(rest);
         return ior(low, iand(rest, ispread(0x30303030)));
     }
+    if constexpr (has_codebook(KIND)) return looked_up(repeated(kIq4Values), low);
     return low;
 }
 
 template <int KIND, int J> inline vf code_of(vi four) {
-    if constexpr (has_float_codes(KIND)) {  // fields of e4m3 in a float with another bias
+    if constexpr (has_float_codes(KIND)) {  // e4m3 fields in a float with another bias
         vi code = right<8 * J>(four);
         vi fields = ior(left<20>(iand(code, ispread(0x7f))), left<24>(iand(code, ispread(0x80))));
         return mul(of_bits(fields), spread(0x1p120f));
@@ -183,6 +187,7 @@ template <class Make> inline void by_kind(int kind, Make make) {
         case TW_Q4_K: return make.template kind<TW_Q4_K>();
         case TW_Q5_K: return make.template kind<TW_Q5_K>();
         case TW_FP8: return make.template kind<TW_FP8>();
+        case TW_IQ4_XS: return make.template kind<TW_IQ4_XS>();
         default: return make.template kind<TW_Q6_K>();
     }
 }

@@ -102,6 +102,7 @@ struct Engine {
     std::unique_ptr<Exchange> exchange;      // with the ranks
     std::vector<int32_t> logit_widths;       // per rank
     bool needs_peers = false;
+    int64_t cross_width = 0;                 // columns of an image's keys and values
     int64_t max_blocks = 0;                  // per collective
 
     // Return the keys of a chunk for a head. The values follow.
@@ -178,6 +179,7 @@ void run_route(Worker& worker, const TwInstruction& each);
 void run_experts(Worker& worker, const TwInstruction& each);
 void run_convolve(Worker& worker, const TwInstruction& each);
 void run_delta_rule(Worker& worker, const TwInstruction& each);
+void run_cross_attend(Worker& worker, const TwInstruction& each);
 
 inline uint8_t* const kNowhere = (uint8_t*)64;  // a base address to measure a layout
 

@@ -9,25 +9,25 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum { TW_VERSION = 10 };
+enum { TW_VERSION = 11 };
 
 enum TwOp : int32_t {
     TW_EMBED, TW_LINEAR, TW_ATTEND, TW_GATHER, TW_SWIGLU, TW_NORM_HEADS, TW_NORM, TW_ELEMENTWISE,
     TW_SIGMOID_GATE, TW_ROUTE, TW_EXPERTS, TW_EXPERT_SUM, TW_CONVOLVE, TW_DELTA_RULE,
-    TW_ALL_REDUCE, TW_GATHER_LOGITS, TW_NUM_OPS
+    TW_ALL_REDUCE, TW_GATHER_LOGITS, TW_CROSS_ATTEND, TW_ADD_GATED, TW_NUM_OPS
 };
 
 // ROUNDED: round outputs to bfloat16, stored in float. NORM_ROUNDED: round a matmul's fused norm.
-// LINEAR: a convolution without SiLU.
+// LINEAR: a convolution without SiLU. CROSS: skip the instruction in steps without images.
 enum TwFlag : int32_t {
     TW_RESIDUAL = 1, TW_PAIRED = 2, TW_INTERLEAVED = 4, TW_RENORMALISE = 8, TW_ROUNDED = 16, TW_NORM_ROUNDED = 32,
-    TW_LINEAR_TAPS = 64
+    TW_LINEAR_TAPS = 64, TW_CROSS = 128
 };
 
 // Weight storage: see panels.h. FP32 is also used for norms, biases and constants.
 enum TwKind : int32_t {
     TW_FP32, TW_BF16, TW_FP16, TW_Q80, TW_Q40, TW_BFP8, TW_BFP4, TW_Q41, TW_Q50, TW_Q51, TW_Q4_K, TW_Q5_K,
-    TW_Q6_K, TW_FP8, TW_VECTOR, TW_NUM_KINDS
+    TW_Q6_K, TW_FP8, TW_IQ4_XS, TW_VECTOR, TW_NUM_KINDS
 };
 
 // Operand types for matmuls. Sums are always fp32.
@@ -109,6 +109,10 @@ struct TwStep {
     const int32_t* image_rows;                // [num_tokens], index in embeddings, or -1 for text
     const float* embeddings;                  // [image tokens, hidden size]
     const int32_t* rotary;                    // [num_tokens, frequencies], rotary positions, or null
+    const int32_t* visible;                   // [num_tokens, 2], first image and end; null: no images
+    const float* const* cross;                // per image: [cross_rows, cross_width], keys and values
+    const int32_t* cross_rows;                // per image
+    int32_t num_images, cross_width;
 };
 
 // The ranks of a program: sockets by rank (its own entry is unused), timeout, socket polls before

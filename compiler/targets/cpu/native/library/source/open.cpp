@@ -233,6 +233,8 @@ Engine* open_program(const TwProgram& program) {
     find_head(*engine);
     for (const TwInstruction& each : engine->instructions) {
         engine->needs_peers = engine->needs_peers || each.op == TW_ALL_REDUCE || each.op == TW_GATHER_LOGITS;
+        if (each.op == TW_CROSS_ATTEND)
+            engine->cross_width = std::max(engine->cross_width, each.window + 2 * (int64_t)each.num_key_heads * engine->tensors[each.norm].rows);
         if (each.op == TW_ALL_REDUCE) engine->max_blocks = std::max(engine->max_blocks, rounded(each.x.width, kWireBlock) / kWireBlock * program.max_tokens);
     }
     engine->pool = std::make_unique<Pool>(program.num_threads);

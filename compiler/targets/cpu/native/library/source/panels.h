@@ -24,6 +24,7 @@
 // - Q4_K, Q5_K: `[T][2][16]` float16 for scales and minimums. Two blocks then share `[3][16]` uint8:
 //   the first scale with 2 low bits of its minimum, the same for the second, and the high 4 bits of
 //   both minimums.
+// - IQ4_XS: `[T][16]` float16, then `[S][16]` int8. Codes are indices of uneven values.
 // - FP8: `[columns / 128][16]` float, rounded up. Codes are bytes in e4m3, without a zero.
 //
 // kPacked is an engine's compressed BF16 copy. It has equal values in 12 bits:
@@ -38,6 +39,8 @@
 #include "interface.h"
 
 namespace tw {
+
+constexpr int64_t kMaxCrossHead = 512;  // channels of a cross-attention head
 
 constexpr int kLanes = 16;
 constexpr int kBlock = 32;
@@ -60,10 +63,13 @@ constexpr bool has_minimums(int kind) {
     return kind == TW_Q41 || kind == TW_Q51 || kind == TW_Q4_K || kind == TW_Q5_K;
 }
 
+// Codes are indices of 16 values in 8 bits.
+constexpr bool has_codebook(int kind) { return kind == TW_IQ4_XS; }
+
 // Codes are floats: products have no integer form.
 constexpr bool has_float_codes(int kind) { return kind == TW_FP8; }
 
-constexpr int zero_of(int kind) { return has_minimums(kind) || has_float_codes(kind) ? 0 : 1 << (code_bits(kind) - 1); }
+constexpr int zero_of(int kind) { return has_minimums(kind) || has_float_codes(kind) ? 0 : has_codebook(kind) ? 128 : 1 << (code_bits(kind) - 1); }
 
 // Columns per scale.
 constexpr int scale_length(int kind) {
@@ -76,6 +82,7 @@ constexpr int64_t scale_bytes(int kind, int64_t wide) {
     switch (kind) {
         case TW_Q4_K: case TW_Q5_K: return supers * 64 + rounded(wide, 64) / 64 * 48;
         case TW_Q6_K: return supers * 32 + wide;
+        case TW_IQ4_XS: return supers * 32 + wide / 2;
         case TW_Q41: case TW_Q51: return wide * 2;
         case TW_FP8: return rounded(wide, 128) / 128 * 64;
         default: return wide;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 
 #include "engine.h"
@@ -60,6 +61,10 @@ void run_rows(Worker& worker, const TwInstruction& each) {
             case TW_SIGMOID_GATE: kernels.sigmoid_gate(x, y, width, each.y.width == 1 && width != 1, out); break;
             case TW_NORM: kernels.norm(x, worker.vector(each.norm), each.eps, width, out); break;
             case TW_NORM_HEADS: norm_heads(worker, each, row); break;
+            case TW_ADD_GATED:
+                if (worker.step.visible[2 * row] < worker.step.visible[2 * row + 1])
+                    kernels.blend(1.0f, std::tanh(*worker.vector(each.norm)), x, width, out);
+                break;
             default: kernels.function(each.function, x, y, each.number, width, out);
         }
         if (each.flags & TW_ROUNDED) kernels.round_bf16(out, width);
@@ -89,6 +94,7 @@ void run_step(void* given, int thread) {
         const TwInstruction& each = engine.instructions[i];
         if (each.op == TW_GATHER) worker.num_rows = step.num_rows;
         if (!worker.num_rows) break;
+        if ((each.op == TW_CROSS_ATTEND || each.op == TW_ADD_GATED || each.flags & TW_CROSS) && !step.visible) continue;
         if (step.hidden && (int32_t)i == engine.head) {
             run_hidden(worker, each);
             break;
@@ -101,6 +107,7 @@ void run_step(void* given, int thread) {
             case TW_EXPERTS: case TW_EXPERT_SUM: run_experts(worker, each); break;
             case TW_CONVOLVE: run_convolve(worker, each); break;
             case TW_DELTA_RULE: run_delta_rule(worker, each); break;
+            case TW_CROSS_ATTEND: run_cross_attend(worker, each); break;
             case TW_ALL_REDUCE: run_all_reduce(worker, each); break;
             case TW_GATHER_LOGITS: run_gather_logits(worker, each); break;
             default: run_rows(worker, each);
@@ -133,6 +140,9 @@ bool fits(const Engine& engine, const TwStep& step) {
             if (step.positions[t] != step.positions[t - 1] + 1) return false;
     }
     if (engine.needs_peers && !engine.exchange) return false;
+    if (step.visible && step.cross_width != engine.cross_width) return false;
+    for (int32_t i = 0; step.visible && i < step.num_tokens; i++)
+        if (step.visible[2 * i] < 0 || step.visible[2 * i] > step.visible[2 * i + 1] || step.visible[2 * i + 1] > step.num_images) return false;
     const int32_t table = engine.instructions[0].op == TW_EMBED ? engine.tensors[engine.instructions[0].weight].rows : 0;
     for (int32_t i = 0; i < step.num_tokens; i++)
         if (step.tokens[i] < 0 || step.tokens[i] >= table || step.positions[i] < 0 || step.positions[i] >= program.max_context) return false;

@@ -1,0 +1,64 @@
+// Cross-attention from text tokens to image rows. Steps without images skip it.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "engine.h"
+
+namespace tw {
+namespace {
+
+constexpr int64_t kImageRows = 64;  // rows per block; blocks start with each image
+
+float dot(const float* x, const float* y, int64_t count) {
+    float lanes[kLanes] = {}, sum = 0.0f;
+    int64_t at = 0;
+    for (; at + kLanes <= count; at += kLanes)
+        for (int i = 0; i < kLanes; i++) lanes[i] += x[at + i] * y[at + i];
+    for (int i = 0; at + i < count; i++) lanes[i] += x[at + i] * y[at + i];
+    for (int i = 0; i < kLanes; i++) sum += lanes[i];
+    return sum;
+}
+
+// A head of a token. The sums have a fixed order for each image.
+void attend_images(Worker& worker, const TwInstruction& each, int64_t row, int64_t head) {
+    const TwStep& step = worker.step;
+    const Kernels& kernels = worker.kernels();
+    const int64_t dim = worker.engine.tensors[each.norm].rows, width = step.cross_width;
+    const int64_t keys = each.window + head / (each.num_heads / each.num_key_heads) * dim;
+    const int64_t values = keys + (int64_t)each.num_key_heads * dim;
+    float q[kMaxCrossHead], all[kMaxCrossHead] = {}, part[kMaxCrossHead], scores[kImageRows];
+    kernels.norm(worker.at(each.x, row) + head * dim, worker.vector(each.norm), each.eps, dim, q);
+    float largest = -INFINITY, total = 0.0f;
+    for (int32_t image = step.visible[2 * row]; image < step.visible[2 * row + 1]; image++)
+        for (int64_t first = 0; first < step.cross_rows[image]; first += kImageRows) {
+            const int64_t count = std::min(kImageRows, step.cross_rows[image] - first);
+            const float* from = step.cross[image] + first * width;
+            float most = largest, sum = 0.0f;
+            for (int64_t i = 0; i < count; i++) {
+                scores[i] = each.scale * dot(q, from + i * width + keys, dim);
+                most = std::max(most, scores[i]);
+            }
+            for (int64_t i = 0; i < count; i++) sum += scores[i] = std::exp(scores[i] - most);
+            const float kept = std::exp(largest - most);
+            total = total * kept + sum;
+            kernels.weigh(from + values, scores, count, width, dim, part);
+            kernels.blend(kept, 1.0f, part, dim, all);
+            largest = most;
+        }
+    float* out = worker.at(each.out, row) + head * dim;
+    if (total == 0.0f) std::memset(out, 0, dim * 4);
+    else kernels.divide(all, total, dim, out);
+    if (each.flags & TW_ROUNDED) kernels.round_bf16(out, dim);
+}
+
+}  // namespace
+
+void run_cross_attend(Worker& worker, const TwInstruction& each) {
+    worker.share((int64_t)worker.num_rows * each.num_heads, [&](int64_t item) {
+        attend_images(worker, each, item / each.num_heads, item % each.num_heads);
+    });
+}
+
+}  // namespace tw

@@ -1,0 +1,64 @@
+"""Drafts from a second model: equal outputs, and the follow-up of rejected tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.runtime.queued import QueuedExecutable
+from tests.runtime.test_scheduler import answer
+from tests.tiny import compiled, random_tokens, tiny_model
+from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
+from tilewright.runtime.speculative.config import SpeculativeConfig
+from tilewright.runtime.speculative.draft_model import DraftModel
+
+CONFIG = SpeculativeConfig(method="draft_model", model="m", max_drafts=3, schedule=((1, 9, 3),))
+
+
+def requests_of(count: int) -> list[RequestState]:
+    return [
+        RequestState(
+            number,
+            tuple(random_tokens(4 + number, seed=number)),
+            SamplingParams(max_tokens=9 + number, temperature=0.6 * (number % 2), seed=number),
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("std", [0.3, 0.2], ids=["same model", "other model"])
+def test_drafts_of_a_model_leave_the_output_unchanged(std: float) -> None:
+    """The draft model has two slots for four requests."""
+    how: dict[str, Any] = {"compute": "exact", "num_threads": 1}
+    target = compiled(tiny_model(std=0.3), "cpu-native", max_batch=4, **how)
+    draft = compiled(tiny_model(std=std), "cpu-native", max_batch=2, **how)
+    plain, drafted = requests_of(4), requests_of(4)
+    EngineLoop(target).generate(plain)
+    model = DraftModel(draft)
+    policy = SchedulerConfig(speculative=CONFIG)
+    loop = EngineLoop(target, policy=policy, draft_model=model)
+    loop.generate(drafted)
+    assert [request.output for request in drafted] == [request.output for request in plain]
+    counts = loop.scheduler.speculator.counts
+    greedy = [
+        request for request in drafted if request.num_draft_tokens and request.request_id % 2 < 1
+    ]
+    if std == 0.3:  # a draft equals the greedy output
+        assert all(each.num_accepted_tokens == each.num_draft_tokens for each in greedy)
+    assert counts.num_drafts and greedy
+    model.close()
+    target.close()
+
+
+def test_a_paged_draft_model_follows_the_requests_in_small_steps() -> None:
+    limits: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_step_tokens": 3}
+    model = DraftModel(QueuedExecutable(runs_ahead=True, max_prompts=1, **limits))
+    request = RequestState(0, (1, 2, 0, 1, 2, 0, 1), SamplingParams(seed=3, max_tokens=9))
+    true = answer(RequestState(0, request.prompt, SamplingParams(max_tokens=9)))
+    request.output = true[:1]
+    assert model.propose({request: 3}) == {request: tuple(true[1:4])}
+    request.output = true[:5]
+    assert model.propose({request: 2}) == {request: tuple(true[5:7])}

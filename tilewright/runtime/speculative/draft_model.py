@@ -1,0 +1,147 @@
+"""`DraftModel`: drafts from a smaller model with the same tokens. Excludes acceptance."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.step import (
+    AssignPages,
+    CloseSlot,
+    OpenSlot,
+    PrefillChunk,
+    Slot,
+    StateUpdate,
+    Step,
+    StepOutput,
+)
+from tilewright.runtime.scheduling.request_state import RequestState
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A request in the draft model.
+
+    Attributes:
+        slot: Its slot.
+        tokens: Tokens in the slot's state, wrong drafts included.
+    """
+
+    slot: Slot
+    tokens: list[int] = field(default_factory=list)
+
+
+class DraftModel:
+    """Greedy tokens of a second executable.
+
+    A request gets a slot with its first draft. Its next draft discards rejected tokens by the start
+    of a prefill chunk, so the model has no per-sequence state.
+    """
+
+    def __init__(self, executable: Executable) -> None:
+        assert not executable.capabilities.has_sequence_state, "state without truncation"
+        self.executable = executable
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard all sequences."""
+        self.executable.reset()
+        self._in_flight: deque[StepOutput] = deque()
+        self._sequences: dict[RequestState, _Sequence] = {}
+        count = self.executable.capabilities.max_num_seqs
+        self._free = [Slot(number) for number in reversed(range(count))]
+
+    def propose(self, counts: Mapping[RequestState, int]) -> dict[RequestState, tuple[int, ...]]:
+        """Return up to ``counts`` tokens after the output of requests. Wait for them."""
+        updates: list[StateUpdate] = []
+        for request in [key for key in self._sequences if key.finish_reason is not None]:
+            slot = self._sequences.pop(request).slot
+            self._free.append(slot)
+            updates.append(CloseSlot(slot))
+        lengths: dict[Slot, int] = {}
+        chunks: list[PrefillChunk] = []
+        requests: dict[Slot, RequestState] = {}
+        for request, count in counts.items():
+            tokens = [*request.prompt, *request.output]
+            count = min(count, self.executable.capabilities.max_context - len(tokens))
+            sequence = self._sequence(request, updates)
+            if count <= 0 or sequence is None:
+                continue
+            start = min(_num_equal(sequence.tokens, tokens), len(tokens) - 1)
+            chunks.append(PrefillChunk(sequence.slot, start, tuple(tokens[start:]), chooses=True))
+            sequence.tokens = tokens
+            lengths[sequence.slot], requests[sequence.slot] = count, request
+        drafts: dict[Slot, list[int]] = {slot: [] for slot in lengths}
+        self._prefill(chunks, updates, drafts)
+        self._decode(lengths, drafts)
+        self._read(drafts, 0)
+        for slot, draft in drafts.items():
+            self._sequences[requests[slot]].tokens += draft[:-1]
+        return {requests[slot]: tuple(draft) for slot, draft in drafts.items()}
+
+    def _launch(self, step: Step, drafts: dict[Slot, list[int]]) -> None:
+        """Launch a step while a step at most is in flight."""
+        self._read(drafts, int(self.executable.capabilities.runs_ahead))
+        self._in_flight.append(self.executable.step(step))
+
+    def _read(self, drafts: dict[Slot, list[int]], num_left: int) -> None:
+        """Read the oldest steps in flight, and leave ``num_left``."""
+        while len(self._in_flight) > num_left:
+            for sampled in self._in_flight.popleft().parts:
+                for slot, token in zip(sampled.slots, sampled.read().tokens, strict=True):
+                    drafts[slot].append(token)
+
+    def _sequence(self, request: RequestState, updates: list[StateUpdate]) -> _Sequence | None:
+        """Return a request's sequence. None: no slot is free."""
+        if request not in self._sequences and self._free:
+            limits, slot = self.executable.capabilities, self._free.pop()
+            self._sequences[request] = _Sequence(slot)
+            updates.append(OpenSlot(slot, SamplingParams()))
+            if limits.page_size:
+                size = -(-limits.max_context // limits.page_size)
+                pages = tuple(range(slot * size, (slot + 1) * size))
+                updates.append(AssignPages(slot, 0, pages))
+        return self._sequences.get(request)
+
+    def _prefill(
+        self,
+        chunks: list[PrefillChunk],
+        updates: list[StateUpdate],
+        drafts: dict[Slot, list[int]],
+    ) -> None:
+        """Run updates, and chunks in steps within the limits."""
+        limits = self.executable.capabilities
+        while chunks or updates:
+            prompts: list[PrefillChunk] = []
+            budget = limits.max_step_tokens
+            while chunks and budget and len(prompts) < limits.max_prompts:
+                chunk = chunks.pop(0)
+                if len(chunk.tokens) > budget:
+                    later = chunk.start + budget, chunk.tokens[budget:]
+                    chunks.insert(0, PrefillChunk(chunk.slot, *later, chooses=True))
+                    chunk = PrefillChunk(chunk.slot, chunk.start, chunk.tokens[:budget])
+                prompts.append(chunk)
+                budget -= len(chunk.tokens)
+            self._launch(Step(edits=tuple(updates), prompts=tuple(prompts)), drafts)
+            updates.clear()
+
+    def _decode(self, lengths: Mapping[Slot, int], drafts: dict[Slot, list[int]]) -> None:
+        """Decode until each slot has ``lengths`` tokens."""
+        decode: tuple[Slot, ...] = ()
+        for done in range(1, max(lengths.values(), default=1)):
+            slots = tuple(slot for slot, length in lengths.items() if length > done)
+            decode = decode if slots == decode else slots  # executables compare identity
+            self._launch(Step(decode=decode), drafts)
+
+    def close(self) -> None:
+        """Close the executable."""
+        self.executable.close()
+
+
+def _num_equal(first: list[int], second: list[int]) -> int:
+    """Return the length of the common prefix."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
