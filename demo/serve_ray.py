@@ -1,6 +1,6 @@
 """Serve a model with Ray Serve. Ray routes, scales and restarts replicas, which are actors.
 
-An actor has CPUs and GPUs of a machine, and runs ``tilewright serve`` with the given options.
+An actor has CPUs and GPUs of a machine, and runs ``tilewright serve`` with the other options.
 Requests and streamed responses pass through. A second start with other options or another model
 replaces the running replicas one by one, without lost requests:
 
@@ -125,27 +125,27 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ray-port", type=int, default=8000, help="port (default: 8000)")
     parser.add_argument("--users", type=int, default=256, help="concurrent requests per replica")
     parser.add_argument("--address", help="address of a Ray cluster (default: start a cluster)")
-    given, options = parser.parse_known_args(argv)
+    arguments, options = parser.parse_known_args(argv)
     try:
         import ray
         from ray import serve
     except ImportError:
         print("serve_ray: ray is missing; allowed: pip install -e '.[ray]'", file=sys.stderr)
         return 2
-    ray.init(address=given.address, include_dashboard=False, log_to_driver=False)
-    serve.start(http_options={"host": given.ray_host, "port": given.ray_port})
+    ray.init(address=arguments.address, include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"host": arguments.ray_host, "port": arguments.ray_port})
     deployment = serve.deployment(
         name="tilewright",
-        num_replicas=given.ray_replicas,
-        max_ongoing_requests=given.users,
-        ray_actor_options={"num_cpus": given.cpus, "num_gpus": given.gpus},
+        num_replicas=arguments.ray_replicas,
+        max_ongoing_requests=arguments.users,
+        ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": arguments.gpus},
         graceful_shutdown_timeout_s=600,
         health_check_period_s=5,
     )(Replica)
     serve.run(deployment.bind(options), name="tilewright")
-    where = f"http://{given.ray_host}:{given.ray_port}"
+    where = f"http://{arguments.ray_host}:{arguments.ray_port}"
     print(f"serving on {where}, cluster {ray.get_runtime_context().gcs_address}", flush=True)
-    if given.address is None:
+    if arguments.address is None:
         signal.sigwait((signal.SIGINT, signal.SIGTERM))
         serve.shutdown()
         ray.shutdown()

@@ -76,7 +76,7 @@ def test_a_full_disk_leaves_whole_lines_and_it_goes_on_when_there_is_room(tmp_pa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 30, limits[1]))
     try:
-        with pytest.raises(ConfigError, match=r"out\.journal: File too large; --resume goes on"):
+        with pytest.raises(ConfigError, match=r"out\.journal: File too large; --resume continues"):
             journal.add([record(1)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

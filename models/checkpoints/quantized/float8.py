@@ -29,10 +29,7 @@ _ACTIVATIONS = ("activation_scale", "input_scale", "k_scale", "v_scale")
 class Float8Tensor(QuantizedTensor):
     """Codes ``[N, K]`` times scales ``[ceil(N / rows), ceil(K / columns)]``.
 
-    Each scale multiplies a block of rows and columns.
-
     Attributes:
-        block: Rows and columns per scale.
         is_exponent: Whether a scale is stored as its exponent, with a bias of 127.
     """
 

@@ -293,7 +293,7 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         found[key] = None if found[key] is None else _size(option_name, found[key])
     found |= {
         "plan": plan,
-        "asked": _given_texts(given),
+        "asked": _option_texts(given),
         "levels": tuple(map(Level.parse, found["levels"] or usual_levels)),
         "jobs": min(found["jobs"], os.cpu_count() or 1),
         "timeout_s": found["timeout_s"] or (_BOARD_TIMEOUT if has_board else _TIMEOUT),
@@ -323,7 +323,7 @@ def _check_options(plan: str, found: Mapping[str, Any]) -> None:
         raise ConfigError(f"a search without a bound; {allowed(options)}, or several of them")
 
 
-def _given_texts(given: Mapping[str, Any]) -> dict[str, str]:
+def _option_texts(given: Mapping[str, Any]) -> dict[str, str]:
     return {
         key: shlex.join(value) if isinstance(value, list) else str(value)
         for key in _GIVEN

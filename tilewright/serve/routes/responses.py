@@ -56,13 +56,13 @@ async def begin_response(
             said = f"{name}: {parsed.previous_response_id!r} is not stored; allowed: a stored one"
             raise invalid(said, name, "previous_response_not_found")
         before = found.conversation
-    given = items_of(parsed.input)
+    items = items_of(parsed.input)
     try:
-        job = await front.chat_job(chat_of(parsed, [*before, *given]))
+        job = await front.chat_job(chat_of(parsed, [*before, *items]))
     except ApiError as error:
         raise _renamed(error) from None
     job.client = client
-    keep = partial(front.responses.add, client, given=given, before=before)
+    keep = partial(front.responses.add, client, given=items, before=before)
     on_end = keep if parsed.is_stored else lambda body: None
     return job, ResponseSpelling(job, parsed, on_end=on_end)
 

@@ -43,7 +43,7 @@ def codes_product(x_codes: Tensor, codes: Tensor, one: Tensor) -> Tensor:
 
 
 def scaled_product(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor]) -> Tensor:
-    """Return :func:`codes_product` in bfloat16, with a scale for every row.
+    """Return :func:`codes_product` in bfloat16, with scales.
 
     Both operands are codes and scales (float32 ``[M, 1]`` and ``[N, 1]``, powers of two).
     cuBLAS has no float32 output with such scales.
