@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
     **{"num_experts": 6, "experts_per_token": 2, "expert_size": 24, "shared_size": 24},
     **{"routed_scale": 1.5, "tie_embeddings": False},
 }
-ON_CUDA: dict[str, Any] = {**SIZES, "num_experts": 4, "qk_norm": True}
+ON_CUDA: dict[str, Any] = {**SIZES, "num_layers": 2, "num_experts": 4, "qk_norm": True}
 SHAPES: dict[str, dict[str, Any]] = {
     "air": {"attention_bias": True},
     "normed": {
