@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from tests.grids import only
@@ -24,6 +26,8 @@ WITH_A_TWIN = [
     name for name, shape in SHAPES.items() if not all(shape.get("linear_layers", (False,)))
 ]
 """transformers runs no model without a layer of attention."""
+YOUNG = {"olmo3": "5.24"}
+"""Older versions of transformers compute another model, by 3 in divergence."""
 
 
 def divergence(got: Tensor, expected: Tensor) -> float:
@@ -35,6 +39,9 @@ def divergence(got: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("model_type", only(["llama", *UNLIKE[:1]], ["llama", *WITH_A_TWIN]))
 def test_it_is_no_noisier_than_transformers(model_type: str) -> None:
+    least = Version(YOUNG.get(model_type, "5"))
+    if Version(transformers.__version__) < least:
+        pytest.skip(f"{model_type} needs transformers {least} or later")
     changes = {"hidden_size": 32, **SMALL, **SHAPES.get(model_type, {})}
     if "linear_layers" not in changes:
         changes |= {"num_layers": 2, "windows": (tuple(changes.get("windows", ())) * 2)[:2]}
