@@ -54,7 +54,7 @@ def commands_on_a_checkpoint(block: str) -> list[list[str]]:
             or words[1] == "run"
             or (words[1] == "bench" and "--explain" in words)
         )
-        and not {"cuda", "n150", "serve"} & set(words)
+        and not {"cuda", "n150", "serve", "--image"} & set(words)
     ]
 
 

@@ -163,6 +163,7 @@ OPERATOR_CALLS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]
     "causal_conv1d": (lambda x, p, w: ops.causal_conv1d(x, w), {"w": (32, 1, 4)}),
     "sigmoid_gate": (lambda x, p, w: ops.sigmoid_gate(x, x * w), {"w": (32,)}),
     "swiglu": (lambda x, p, w: ops.swiglu(x, x * w), {"w": (32,)}),
+    "clamped_swiglu": (lambda x, p, w: ops.clamped_swiglu(x, x * w, 0.5, 1.702), {"w": (32,)}),
     "swiglu_packed": (lambda x, p, w: ops.swiglu_packed(x * w), {"w": (32,)}),
     "attention": (  # a window, which the reference masks in place
         lambda x, p, w: ops.attention(
@@ -187,8 +188,12 @@ STATEFUL = {
     "delta_rule_norm_step",
 }
 AFTER_LOGITS = {"sample"}
-IN_TOWERS = {"full_attention", "interpolate_rows", "layer_norm", "merge_rows"}
-"""Operators of image encoders, which have no MLIR."""
+IN_TOWERS = {
+    *("full_attention", "interpolate_rows", "layer_norm", "merge_rows", "tile_features"),
+    *("add_tile_rows", "add_position_rows", "pad_rows", "prepend_row", "join_columns"),
+    *("tile_attention", "cross_attention", "add_gated", "mask_text_rows"),
+}
+"""Operators of image encoders and of layers that read images, which have no MLIR."""
 AFTER_PRECISION = {"round_q80", "local_experts", *(OPERATORS[each].name for each in COLLECTIVES)}
 
 

@@ -281,7 +281,7 @@ def test_many_preemptions_are_warned_of_once(capsys: pytest.CaptureFixture[str])
     asked = [submit(number, 30) for number in range(1, 5)]
     serve(QueuedExecutable(page_size=4, num_pages=12), *asked, turns=200)
     (line,) = capsys.readouterr().err.splitlines()
-    assert "requests have been preempted for want of pages; fewer --max-seats" in line
+    assert "requests have been preempted for want of pages; fewer --max-num-seqs" in line
 
 
 class _Unprepared(QueuedExecutable):

@@ -52,7 +52,7 @@ def test_cores_and_threads_are_divided(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    wanted = [((*ALONE, "--threads", said) if said else (), own) for said, own in expected]
+    wanted = [((*ALONE, "--num-threads", said) if said else (), own) for said, own in expected]
     assert dealt(*argv.split(), cores=cores, monkeypatch=monkeypatch) == wanted
     is_shared = len(cores) < len(expected)
     assert ("3 replicas share 2 cores" in capfd.readouterr().err) == is_shared

@@ -124,7 +124,7 @@ def test_without_a_gpu_no_weight_is_read(model: SimpleNamespace, no_gpu: None) -
     assert model.checkpoint.reads == []
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp16", "q80"])
+@pytest.mark.parametrize("name", ["fp32", "fp16"])
 def test_an_unsupported_format_reads_no_weight(model: SimpleNamespace, name: str) -> None:
     precision = precision_of("bfp8", ff1_3=name)
     with pytest.raises(CompileError, match=rf"ff1_3 .*gate_proj.weight: format {name} on target"):
@@ -166,9 +166,7 @@ def test_the_command_runs_on_the_device(capfd: pytest.CaptureFixture[str]) -> No
     assert "on cuda" in out
 
 
-@pytest.mark.parametrize(
-    ("precision", "named"), [("reference", "fp32"), ("all-q80", "q80"), ("all-q40", "q40")]
-)
+@pytest.mark.parametrize(("precision", "named"), [("reference", "fp32")])
 def test_the_command_names_a_format_it_cannot_take(
     precision: str, named: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,7 +56,7 @@ def attend(attention: Any, num_rows: int, reach: int | None = None) -> Any:
     attend = lambda *_, share, **__: found.append(share)  # noqa: E731
     attention._bound[id(LAYER)] = dataclasses.replace(bound, attend=attend)
     buffers: Any = SimpleNamespace(view=lambda place: torch.zeros(num_rows, 4))
-    rows: Any = SimpleNamespace(positions=None, slots=None)
+    rows: Any = SimpleNamespace(positions=None, slots=None, offsets=None)
     attention.decode(LAYER, buffers, rows, reach=reach, captured=True)
     return found.pop()
 

@@ -30,7 +30,7 @@ _LEVELS = tuple(name for name in FORMATS if FORMATS[name].is_offered)
 PRODUCT_GROUPS: Mapping[str, tuple[str, ...]] = {
     group: (family,) if family in OP_GROUPS else (f"{family}_decode", f"{family}_prefill")
     for group, family in OP_GROUP_OF.items()
-    if group != "kv_cache"
+    if not group.endswith("kv_cache")
 }
 """Op groups whose fidelity follows a tensor group's format."""
 
