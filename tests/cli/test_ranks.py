@@ -96,7 +96,7 @@ def test_ranks_that_do_not_fit_are_refused_in_one_line() -> None:
     given |= {"collective_backend": "nccl"}
     for option, value in given.items():
         with pytest.raises(
-            ConfigError, match=f"{option.replace('_', '-')} for a single rank; allow"
+            ConfigError, match=f"--{option.replace('_', '-')} for a single rank; allow"
         ):
             read_grouping(asked(**{option: value}))
     two = Grouping(Parallel(tensor=4))

@@ -91,7 +91,15 @@ def test_a_reading_is_of_the_rows_it_waits_for_and_of_the_prompts_behind_the_las
     found: list[tuple[int, int, float]] = []
 
     class Heard(StepCost):
-        def measure(self, num_rows: int, num_tokens: float, ms: float, **kind: bool) -> None:
+        def measure(
+            self,
+            num_rows: int,
+            num_tokens: float,
+            ms: float,
+            *,
+            is_mixed: bool = False,
+            has_drafts: bool = False,
+        ) -> None:
             found.append((num_rows, num_tokens, round(ms, 3)))
 
     meter = StepMeter(Heard())
