@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -136,7 +135,6 @@ def create_engine(
     executor = FAMILY.on_gpu if place.type == "cuda" else FAMILY.on_cpu
     engine = Engine(executor(tensors, settings, place), settings)
     engine.rehearse()
-    gc.collect()  # else the first calls may have to
     return engine
 
 
