@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 _REDRAW_S = 0.1
 _NEW_LINE_S, _SAME_LINE_S = 1.0, 5.0
@@ -45,15 +46,20 @@ class StatusLine:
             threading.Thread(target=self._write_progress, args=(self._stop,), daemon=True).start()
 
     def _write_progress(self, stop: threading.Event) -> None:
-        written, written_at = "", 0.0
-        while not stop.wait(_NEW_LINE_S):
-            now = time.monotonic()
-            if self._work != written:
-                written, written_at = self._work, now
-                self._write(f"{written} ...\n")
-            elif now - written_at >= _SAME_LINE_S:
-                written_at = now
-                self._write(f"{self._how_far}\n")
+        for is_new in self._due_lines(stop, _SAME_LINE_S):
+            self._write(f"{self._work} ...\n" if is_new else f"{self._how_far}\n")
+
+    def _due_lines(self, stop: threading.Event, interval: float) -> Iterator[bool]:
+        """Wait for each plain line until ``stop`` is set. Yield whether it is about other work.
+
+        ``interval``: seconds between lines about the same work.
+        """
+        written, written_at = "", time.monotonic()
+        while not stop.wait(min(interval, _NEW_LINE_S)):
+            now, work = time.monotonic(), self._work
+            if (is_new := work != written) or now - written_at >= interval:
+                written, written_at = work, now
+                yield is_new
 
     def note(self, text: str) -> None:
         """Print a line above the current work."""

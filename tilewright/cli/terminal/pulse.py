@@ -51,10 +51,6 @@ class PulsingSign(Sign):
         self._doing = doing
 
     def _pulse(self) -> None:
-        began = written_at = time.monotonic()
-        written = ""
-        while not self._has_ended.wait(min(_SECONDS, 1.0)):
-            now, work = time.monotonic(), self._work
-            if work != written or now - written_at >= _SECONDS:
-                written, written_at = work, now
-                self._write(f"{now - began:.0f} s: {self._doing()}\n")
+        began = time.monotonic()
+        for _ in self._due_lines(self._has_ended, _SECONDS):
+            self._write(f"{time.monotonic() - began:.0f} s: {self._doing()}\n")
