@@ -13,14 +13,11 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_step import (
-    _COLUMNS,
+    COLUMNS,
     HEAD_DIMS,
-    _check_operands,
-    _check_rows,
-    _check_state,
-    _places,
-    _strides,
-    columns_of_a_block,
+    check_rows,
+    launch_of,
+    pointers,
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.rows_triton import DraftInputs
 from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import DeltaInputs
@@ -45,7 +42,7 @@ class _DeltaRows(ctypes.Structure):
 
 SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("delta_rows.cu"),
-    tuple(f"delta_rows_{d}_{columns}" for d in HEAD_DIMS for columns in _COLUMNS),
+    tuple(f"delta_rows_{d}_{columns}" for d in HEAD_DIMS for columns in COLUMNS),
     headers=("primitives.cuh", "attention_primitives.cuh", "delta_gates.cuh", "delta_step.cuh"),
     structures=(("DeltaRows", _DeltaRows),),
 )
@@ -71,31 +68,26 @@ def delta_rows(
     A slot gets window and state after its first token. A slot without tokens gets them after its
     accepted drafts. ``drafts`` keeps the inputs of later tokens. ``early`` as there.
     """
-    _check_operands(out, inputs, z, norm[0])
-    _check_state(inputs, weight, window, state)
-    _check_rows(len(out), positions, slots, rows.counts, rows.accepted)
+    check_rows(len(out), rows.counts, rows.accepted)
     num_drafts = drafts.x.shape[1]
     assert drafts.x.is_contiguous() and drafts.gates.is_contiguous() and num_drafts < MAX_ROWS
     assert drafts.x.dtype == drafts.gates.dtype == torch.float32
-    heads, key_heads, dim = inputs.num_heads, inputs.num_key_heads, inputs.key_dim
-    columns = columns_of_a_block(heads, key_heads, dim)
-    num_blocks = heads // key_heads * dim // columns
+    common, at, suffix = launch_of(
+        out,
+        inputs,
+        z,
+        norm,
+        weight=weight,
+        window=window,
+        state=state,
+        positions=positions,
+        slots=slots,
+    )
     arguments = _DeltaRows(
-        **_places(x=inputs.qkv, weight=weight, window=window, a=inputs.a, b=inputs.b),
-        **_places(a_log=inputs.a_log, dt_bias=inputs.dt_bias, z=z, norm=norm[0], state=state),
-        **_places(out=out, draft_x=drafts.x, draft_gates=drafts.gates),
-        **_places(positions=positions, slots=slots, counts=rows.counts, accepted=rows.accepted),
-        **_strides(x=inputs.qkv, a=inputs.a, b=inputs.b, z=z, out=out),
-        num_heads=heads,
-        num_key_heads=key_heads,
-        width=weight.shape[1],
+        **common,
+        **pointers(draft_x=drafts.x, draft_gates=drafts.gates),
+        **pointers(counts=rows.counts, accepted=rows.accepted),
         early=early,
-        num_blocks=num_blocks,
-        share=-(-2 * dim // (4 * num_blocks)) * 4,
         num_drafts=num_drafts,
-        eps=norm[1],
     )
-    at = nvrtc.Launch(
-        (key_heads * num_blocks, len(out), 1), 4 * columns, cluster=(num_blocks, 1, 1)
-    )
-    nvrtc.launch(SOURCE, f"delta_rows_{dim}_{columns}", at=at, arguments=arguments)
+    nvrtc.launch(SOURCE, f"delta_rows_{suffix}", at=at, arguments=arguments)

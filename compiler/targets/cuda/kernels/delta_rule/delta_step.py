@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ WIDTHS = (2, 3, 4)
 MOST_BLOCKS = 8
 """Maximum blocks in a cluster, which has the value heads of a key head."""
 
-_COLUMNS = (32, 64)
+COLUMNS = (32, 64)
 """Columns of a head's state for a block. The fastest comes first."""
 
 
@@ -48,7 +49,7 @@ class _DeltaStep(ctypes.Structure):
 
 SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("delta_step.cu"),
-    tuple(f"delta_step_{d}_{columns}" for d in HEAD_DIMS for columns in _COLUMNS),
+    tuple(f"delta_step_{d}_{columns}" for d in HEAD_DIMS for columns in COLUMNS),
     headers=("primitives.cuh", "attention_primitives.cuh", "delta_gates.cuh", "delta_step.cuh"),
     structures=(("DeltaStep", _DeltaStep),),
 )
@@ -57,7 +58,7 @@ SOURCE = nvrtc.KernelSource(
 def columns_of_a_block(num_heads: int, num_key_heads: int, head_dim: int) -> int:
     """Return the state columns of a block. 0: the heads do not fit a cluster."""
     each = num_heads // num_key_heads * head_dim
-    return next((columns for columns in _COLUMNS if each // columns <= MOST_BLOCKS), 0)
+    return next((columns for columns in COLUMNS if each // columns <= MOST_BLOCKS), 0)
 
 
 def delta_step(
@@ -81,32 +82,59 @@ def delta_step(
     state were complete before any kernel that may still run was launched. ``streams``: no cache is
     to keep the state; None: where that is faster. Bits are the same.
     """
+    common, at, suffix = launch_of(
+        out,
+        inputs,
+        z,
+        norm,
+        weight=weight,
+        window=window,
+        state=state,
+        positions=positions,
+        slots=slots,
+    )
+    streams = len(out) <= _STREAMED_ROWS if streams is None else streams
+    arguments = _DeltaStep(**common, early=early, streams=streams)
+    nvrtc.launch(SOURCE, f"delta_step_{suffix}", at=at, arguments=arguments)
+
+
+def launch_of(
+    out: Tensor,
+    inputs: DeltaInputs,
+    z: Tensor,
+    norm: tuple[Tensor, float],
+    *,
+    weight: Tensor,
+    window: Tensor,
+    state: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+) -> tuple[dict[str, Any], nvrtc.Launch, str]:
+    """Check operands. Return the fields of both kernels, their launch and the end of their names.
+
+    Both are for a token of each row, or for consecutive tokens of a slot.
+    """
     _check_operands(out, inputs, z, norm[0])
     _check_state(inputs, weight, window, state)
-    _check_rows(len(out), positions, slots)
+    check_rows(len(out), positions, slots)
     heads, key_heads, dim = inputs.num_heads, inputs.num_key_heads, inputs.key_dim
     columns = columns_of_a_block(heads, key_heads, dim)
     num_blocks = heads // key_heads * dim // columns
-    arguments = _DeltaStep(
-        **_places(x=inputs.qkv, weight=weight, window=window, a=inputs.a, b=inputs.b),
-        **_places(a_log=inputs.a_log, dt_bias=inputs.dt_bias, z=z, norm=norm[0], state=state),
-        **_places(out=out, positions=positions, slots=slots),
+    common = {
+        **pointers(x=inputs.qkv, weight=weight, window=window, a=inputs.a, b=inputs.b),
+        **pointers(a_log=inputs.a_log, dt_bias=inputs.dt_bias, z=z, norm=norm[0], state=state),
+        **pointers(out=out, positions=positions, slots=slots),
         **_strides(x=inputs.qkv, a=inputs.a, b=inputs.b, z=z, out=out),
-        num_heads=heads,
-        num_key_heads=key_heads,
-        width=weight.shape[1],
-        early=early,
-        num_blocks=num_blocks,
-        share=-(-2 * dim // (4 * num_blocks)) * 4,
-        streams=len(out) <= _STREAMED_ROWS if streams is None else streams,
-        eps=norm[1],
-    )
+        **{"num_heads": heads, "num_key_heads": key_heads, "width": weight.shape[1]},
+        **{"num_blocks": num_blocks, "share": -(-2 * dim // (4 * num_blocks)) * 4, "eps": norm[1]},
+    }
     blocks = key_heads * num_blocks, len(out), 1
     at = nvrtc.Launch(blocks, 4 * columns, cluster=(num_blocks, 1, 1))
-    nvrtc.launch(SOURCE, f"delta_step_{dim}_{columns}", at=at, arguments=arguments)
+    return common, at, f"{dim}_{columns}"
 
 
-def _places(**tensors: Tensor) -> dict[str, int]:
+def pointers(**tensors: Tensor) -> dict[str, int]:
+    """Return addresses by field name."""
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
@@ -125,7 +153,8 @@ def _check_operands(out: Tensor, inputs: DeltaInputs, z: Tensor, norm: Tensor) -
     assert out.stride(0) % 4 == 0 and out.data_ptr() % 8 == 0
 
 
-def _check_rows(num_rows: int, *of_rows: Tensor) -> None:
+def check_rows(num_rows: int, *of_rows: Tensor) -> None:
+    """Check integers by row."""
     assert all(each.dtype == torch.int64 and each.shape == (num_rows,) for each in of_rows)
     assert all(each.is_contiguous() for each in of_rows)
 
