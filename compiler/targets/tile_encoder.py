@@ -22,6 +22,17 @@ _ROW_MULTIPLE = 8
 """Multiple for the padded row count per tile."""
 
 
+def padding_rows(num_tiles: int, max_tiles: int, num_rows: int) -> npt.NDArray[np.bool_]:
+    """Return the padding rows of an image with ``num_tiles`` used tiles, ``[tiles x rows]``.
+
+    ``num_rows``: patches of a tile and one. The tower's rows of a tile are a multiple of eight.
+    """
+    padded = -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    is_padding = np.ones((max_tiles, padded), np.bool_)
+    is_padding[:num_tiles, :num_rows] = False
+    return is_padding.reshape(-1)
+
+
 class TileEncoderSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Tower facts outside its graph.
 
@@ -57,10 +68,8 @@ class TileEncoder:
         tiled = tiles_of(canvas, self.settings.processor)
         patches = patches_of(tiled.pixels, self.settings.processor.patch_size)
         rows = patches.shape[1] + 1
-        padded = -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
-        is_padding = np.ones((len(patches), padded), np.bool_)
-        is_padding[: tiled.num_tiles, :rows] = False
-        result = self._tower(patches, np.array([tiled.aspect_id]), is_padding.reshape(-1))
+        is_padding = padding_rows(tiled.num_tiles, len(patches), rows)
+        result = self._tower(patches, np.array([tiled.aspect_id]), is_padding)
         return self._rounded(result[: tiled.num_tiles * rows])
 
     def _rounded(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

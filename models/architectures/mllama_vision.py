@@ -267,10 +267,3 @@ class TileTower(nn.Module):
     def constants(self, max_context: int | None = None) -> dict[str, Tensor]:
         """Return no constants."""
         return {}
-
-
-def padding_rows(config: TileTowerConfig, num_tiles: int) -> Tensor:
-    """Return the padding rows for an image with ``num_tiles`` used tiles."""
-    is_padding = torch.ones(config.max_tiles, config.num_padded_rows, dtype=torch.bool)
-    is_padding[:num_tiles, : config.num_rows] = False
-    return is_padding.flatten()

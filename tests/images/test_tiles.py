@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from transformers.models.mllama import image_processing_pil_mllama as theirs
 
-from tilewright.images.tiles import TileSettings, choose_canvas, fit_size, tile_image
+from tilewright.images.tiles import TileSettings, choose_canvas, draw_canvas, fit_size, tiles_of
 
 SETTINGS = TileSettings(
     image_token=0,
@@ -60,7 +60,7 @@ def _check(image: Image.Image) -> None:
         image_mean=SETTINGS.mean,
         image_std=SETTINGS.std,
     )(image, return_tensors="np")
-    tiled = tile_image(image, SETTINGS)
+    tiled = tiles_of(draw_canvas(image, SETTINGS, max_tiles=SETTINGS.max_tiles), SETTINGS)
     np.testing.assert_allclose(tiled.pixels, expected["pixel_values"][0, 0], atol=1e-6, rtol=0)
     assert tiled.aspect_id == expected["aspect_ratio_ids"][0, 0]
     assert tiled.num_tiles == expected["num_tiles"][0][0]

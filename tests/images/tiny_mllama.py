@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from tests.images.tiny_vl import save_folder
 
 GATE = 0.7
 """transformers has gates of 0, which hide all images."""
@@ -23,8 +23,11 @@ _TEMPLATE = (
 )
 
 
-def tiny_mllama() -> Any:
-    """transformers' model. It keeps the outputs of layers 0 and 2: the inputs of 1 and 3."""
+def tiny_mllama(*, std: float = 0.15, image_id: int = IMAGE_ID, **text: Any) -> Any:
+    """transformers' model. It keeps the outputs of layers 0 and 2: the inputs of 1 and 3.
+
+    ``text``: changes of the text model's configuration.
+    """
     torch.manual_seed(0)
     config = transformers.MllamaConfig(
         vision_config={
@@ -38,15 +41,15 @@ def tiny_mllama() -> Any:
             **{"cross_attention_layers": [1, 3], "max_position_embeddings": 256},
             **{"bos_token_id": 257, "eos_token_id": 256, "pad_token_id": 258},
             **{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-            **{"tie_word_embeddings": False},
+            **{"tie_word_embeddings": False, **text},
         },
-        image_token_index=IMAGE_ID,
+        image_token_index=image_id,
         attn_implementation="eager",
     )
     model: Any = transformers.MllamaForConditionalGeneration(config).eval()
     for name, weight in model.named_parameters():
         with torch.no_grad():
-            weight.normal_(1.0 if "norm" in name and "weight" in name else 0.0, 0.15)
+            weight.normal_(1.0 if "norm" in name and "weight" in name else 0.0, std)
             if "gate" in name.split(".")[-1]:
                 weight.fill_(GATE)
     return model
@@ -54,23 +57,10 @@ def tiny_mllama() -> Any:
 
 def save_mllama(model: Any, folder: Path) -> Path:
     """Write config, weights, processor, tokenizer and template."""
-    folder.mkdir()
     config = json.loads(model.config.to_json_string(use_diff=False))
     config["vision_config"]["intermediate_layers_indices"] = [1, 3]
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: weight.detach().contiguous() for name, weight in model.named_parameters()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     processor = {
         **{"size": {"height": 28, "width": 28}, "max_image_tiles": 4, "resample": 2},
         **{"image_mean": MEAN, "image_std": STD},
     }
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in _SPECIAL])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|end|>", "chat_template": _TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return save_folder(folder, model, config, processor, _SPECIAL, _TEMPLATE)

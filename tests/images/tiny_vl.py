@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,23 +56,34 @@ def tiny_vl(std: float = 0.2) -> Any:
 
 def save_vl(model: Any, folder: Path) -> Path:
     """Write config, weights, processor, tokenizer and template."""
-    folder.mkdir()
-    config = model.config.to_dict()
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: weight.detach().contiguous() for name, weight in model.named_parameters()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     processor = {
         **{"size": SIZE, "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2},
         **{"image_mean": [0.5] * 3, "image_std": [0.5, 0.4, 0.6]},
     }
+    return save_folder(folder, model, model.config.to_dict(), processor, _SPECIAL, _TEMPLATE)
+
+
+def save_folder(
+    folder: Path,
+    model: Any,
+    config: dict[str, Any],
+    processor: dict[str, Any],
+    special: Sequence[str],
+    template: str,
+) -> Path:
+    """Write a folder with a tokenizer of bytes and the ``special`` tokens."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: weight.detach().contiguous() for name, weight in model.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in _SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in special])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|end|>", "chat_template": _TEMPLATE}
+    settings = {"eos_token": "<|end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 

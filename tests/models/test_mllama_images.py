@@ -6,26 +6,27 @@ the first image. Both are corrected here: the model is trained with Meta's code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
+from tests.images.tiny_mllama import tiny_mllama
 from tests.tiny import FakeCheckpoint, precision_of, random_tokens, tiny_config
 from tilewright.compiler.driver import lower_model, weight_source
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.reference_tower import STAGES, compile_tower
+from tilewright.compiler.targets.tile_encoder import padding_rows
 from tilewright.compiler.tracer import grouped_modules
 from tilewright.images.tiles import arrangements
-from tilewright.images.visible import visible_images, visible_rows
+from tilewright.images.visible import VisibleSpan, visible_images
 from tilewright.models.architectures.mllama_cross import ImageEncoderModel, ImageTextForCausalLM
-from tilewright.models.architectures.mllama_vision import TileTower, TileTowerConfig, padding_rows
+from tilewright.models.architectures.mllama_vision import TileTower, TileTowerConfig
 
-GATE = 0.7
 IMAGE = 96
 SIZES: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_layers": 4},
@@ -39,28 +40,9 @@ ASPECTS = {"1x1": (1, 1), "1x2": (1, 2), "2x2": (2, 2), "4x1": (4, 1)}
 @pytest.fixture(scope="module")
 def pair() -> SimpleNamespace:
     """transformers' tiny model, and ours with its tensors."""
-    torch.manual_seed(0)
-    config = transformers.MllamaConfig(
-        vision_config={
-            **{"hidden_size": 32, "attention_heads": 4, "intermediate_size": 64, "patch_size": 14},
-            **{"num_hidden_layers": 4, "num_global_layers": 2, "image_size": 28, "num_channels": 3},
-            **{"intermediate_layers_indices": [0, 2], "vision_output_dim": 96, "norm_eps": 1e-5},
-        },
-        text_config={
-            **{"vocab_size": 96, "hidden_size": 48, "intermediate_size": 64, "pad_token_id": 0},
-            **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
-            **{"cross_attention_layers": [1, 3], "bos_token_id": 1, "eos_token_id": 2},
-            **{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
-        },
-        image_token_index=IMAGE,
-        attn_implementation="eager",
+    theirs = tiny_mllama(
+        std=0.1, image_id=IMAGE, vocab_size=96, bos_token_id=1, eos_token_id=2, pad_token_id=0
     )
-    theirs: Any = transformers.MllamaForConditionalGeneration(config).eval()
-    for name, weight in theirs.named_parameters():
-        with torch.no_grad():
-            weight.normal_(1.0 if "norm" in name and "weight" in name else 0.0, 0.1)
-            if "gate" in name.split(".")[-1]:
-                weight.fill_(GATE)
     return SimpleNamespace(theirs=theirs, **_ours(theirs.state_dict()))
 
 
@@ -111,8 +93,9 @@ def _image(aspect: tuple[int, int], seed: int) -> SimpleNamespace:
 
 
 def _tower_inputs(image: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
-    is_padding = padding_rows(TOWER, image.num_tiles)
-    return _patches(image.pixels), torch.tensor([image.aspect_id]), is_padding
+    is_padding = padding_rows(image.num_tiles, TOWER.max_tiles, TOWER.num_rows)
+    aspect = torch.tensor([image.aspect_id])
+    return _patches(image.pixels), aspect, torch.from_numpy(is_padding)
 
 
 @torch.no_grad()
@@ -201,6 +184,26 @@ def _our_logits(pair: SimpleNamespace, tokens: list[int], images: list[Any]) -> 
     positions = torch.arange(len(tokens))
     found: Tensor = pair.model(torch.tensor(tokens), positions, cache, visible)
     return found
+
+
+def visible_rows(
+    spans: Sequence[VisibleSpan], num_rows: Sequence[int], positions: range
+) -> list[tuple[int, int]]:
+    """Return the first visible row and the end per position.
+
+    Args:
+        spans: Result from `visible_images`.
+        num_rows: Row count per image. Images are consecutive.
+        positions: Positions in a chunk, or after the prompt.
+    """
+    starts = [0]
+    for count in num_rows:
+        starts.append(starts[-1] + count)
+    rows = []
+    for position in positions:
+        last = next((span for span in reversed(spans) if span.start <= position), None)
+        rows.append((0, 0) if last is None else (starts[last.first], starts[last.end]))
+    return rows
 
 
 def places_of(tokens: list[int]) -> list[int]:

@@ -26,7 +26,7 @@ from tilewright.compiler.targets.interface.step import (
 )
 from tilewright.compiler.targets.reference_tower import ENCODER_STAGES, compile_tower
 from tilewright.compiler.targets.tile_encoder import TileEncoder, TileEncoderSettings
-from tilewright.images.tiles import TileSettings, draw_canvas, tile_image
+from tilewright.images.tiles import TileSettings, draw_canvas, tiles_of
 from tilewright.images.visible import visible_images
 from tilewright.models.architectures.mllama_cross import ImageEncoderModel, ImageTextForCausalLM
 
@@ -91,7 +91,9 @@ def test_keys_and_values_have_the_format_of_their_group(executable: Any) -> None
 
 
 def _oracle(pair: SimpleNamespace, tokens: list[int], images: list[int]) -> Tensor:
-    tiled = [tile_image(_picture(index), SETTINGS) for index in images]
+    tiled = [
+        tiles_of(draw_canvas(_picture(index), SETTINGS, max_tiles=4), SETTINGS) for index in images
+    ]
     named = [
         SimpleNamespace(
             pixels=torch.from_numpy(each.pixels),

@@ -111,11 +111,6 @@ def fit_size(size: Size, canvas: Size, *, tile_size: int) -> Size:
     return largest[0], min(math.floor(width * scale_height) or 1, largest[1])
 
 
-def tile_image(image: Image, settings: TileSettings) -> TiledImage:
-    """Resize an RGB image, and return its tiles with their arrangement."""
-    return tiles_of(draw_canvas(image, settings, max_tiles=settings.max_tiles), settings)
-
-
 def draw_canvas(image: Image, settings: TileSettings, *, max_tiles: int) -> npt.NDArray[np.uint8]:
     """Return a resized RGB image on its canvas ``[height, width, 3]``."""
     import PIL.Image

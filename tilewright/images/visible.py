@@ -6,7 +6,7 @@ Generated tokens see the last prompt token's images.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -35,23 +35,3 @@ def visible_images(positions: Iterable[int]) -> tuple[VisibleSpan, ...]:
         follows = bool(spans) and spans[-1].start == position - 1
         spans.append(VisibleSpan(position, spans[-1].first if follows else index, index + 1))
     return tuple(spans)
-
-
-def visible_rows(
-    spans: Sequence[VisibleSpan], num_rows: Sequence[int], positions: range
-) -> list[tuple[int, int]]:
-    """Return the first visible row and the end per position.
-
-    Args:
-        spans: Result from `visible_images`.
-        num_rows: Row count per image. Images are consecutive.
-        positions: Positions in a chunk, or after the prompt.
-    """
-    starts = [0]
-    for count in num_rows:
-        starts.append(starts[-1] + count)
-    rows = []
-    for position in positions:
-        last = next((span for span in reversed(spans) if span.start <= position), None)
-        rows.append((0, 0) if last is None else (starts[last.first], starts[last.end]))
-    return rows
