@@ -31,7 +31,7 @@ from tilewright.compiler.targets.cuda.steps import attention as steps_attention
 from tilewright.compiler.targets.cuda.steps import matmul as steps_matmul
 from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.cuda.weights.experts import held_sizes
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.stream import (
     CudaTensorSpec,
     Placed,
@@ -207,9 +207,9 @@ def _placed(wanted: CudaTensorSpec) -> Placed:
     num_experts, rows, columns = held_sizes(wanted.recipe, paired=wanted.is_paired)
     given = wanted.kind, rows, columns
     rest = wanted.is_paired, 1.0, num_experts
-    empty = HeldWeight(*given, torch.empty(0), *rest)
+    empty = PackedWeight(*given, torch.empty(0), *rest)
     data = torch.empty(empty.data_shape, dtype=empty.data_type, device=CUDA)
-    return HeldWeight(*given, data, *rest)
+    return PackedWeight(*given, data, *rest)
 
 
 def steps_of(plan: KernelProgram, *, max_rows: int, max_context: int, **how: Any) -> Steps:

@@ -31,7 +31,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.compiler.targets.cuda.steps import matmul
 from tilewright.compiler.targets.cuda.steps.matmul import Products
 from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopies, DequantizedCopy
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.stream import product_of
 from tilewright.compiler.targets.program.instructions import BufferView, LinearOp
 
@@ -133,9 +133,9 @@ def matmul_of(
         "w", BufferView(1, rows), BufferView(0, columns), recipe, residual=epilogue == "residual",
         swiglu=epilogue == "swiglu", compute=Compute("lofi", "lofi"),
     )  # fmt: skip
-    held = HeldWeight(kind, rows, columns, torch.empty(1, device=META), each.swiglu)
+    held = PackedWeight(kind, rows, columns, torch.empty(1, device=META), each.swiglu)
     data = torch.empty(held.data_shape, dtype=held.data_type, device=META)
-    held = HeldWeight(kind, rows, columns, data, each.swiglu)
+    held = PackedWeight(kind, rows, columns, data, each.swiglu)
     weights: Any = SimpleNamespace(weight_of=lambda each: held, bias_of=lambda each: None)
     made = DequantizedCopies.__new__(DequantizedCopies)
     values = torch.empty(rows, columns, device=META, dtype=torch.bfloat16)

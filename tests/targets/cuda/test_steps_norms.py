@@ -23,7 +23,7 @@ from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT
 from tilewright.compiler.targets.cuda.steps.norms import Norms
 from tilewright.compiler.targets.cuda.steps.plan_readers import norms_before
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.stream import load_weights, vector_of
 from tilewright.compiler.targets.program.instructions import OPERAND, LinearOp, NormOp, TopKRouteOp
 
@@ -51,7 +51,7 @@ def test_one_row_s_norm_is_made_by_the_router(
         assert num_tokens == len(x)
         out.copy_(x * torch.rsqrt(x.square().mean(1, keepdim=True) + eps) * weight)
 
-    def linear(out: Tensor, x: Tensor, held: HeldWeight, **given: Any) -> None:
+    def linear(out: Tensor, x: Tensor, held: PackedWeight, **given: Any) -> None:
         weight, eps = given["norm"]
         rms_norm(given["normed"], x, weight, eps=eps, num_tokens=given["num_tokens"])
         launched[-1] = "product"

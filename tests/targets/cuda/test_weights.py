@@ -19,7 +19,7 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.targets.cuda.memory_budget import weight_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import unpack
 from tilewright.compiler.targets.cuda.weights.stream import (
     Weights,
@@ -137,8 +137,8 @@ def test_a_folder_holds_what_was_read(name: str, axis: str, tmp_path: Path) -> N
     assert again._placed.keys() == expected._placed.keys()
     for wanted, placed in expected._placed.items():
         other = again._placed[wanted]
-        if isinstance(placed, HeldWeight):
-            assert isinstance(other, HeldWeight)
+        if isinstance(placed, PackedWeight):
+            assert isinstance(other, PackedWeight)
             assert (other.kind, other.is_paired) == (placed.kind, placed.is_paired)
             assert torch.equal(other.data, placed.data)
         else:
@@ -255,5 +255,5 @@ def test_a_rank_reads_no_more_than_it_holds(name: str) -> None:
         assert read <= 1.05 * sum(4 * math.prod(recipe.shape) for recipe in recipes)
         for each in wanted_by(plan):
             left, right = (source._placed[each] for source in (whole, parts))
-            pair = [x.data if isinstance(x, HeldWeight) else x for x in (left, right)]
+            pair = [x.data if isinstance(x, PackedWeight) else x for x in (left, right)]
             assert torch.equal(*pair), each.recipe.names[:2]

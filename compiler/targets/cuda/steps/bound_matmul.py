@@ -10,7 +10,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import Ranges
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.kernels.matmul.table import DENSE, SWIGLU
 from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopy
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.program.instructions import LinearOp
 
 
@@ -27,7 +27,7 @@ class BoundMatmul:
     """
 
     each: LinearOp
-    held: HeldWeight
+    held: PackedWeight
     bias: Tensor | None
     norm: tuple[Tensor, float] | None
     codes: DequantizedCopy | None

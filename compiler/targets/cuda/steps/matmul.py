@@ -51,7 +51,7 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopies
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram, LinearOp
 
@@ -198,17 +198,17 @@ class Products:
         """Whether one row's product in a decode step is by the kernels of few rows."""
         return self._bound(each, True).aligned.at(1) == GEMV
 
-    def _is_ours(self, held: HeldWeight) -> bool:
+    def _is_ours(self, held: PackedWeight) -> bool:
         return self._is_native and held.num_columns % 4 == 0
 
-    def _has_one_order(self, held: HeldWeight) -> bool:
+    def _has_one_order(self, held: PackedWeight) -> bool:
         """Whether our kernels take a weight in all decode steps, where they give a row the same
         bits in any number of rows. Bfloat16 of more rows than one launch takes is the library's.
         """
         in_blocks = held.kind != "bf16"
         return self._is_ours(held) and (in_blocks or self._max_rows <= native.most_tokens(held))
 
-    def _is_alone(self, each: LinearOp, held: HeldWeight, num_rows: int) -> bool:
+    def _is_alone(self, each: LinearOp, held: PackedWeight, num_rows: int) -> bool:
         """Whether the kernel behind a product begins when that has ended: where it mixes positions,
         and where that was measured faster on an H200.
         """
@@ -217,7 +217,7 @@ class Products:
         least = tuning()["matmul"]["min_rows_before_mixer"]
         return mixer is not None and num_rows >= least["bf16" if is_late else "blocks"]
 
-    def _way(self, held: HeldWeight, num_rows: int) -> native_wide.BlockTileConfig:
+    def _way(self, held: PackedWeight, num_rows: int) -> native_wide.BlockTileConfig:
         return native_wide.choose_way(held, num_rows, same_bits=self._strict)
 
     def _wide_product(
@@ -225,7 +225,7 @@ class Products:
         each: LinearOp,
         out: Tensor,
         x: Tensor,
-        held: HeldWeight,
+        held: PackedWeight,
         bias: Tensor | None,
         norm: tuple[Tensor, float] | None,
         decodes: bool,
@@ -267,7 +267,7 @@ class Products:
         each: LinearOp,
         out: Tensor,
         x: Tensor,
-        held: HeldWeight,
+        held: PackedWeight,
         bias: Tensor | None,
         norm: tuple[Tensor, float] | None,
         decodes: bool,
@@ -333,7 +333,7 @@ class Products:
         each: LinearOp,
         out: Tensor,
         x: Tensor | native_dense.BlockCodes,
-        held: HeldWeight,
+        held: PackedWeight,
         bias: Tensor | None,
         decodes: bool,
     ) -> None:
@@ -359,7 +359,7 @@ class Products:
         return round_rows(self._norm(x, norm, decodes))
 
     def _library_product(
-        self, each: LinearOp, out: Tensor, x: Tensor, held: HeldWeight, bias: Tensor | None
+        self, each: LinearOp, out: Tensor, x: Tensor, held: PackedWeight, bias: Tensor | None
     ) -> None:
         stride = out.stride(0)
         # With the weight's rows of zeros: the library is slow at odd widths.
@@ -384,7 +384,7 @@ class Products:
         if bias is not None:
             out += bias
 
-    def _dense(self, held: HeldWeight, num_rows: int) -> Tensor:
+    def _dense(self, held: PackedWeight, num_rows: int) -> Tensor:
         """``[num_rows, in]`` in the operands' type; blocks, of all rows, are dequantised into fresh
         memory.
         """

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of
 from tilewright.compiler.targets.program.instructions import KernelProgram, LinearOp, TopKRouteOp
 
@@ -96,7 +96,7 @@ def routed(each: TopKRouteOp, logits: Tensor, positions: Tensor) -> Routing:
 
 
 def routed_with_product(
-    each: TopKRouteOp, logits: Tensor, x: Tensor, held: HeldWeight, positions: Tensor
+    each: TopKRouteOp, logits: Tensor, x: Tensor, held: PackedWeight, positions: Tensor
 ) -> Routing:
     """What router.cu makes of x and a router's weight, whose product is left in ``logits``."""
     routing = _empty(each, logits)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantise
 from tilewright.compiler.targets.cuda.steps.buffers import padded
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI, exact_rows
-from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, PackedWeight
 from tilewright.compiler.targets.cuda.weights.stream import CudaTensorSpec, Weights, product_of
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import KernelProgram, LinearOp
@@ -170,7 +170,7 @@ class DequantizedCopies:
         return None if copy is None or copy.scales is not None else copy.values
 
 
-def _dense(held: HeldWeight) -> Tensor:
+def _dense(held: PackedWeight) -> Tensor:
     """Dequantize a weight as for a single matmul, so that cuBLAS gives the same bits."""
     shape = held.num_rows, padded(held.num_columns)
     values = torch.empty(shape, dtype=torch.bfloat16, device=held.data.device)
@@ -179,7 +179,7 @@ def _dense(held: HeldWeight) -> Tensor:
     return values
 
 
-def _codes(held: HeldWeight) -> DequantizedCopy | None:
+def _codes(held: PackedWeight) -> DequantizedCopy | None:
     """Return the e4m3 copy, or None if inexact. Rows are converted in parts: scratch is 12 bytes a
     value.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewright.compiler.ir.recipe import ReadsParts, WeightRecipe, cut, load_dense
 from tilewright.compiler.targets.cuda.numerics import format_values
-from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import GROUP, hold, scale_of
 
 _TOGETHER = 1 << 24
@@ -37,7 +37,7 @@ def place_experts(
     *,
     paired: bool,
     check: Callable[[Tensor, float, Sequence[str]], None],
-) -> HeldWeight:
+) -> PackedWeight:
     """Pack a recipe's expert weights ``[E, out, in]`` on a device.
 
     Args:
@@ -67,7 +67,7 @@ def place_experts(
         part = hold(_below_one_another(dense, paired), kind, paired=False, scale=scale).data
         if held is None:
             data = part.new_empty((len(part) // len(dense) * num_experts, *part.shape[1:]))
-            held = HeldWeight(kind, num_rows, num_columns, data, paired, scale, num_experts)
+            held = PackedWeight(kind, num_rows, num_columns, data, paired, scale, num_experts)
         rows = len(held.data) // num_experts
         held.data[first * rows : last * rows] = part
         first = last

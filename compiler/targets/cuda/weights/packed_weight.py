@@ -48,7 +48,7 @@ has a ``scale``. Blocks of zeros and padding store the exponent 64.
 
 
 @dataclass(frozen=True, slots=True)
-class HeldWeight:
+class PackedWeight:
     """A packed weight ``[num_rows, num_columns]``, or one for each expert, in separate tiles.
 
     Attributes:
@@ -94,6 +94,3 @@ class HeldWeight:
     @property
     def num_column_tiles(self) -> int:
         return -(-self.num_columns // TILE_COLUMNS)
-
-
-PackedWeight = HeldWeight

@@ -17,7 +17,7 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import (
     TILE_BYTES,
     TILE_COLUMNS,
     TILE_ROWS,
-    HeldWeight,
+    PackedWeight,
 )
 from tilewright.errors import CompileError, allowed
 
@@ -30,7 +30,7 @@ _CHUNK_ELEMENTS = 1 << 26  # elements packed at a time; scratch is about 20 byte
 _PER_LANE = 4  # exponents
 
 
-def hold(dense: Tensor, kind: str, *, paired: bool, scale: float | None = None) -> HeldWeight:
+def hold(dense: Tensor, kind: str, *, paired: bool, scale: float | None = None) -> PackedWeight:
     """Pack ``dense [out, in]`` (floating point) in a storage format, on the same device.
 
     Args:
@@ -61,7 +61,7 @@ def hold(dense: Tensor, kind: str, *, paired: bool, scale: float | None = None) 
             data[first * TILE_ROWS :][: rows.shape[0], :num_columns] = rows
         else:
             data[first:last] = _tiles(rows.float() / scale, kind)
-    return HeldWeight(kind, num_rows, num_columns, data, is_paired=paired, scale=scale)
+    return PackedWeight(kind, num_rows, num_columns, data, is_paired=paired, scale=scale)
 
 
 def fits(dense: Tensor, kind: str, *, scale: float | None = None) -> bool:
@@ -83,7 +83,7 @@ def fits(dense: Tensor, kind: str, *, scale: float | None = None) -> bool:
     return _stray_exponent(exponents, kind) is None
 
 
-def unpack(weight: HeldWeight) -> Tensor:
+def unpack(weight: PackedWeight) -> Tensor:
     """Return the values as float32 ``[num_rows, num_columns]``, in packed row order.
 
     Experts are concatenated along the rows.

@@ -18,7 +18,7 @@ from tilewright.compiler.targets.cuda.numerics import TABLES, format_values, hel
 from tilewright.compiler.targets.cuda.weights.coded import pack_coded
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.experts import held_sizes, on_device, place_experts
-from tilewright.compiler.targets.cuda.weights.packed_weight import EXPONENTS, HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import EXPONENTS, PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import GROUP, fits, hold
 from tilewright.compiler.targets.host.tensor_files import save_tensors
 from tilewright.compiler.targets.interface.base import Progress
@@ -109,7 +109,7 @@ def _wanted(plan: KernelProgram) -> Iterator[CudaTensorSpec]:
                 yield vector_of(instruction.bias, is_paired=instruction.swiglu)
 
 
-Placed = HeldWeight | Tensor
+Placed = PackedWeight | Tensor
 
 
 class Weights:
@@ -117,13 +117,13 @@ class Weights:
 
     def __init__(self, placed: dict[CudaTensorSpec, Placed]) -> None:
         self._placed = placed
-        self._by_instruction: dict[int, tuple[object, HeldWeight]] = {}
+        self._by_instruction: dict[int, tuple[object, PackedWeight]] = {}
         self._by_recipe: dict[int, tuple[WeightRecipe, Tensor]] = {}
 
-    def held(self, wanted: CudaTensorSpec) -> HeldWeight:
+    def held(self, wanted: CudaTensorSpec) -> PackedWeight:
         """Return a packed weight or table."""
         found = self._placed[wanted]
-        assert isinstance(found, HeldWeight)
+        assert isinstance(found, PackedWeight)
         return found
 
     def vector(self, wanted: CudaTensorSpec) -> Tensor:
@@ -142,7 +142,7 @@ class Weights:
             found = self._by_recipe[id(product.bias)] = product.bias, bias
         return found[1]
 
-    def weight_of(self, each: LinearOp | ExpertLinearOp | ExpertSum | EmbedOp) -> HeldWeight:
+    def weight_of(self, each: LinearOp | ExpertLinearOp | ExpertSum | EmbedOp) -> PackedWeight:
         """Return the weight of an instruction. Only the first call hashes its recipe."""
         found = self._by_instruction.get(id(each))
         if found is None or found[0] is not each:
@@ -161,7 +161,7 @@ class Weights:
     def num_bytes(self) -> int:
         """Size on the device in bytes. A table shared with the LM head counts once."""
         tensors = [
-            each.data if isinstance(each, HeldWeight) else each for each in self._placed.values()
+            each.data if isinstance(each, PackedWeight) else each for each in self._placed.values()
         ]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
@@ -240,7 +240,7 @@ def write_weights(
 
 def _tensors(placed: Placed) -> dict[str, Tensor]:
     """Return the file contents of a tensor."""
-    if isinstance(placed, HeldWeight):
+    if isinstance(placed, PackedWeight):
         return {_DATA: placed.data.contiguous(), _SCALE: torch.tensor(placed.scale)}
     return {_DATA: placed.contiguous(), _SCALE: torch.tensor(1.0)}
 
@@ -276,7 +276,7 @@ def _as_placed(wanted: CudaTensorSpec, data: Tensor, scale: float, path: Path) -
             raise CheckpointError(f"{path}: not a weight of this program; compile it again")
         return data
     num_experts, rows, columns = held_sizes(wanted.recipe, paired=wanted.is_paired)
-    held = HeldWeight(wanted.kind, rows, columns, data, wanted.is_paired, scale, num_experts)
+    held = PackedWeight(wanted.kind, rows, columns, data, wanted.is_paired, scale, num_experts)
     is_power = scale > 0 and math.frexp(scale)[0] == 0.5
     if tuple(data.shape) != held.data_shape or data.dtype != held.data_type or not is_power:
         raise CheckpointError(f"{path}: not a weight of this program; compile it again")

@@ -50,7 +50,7 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 HALF = torch.float16
 SIZES = {
@@ -285,7 +285,7 @@ def test_room_and_tiles_are_the_cuda_targets(num_rows: int) -> None:
     engine = object.__new__(NativeExperts)
     engine.settings = exact
     unused: Any = None
-    held = HeldWeight("bf16", 2048, 512, unused, num_experts=256)
+    held = PackedWeight("bf16", 2048, 512, unused, num_experts=256)
     for depth in (3, 4):
         given: dict[str, Any] = {"num_tokens": num_rows, "top_k": 8, "depth": depth}
         expected = native_experts._room(held, is_sum=True, **given)

@@ -13,7 +13,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_ro
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_triton import linear
 from tilewright.compiler.targets.cuda.weights.coded import pack_coded, unpack_coded
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 KINDS = list(CODED_TILES)
 
@@ -45,7 +45,7 @@ class File:
     def stored(self, name: str, first: int, last: int) -> torch.Tensor:
         return self.data[first:last]
 
-    def place(self, device: torch.device, *, paired: bool = False) -> HeldWeight:
+    def place(self, device: torch.device, *, paired: bool = False) -> PackedWeight:
         recipe = WeightRecipe((Segment("w", self.shape[0]),), self.shape)
         return pack_coded(recipe.as_stored(self.format.name), self, device, paired=paired)
 

@@ -16,7 +16,7 @@ from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
 )
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups, group
 from tilewright.compiler.targets.cuda.weights.experts import place_experts
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import unpack
 
 NAN = float("nan")
@@ -36,7 +36,7 @@ TILINGS = (
 
 def weight(
     kind: str, size: tuple[int, int], device: torch.device, *, paired: bool = False
-) -> HeldWeight:
+) -> PackedWeight:
     shape = (NUM_EXPERTS, *size)
     dense = torch.randn(shape, device=device) / size[1] ** 0.5
     recipe = WeightRecipe((Segment("w", NUM_EXPERTS * size[0]),), shape, kind)
@@ -60,12 +60,12 @@ def grouped(experts: torch.Tensor, tile_size: int) -> Groups:
     return groups
 
 
-def values(held: HeldWeight) -> torch.Tensor:
+def values(held: PackedWeight) -> torch.Tensor:
     """float64 ``[E, rows, columns]``."""
     return unpack(held).double().view(NUM_EXPERTS, held.num_rows, -1)
 
 
-def expected(x_TKC: torch.Tensor, held: HeldWeight, experts: torch.Tensor) -> torch.Tensor:
+def expected(x_TKC: torch.Tensor, held: PackedWeight, experts: torch.Tensor) -> torch.Tensor:
     """float64 ``[T, K, rows]``; of padding NaN."""
     chosen = values(held)[experts.clamp(min=0).long()]
     y = torch.einsum("tkc,tkrc->tkr", x_TKC.double(), chosen)

@@ -10,7 +10,7 @@ import torch
 
 from tests.grids import grid
 from tilewright.compiler.targets.cuda.kernels.matmul.linear_triton import linear
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
 
 NAN = float("nan")
@@ -19,7 +19,7 @@ KINDS = ["bf16", "bfp8", "bfp4"]
 
 def weight(
     kind: str, size: tuple[int, int], device: torch.device, *, paired: bool = False
-) -> HeldWeight:
+) -> PackedWeight:
     dense = torch.randn(size, device=device) / size[1] ** 0.5
     return hold(dense, kind, paired=paired)
 
@@ -39,7 +39,7 @@ def poisoned(
     return around[:, : size[1]], around
 
 
-def expected(x: torch.Tensor, held: HeldWeight) -> torch.Tensor:
+def expected(x: torch.Tensor, held: PackedWeight) -> torch.Tensor:
     """The product in float64."""
     return x[:, : held.num_columns].double() @ unpack(held).double().T
 

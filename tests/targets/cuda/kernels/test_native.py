@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
 
 KINDS = ["bf16", "bfp8", "bfp4"]
 BATCHES = [1, 2, 5, 8, 13, 16, 30, 33, 64]
 
 
-def batches(held: HeldWeight) -> list[int]:
+def batches(held: PackedWeight) -> list[int]:
     return [count for count in BATCHES if count <= native.most_tokens(held)]
 
 
@@ -31,9 +31,9 @@ SOURCE = Path(native.__file__).with_name("linear.cu")
 NAN = float("nan")
 
 
-def shaped(kind: str, num_rows: int, num_columns: int) -> HeldWeight:
+def shaped(kind: str, num_rows: int, num_columns: int) -> PackedWeight:
     """A weight of a shape, without one."""
-    return HeldWeight(kind, num_rows, num_columns, torch.empty(0))
+    return PackedWeight(kind, num_rows, num_columns, torch.empty(0))
 
 
 any_weight = st.builds(
@@ -42,7 +42,7 @@ any_weight = st.builds(
 
 
 @given(held=any_weight, num_tokens=st.integers(2, 64))
-def test_a_grid_is_a_kernel_that_fits(held: HeldWeight, num_tokens: int) -> None:
+def test_a_grid_is_a_kernel_that_fits(held: PackedWeight, num_tokens: int) -> None:
     num_tokens = min(num_tokens, native.most_tokens(held))
     grid = native.choose_grid(held, num_tokens)
     groups = next(count for count in (1, 2, 4, 8) if num_tokens <= 8 * count)
@@ -52,7 +52,7 @@ def test_a_grid_is_a_kernel_that_fits(held: HeldWeight, num_tokens: int) -> None
 
 
 @given(held=any_weight, num_tokens=st.integers(1, 16))
-def test_a_walk_is_a_kernel_that_fits(held: HeldWeight, num_tokens: int) -> None:
+def test_a_walk_is_a_kernel_that_fits(held: PackedWeight, num_tokens: int) -> None:
     walk = native.choose_walk(held, num_tokens)
     if walk is None:
         assert num_tokens > 1
@@ -94,9 +94,9 @@ def test_every_kernel_has_a_product(kind: str) -> None:
         (shaped("bfp4", 28672, 4096), native.Walk(3, 2)),
         (shaped("bfp4", 16384, 2048), native.Walk(3, 2)),
     ],
-    ids=lambda each: f"{each.kind} {each.num_rows}" if isinstance(each, HeldWeight) else "",
+    ids=lambda each: f"{each.kind} {each.num_rows}" if isinstance(each, PackedWeight) else "",
 )
-def test_walks_of_usual_shapes(held: HeldWeight, walk: native.Walk) -> None:
+def test_walks_of_usual_shapes(held: PackedWeight, walk: native.Walk) -> None:
     assert native.choose_walk(held) == walk
 
 
@@ -115,12 +115,14 @@ def test_walks_of_usual_shapes(held: HeldWeight, walk: native.Walk) -> None:
         (shaped("bf16", 12352, 2048), 17, None),
     ],
 )
-def test_walks_of_some_tokens(held: HeldWeight, num_tokens: int, walk: native.Walk | None) -> None:
+def test_walks_of_some_tokens(
+    held: PackedWeight, num_tokens: int, walk: native.Walk | None
+) -> None:
     assert native.choose_walk(held, num_tokens) == walk
 
 
 @given(held=any_weight)
-def test_slices_depend_on_the_weight_alone(held: HeldWeight) -> None:
+def test_slices_depend_on_the_weight_alone(held: PackedWeight) -> None:
     assert native.num_slices(held) == (1 if held.num_rows > 1023 * 16 else 8)
 
 
@@ -189,12 +191,12 @@ def gpu(device: torch.device) -> torch.device:
     return gpu_of(device, native.source())
 
 
-def weight(kind: str, size: tuple[int, int], gpu: torch.device, *, paired: bool) -> HeldWeight:
+def weight(kind: str, size: tuple[int, int], gpu: torch.device, *, paired: bool) -> PackedWeight:
     dense = torch.randn(size, device=gpu) / size[1] ** 0.5
     return hold(dense, kind, paired=paired)
 
 
-def tokens(held: HeldWeight, gpu: torch.device) -> torch.Tensor:
+def tokens(held: PackedWeight, gpu: torch.device) -> torch.Tensor:
     """bfloat16 ``[64, whole tiles]``, zero behind the columns."""
     x = torch.zeros(64, held.num_column_tiles * 128, dtype=torch.bfloat16, device=gpu)
     x[:, : held.num_columns] = torch.randn(64, held.num_columns, device=gpu)

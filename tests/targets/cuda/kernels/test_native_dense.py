@@ -23,7 +23,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul import e4m3
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul.dense import BlockCodes, DenseTileConfig
 from tilewright.compiler.targets.cuda.weights.e4m3 import exact_rows, values
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import unpack
 
 SIZES = [
@@ -182,7 +182,7 @@ def gpu(device: torch.device) -> torch.device:
     return gpu_of(device, native_dense.SOURCE)
 
 
-def ways_of(kind: str, held: HeldWeight, count: int) -> list[DenseTileConfig]:
+def ways_of(kind: str, held: PackedWeight, count: int) -> list[DenseTileConfig]:
     """All that there are kernels for, with as many slices as fit."""
     found = []
     chunks = -(-2 * held.num_columns // 128)
@@ -253,7 +253,7 @@ def codes_of(size: tuple[int, int], count: int, gpu: torch.device, octaves: int 
 @pytest.mark.parametrize("size", [(48, 1040), (200, 96), (35, 2048), (34000, 128)])
 def test_products_of_codes(size: tuple[int, int], gpu: torch.device) -> None:
     """Within what the matrix unit may lose, in every way, with one turn of blocks and with more."""
-    held = HeldWeight("bfp4", *size, torch.empty(0, device=gpu))
+    held = PackedWeight("bfp4", *size, torch.empty(0, device=gpu))
     for count in (17, 33, 64):
         codes, bias = codes_of(size, count, gpu), torch.randn(size[0], device=gpu)
         x, dense = values(codes.x, codes.token_scales), values(codes.weight, codes.row_scales)

@@ -17,7 +17,7 @@ from tilewright.compiler.targets.cuda.kernels.experts.experts import PRODUCTS, S
 from tilewright.compiler.targets.cuda.kernels.experts.route import TILE_PAIRS, Tiles
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import most_tiles
 from tilewright.compiler.targets.cuda.weights.experts import place_experts
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
 
 NAN = float("nan")
@@ -27,7 +27,7 @@ KINDS = ["bf16", "bfp8", "bfp4"]
 
 def weight(
     kind: str, shape: tuple[int, int, int], device: torch.device, *, paired: bool = False
-) -> HeldWeight:
+) -> PackedWeight:
     dense = torch.randn(shape, device=device) / shape[2] ** 0.5
     recipe = WeightRecipe((Segment("w", shape[0] * shape[1]),), shape, kind)
     return place_experts(
@@ -101,7 +101,7 @@ def test_there_is_room_for_every_tile(data: st.DataObject) -> None:
 def test_what_it_takes(
     shape: tuple[int, int, int], num_tokens: int, top_k: int, is_taken: bool
 ) -> None:
-    held = HeldWeight("bf16", *shape[1:], torch.empty(0), num_experts=shape[0])
+    held = PackedWeight("bf16", *shape[1:], torch.empty(0), num_experts=shape[0])
     found = native_experts.takes(held, num_tokens=num_tokens, top_k=top_k, is_sum=True)
     assert found == is_taken
 
@@ -115,7 +115,7 @@ def test_every_kernel_is_asked_for() -> None:
 def test_products_always_have_room() -> None:
     """Sums may not: they have fewer steps in flight then"""
     for kind in KINDS:
-        held = HeldWeight(kind, 2048, 512, torch.empty(0), num_experts=512)
+        held = PackedWeight(kind, 2048, 512, torch.empty(0), num_experts=512)
         assert native_experts.takes(held, num_tokens=64, top_k=32, is_sum=False)
 
 
@@ -162,7 +162,7 @@ def test_ranks_experts_are_all_together(num_tokens: int, first: int) -> None:
         assert torch.equal(step.weights, torch.where(is_own, whole.weights, 0.0))
         check_tiles(step.tiles, step.experts)
         rows = held.data.view(10, -1, held.data.shape[1])[low:high].flatten(0, 1)
-        part = HeldWeight("bf16", 48, 256, rows, num_experts=high - low)
+        part = PackedWeight("bf16", 48, 256, rows, num_experts=high - low)
         native_experts.expert_sum(total, x, part, step.tiles, step.weights, residual=True)
     torch.testing.assert_close(total, sums, rtol=1e-5, atol=1e-5)
 

@@ -16,12 +16,12 @@ from tilewright.compiler.targets.cuda.kernels.experts import experts_few as few_
 from tilewright.compiler.targets.cuda.kernels.experts.experts import Shared
 from tilewright.compiler.targets.cuda.kernels.experts.route import Tiles, TopKParams
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import hold
 
 
-def empty(kind: str, rows: int, columns: int, num_experts: int = 1) -> HeldWeight:
-    return HeldWeight(kind, rows, columns, torch.empty(0), num_experts=num_experts)
+def empty(kind: str, rows: int, columns: int, num_experts: int = 1) -> PackedWeight:
+    return PackedWeight(kind, rows, columns, torch.empty(0), num_experts=num_experts)
 
 
 def test_the_kernels_that_are_taken_are_made() -> None:
@@ -48,7 +48,7 @@ def test_a_block_of_one_token_s_sum_fits_beside_one_of_the_product(kind: str) ->
 
 
 def test_what_few_tokens_kernels_take() -> None:
-    def depth(held: HeldWeight, shared: HeldWeight | None, num_tokens: int, top_k: int) -> int:
+    def depth(held: PackedWeight, shared: PackedWeight | None, num_tokens: int, top_k: int) -> int:
         sizes = {"num_tokens": num_tokens, "top_k": top_k}
         return few_experts.depth_of(held, shared, **sizes, is_sum=False)
 

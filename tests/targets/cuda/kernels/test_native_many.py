@@ -13,7 +13,7 @@ from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul.dense_many import SwiGLUTileConfig
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
 
 H200 = 132
@@ -85,7 +85,7 @@ def gpu(device: torch.device) -> torch.device:
     return gpu_of(device, native_many.SOURCE)
 
 
-def check(x: Tensor, held: HeldWeight, rows: Tensor, way: SwiGLUTileConfig, bias: Tensor) -> None:
+def check(x: Tensor, held: PackedWeight, rows: Tensor, way: SwiGLUTileConfig, bias: Tensor) -> None:
     """Against float64; nothing else is written; the same again, bit by bit."""
     width, count = held.num_rows // 2, len(x)
     want = swiglu_of(x, unpack(held), bias)

@@ -11,7 +11,7 @@ from tests.targets.cuda.kernels.test_native import check_headers, shaped
 from tests.targets.cuda.kernels.test_native_experts import Step
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.experts.route import Tiles
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import hold
 
 CUDA = torch.device("cuda")
@@ -29,7 +29,7 @@ NAN = float("nan")
         (shaped("bfp8", 257, 2048), 256, False),
     ],
 )
-def test_what_it_takes(held: HeldWeight, num_experts: int, is_taken: bool) -> None:
+def test_what_it_takes(held: PackedWeight, num_experts: int, is_taken: bool) -> None:
     assert native_router.takes(held, num_experts) == is_taken
 
 

@@ -39,7 +39,7 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
     TILE_COLUMNS,
     TILE_ROWS,
-    HeldWeight,
+    PackedWeight,
 )
 
 _DEPTHS = {kind: tuple(each) for kind, each in tuning()["experts"]["depths"].items()}
@@ -100,7 +100,7 @@ FEW = nvrtc.KernelSource(
 )
 
 
-def takes(held: HeldWeight, *, num_tokens: int, top_k: int, is_sum: bool) -> bool:
+def takes(held: PackedWeight, *, num_tokens: int, top_k: int, is_sum: bool) -> bool:
     """Return whether the kernels support these experts and this number of tokens."""
     if num_tokens > MAX_TOKENS or top_k > MAX_CHOSEN or held.num_experts > MAX_EXPERTS:
         return False
@@ -110,13 +110,13 @@ def takes(held: HeldWeight, *, num_tokens: int, top_k: int, is_sum: bool) -> boo
     return _room(held, num_tokens, top_k, is_sum=is_sum, depth=depth) <= MOST_SHARED
 
 
-def takes_shared(shared: HeldWeight, held: HeldWeight) -> bool:
+def takes_shared(shared: PackedWeight, held: PackedWeight) -> bool:
     """Return whether the weight of a shared expert can run in the same launch."""
     is_alike = shared.kind == held.kind and shared.is_paired == held.is_paired
     return is_alike and shared.num_columns % TILE_COLUMNS == 0
 
 
-def _room(held: HeldWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth: int) -> int:
+def _room(held: PackedWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth: int) -> int:
     """Return a block's shared memory in bytes."""
     num_pairs = num_tokens * top_k
     ring = (_SUM_WARPS if is_sum else _WARPS) * depth * (STEP_BYTES[held.kind] + _X_BYTES)
@@ -136,14 +136,14 @@ class Shared:
     """
 
     x: Tensor
-    held: HeldWeight
+    held: PackedWeight
     out: Tensor | None = None
 
 
 def expert_linear(
     out: Tensor,
     x: Tensor,
-    held: HeldWeight,
+    held: PackedWeight,
     tiles: Tiles,
     *,
     top_k: int,
@@ -183,7 +183,7 @@ def expert_linear(
 def expert_sum(
     out: Tensor,
     x: Tensor,
-    held: HeldWeight,
+    held: PackedWeight,
     tiles: Tiles,
     weights: Tensor,
     *,
@@ -228,7 +228,7 @@ def expert_sum(
 
 
 def _arguments(
-    x: Tensor, held: HeldWeight, tiles: Tiles, top_k: int, num_rows: int
+    x: Tensor, held: PackedWeight, tiles: Tiles, top_k: int, num_rows: int
 ) -> _ExpertsParams:
     num_columns = held.num_columns
     own = x.shape[1] == top_k * num_columns and top_k > 1
@@ -248,14 +248,14 @@ def _arguments(
     )
 
 
-def _share(arguments: _ExpertsParams, shared: Shared, held: HeldWeight, num_rows: int) -> None:
+def _share(arguments: _ExpertsParams, shared: Shared, held: PackedWeight, num_rows: int) -> None:
     assert takes_shared(shared.held, held) and shared.x.shape[1] >= shared.held.num_columns
     _check_operand(shared.x, shared.held)
     arguments.shared = _weight(shared.held, num_rows)
     arguments.shared_x, arguments.shared_x_stride = shared.x.data_ptr(), shared.x.stride(0)
 
 
-def _weight(held: HeldWeight, num_rows: int) -> _WeightParams:
+def _weight(held: PackedWeight, num_rows: int) -> _WeightParams:
     """Return the parameters of a weight. ``num_rows`` excludes padding in the packed weight."""
     held_rows = held.num_rows // 2 if held.is_paired else held.num_rows
     assert held_rows - 8 < num_rows <= held_rows
@@ -263,14 +263,14 @@ def _weight(held: HeldWeight, num_rows: int) -> _WeightParams:
     return _WeightParams(held.data.data_ptr(), *sizes, held.scale)
 
 
-def _check_operand(x: Tensor, held: HeldWeight) -> None:
+def _check_operand(x: Tensor, held: PackedWeight) -> None:
     assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and held.num_columns % TILE_COLUMNS == 0
     assert x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 == held.data.data_ptr() % 16
 
 
 def _launch(
     arguments: _ExpertsParams,
-    held: HeldWeight,
+    held: PackedWeight,
     shared: Shared | Tensor | None,
     num_blocks: int,
     *,

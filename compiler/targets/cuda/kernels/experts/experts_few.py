@@ -18,7 +18,7 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
     TILE_COLUMNS,
     TILE_ROWS,
-    HeldWeight,
+    PackedWeight,
 )
 
 FEW_TOKENS: int = tuning()["experts"]["few_rows"]
@@ -57,7 +57,7 @@ def num_threads(*, is_sum: bool) -> int:
 
 
 def depth_of(
-    held: HeldWeight, shared: HeldWeight | None, *, num_tokens: int, top_k: int, is_sum: bool
+    held: PackedWeight, shared: PackedWeight | None, *, num_tokens: int, top_k: int, is_sum: bool
 ) -> int:
     """Steps in flight of the kernel that takes a product, along with that of an expert of all
     tokens where there is one; 0 where none does.
@@ -72,7 +72,7 @@ def depth_of(
 
 
 def takes_choice(
-    products: Sequence[tuple[HeldWeight, HeldWeight | None]], num_experts: int, top_k: int
+    products: Sequence[tuple[PackedWeight, PackedWeight | None]], num_experts: int, top_k: int
 ) -> bool:
     """Whether a product and a sum, each with what runs along, find one token's experts themselves,
     of so many on all ranks.
@@ -85,8 +85,8 @@ def takes_choice(
 
 
 def room(
-    held: HeldWeight,
-    shared: HeldWeight | None,
+    held: PackedWeight,
+    shared: PackedWeight | None,
     *,
     num_tokens: int,
     top_k: int,

@@ -30,7 +30,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.linear_triton import (
     tile_weights,
 )
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, PackedWeight
 
 _TUNING = tuning()["experts"]["triton"]
 FEW_PAIRS: int = _TUNING["few_pairs"]
@@ -265,7 +265,7 @@ def _expert_linear_large_kernel(
 def expert_linear(
     out: Tensor,
     x: Tensor,
-    held: HeldWeight,
+    held: PackedWeight,
     groups: Groups,
     *,
     top_k: int,
@@ -317,7 +317,7 @@ def expert_linear(
     )  # fmt: skip
 
 
-def tiling_of(held: HeldWeight, tile_size: int, operand: torch.dtype) -> Tiling:
+def tiling_of(held: PackedWeight, tile_size: int, operand: torch.dtype) -> Tiling:
     """Return the tile sizes for a matmul, tuned on an H200."""
     if tile_size == FEW_PAIRS:
         name = "few"

@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.dense import (
 )
 from tilewright.compiler.targets.cuda.kernels.matmul.linear import MOST_SHARED
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 FEW_TOKENS = native_dense.FEW_TOKENS
 """Maximum tokens for batch-invariant matmuls, which this kernel does not support."""
@@ -64,7 +64,7 @@ SOURCE = nvrtc.KernelSource(
 )
 
 
-def takes(held: HeldWeight, num_experts: int) -> bool:
+def takes(held: PackedWeight, num_experts: int) -> bool:
     """Return whether the cluster's shared memory fits a router's weight.
 
     The weight may have more rows after those of the experts.
@@ -74,7 +74,7 @@ def takes(held: HeldWeight, num_experts: int) -> bool:
     return is_plain and fits and num_experts <= MAX_EXPERTS
 
 
-def _num_steps(held: HeldWeight) -> int:
+def _num_steps(held: PackedWeight) -> int:
     """Return the maximum number of chunks in a slice."""
     return -(-num_chunks(held.num_columns) // _SLICES)
 
@@ -84,7 +84,7 @@ def router(
     experts: Tensor,
     logits: Tensor,
     x: Tensor,
-    held: HeldWeight,
+    held: PackedWeight,
     positions: Tensor,
     tiles: native_route.Tiles,
     *,

@@ -25,7 +25,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
 )
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.e4m3 import CODES
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 MAX_TOKENS = 128
 """The most tokens of a product here; with more, the library's is as fast."""
@@ -128,7 +128,7 @@ class BlockCodes:
         return len(self.x)
 
 
-def choose_way(held: HeldWeight, num_tokens: int, *, is_codes: bool = False) -> DenseTileConfig:
+def choose_way(held: PackedWeight, num_tokens: int, *, is_codes: bool = False) -> DenseTileConfig:
     """How a product with a weight goes, as was measured or is expected to be fastest; ``is_codes``:
     of e4m3 operands.
     """
@@ -151,7 +151,7 @@ def choose_way(held: HeldWeight, num_tokens: int, *, is_codes: bool = False) -> 
     return DenseTileConfig(eights, 1, min(slices, _MOST_SLICES))
 
 
-def rows_of(held: HeldWeight) -> range:
+def rows_of(held: PackedWeight) -> range:
     """Return the token counts at which this kernel is selected for a bfloat16 weight.
 
     At these counts it was faster on an H200 than the small kernels and cuBLAS: in whole models, or
@@ -164,7 +164,7 @@ def rows_of(held: HeldWeight) -> range:
     return range(FEW_TOKENS + 1, (MAX_TOKENS if is_large else _SOME_TOKENS) + 1)
 
 
-def code_rows_of(held: HeldWeight) -> range:
+def code_rows_of(held: PackedWeight) -> range:
     """Return the token counts of e4m3 matmuls for this kernel: large weights take more tokens."""
     is_large = _turns(held) >= _MANY_TURNS
     return range(1, (_SOME_TOKENS if is_large else _SOME_TOKENS // 2) + 1)
@@ -180,7 +180,7 @@ def has_room(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 == x.stride(0) * x.element_size() % 16
 
 
-def _turns(held: HeldWeight) -> float:
+def _turns(held: PackedWeight) -> float:
     """Of blocks of 64 rows over the device."""
     return -(-held.num_rows // GROUP_ROWS) / num_processors(held.data.device)
 
@@ -221,7 +221,7 @@ SOURCE = nvrtc.KernelSource(
 def linear(
     out: Tensor,
     x: Tensor | BlockCodes,
-    held: HeldWeight,
+    held: PackedWeight,
     *,
     epilogue: int,
     bias: Tensor | None = None,

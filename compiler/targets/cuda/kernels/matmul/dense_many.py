@@ -30,7 +30,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
     product_arguments,
 )
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.packed_weight import HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 MAX_TOKENS = 4096
 """The most tokens of a product here: of more, the second-level cache does not hold x."""
@@ -173,7 +173,7 @@ def swiglu(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
-    held: HeldWeight,
+    held: PackedWeight,
     *,
     bias: Tensor | None = None,
     way: SwiGLUTileConfig | None = None,

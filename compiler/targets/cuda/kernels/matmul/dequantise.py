@@ -20,7 +20,7 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import (
     TILE_BYTES,
     TILE_COLUMNS,
     TILE_ROWS,
-    HeldWeight,
+    PackedWeight,
 )
 
 # Numbers as kernels may name them.
@@ -151,12 +151,12 @@ def _bfp4_kernel(
     tl.store(target, (values * scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def words_of(held: HeldWeight) -> Tensor:
+def words_of(held: PackedWeight) -> Tensor:
     """The bytes of a weight held in a block format, as int32 words."""
     return held.data.view(torch.int32)
 
 
-def dequantise(out: Tensor, held: HeldWeight) -> None:
+def dequantise(out: Tensor, held: PackedWeight) -> None:
     """Write the values of ``held`` to ``out [num_rows, num_columns]``, bfloat16 or float32.
 
     Rows of ``out`` may be further apart than they are long; what lies between is left alone. They

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, PackedWeight
 
 MAX_TOKENS = 64
 MAX_NORM_COLUMNS = 8192
@@ -108,7 +108,7 @@ class LaunchGrid:
         """The kernel's name, for ``groups`` eights of tokens."""
         return f"gemm_{kind}_{groups}_{self.tiles_per_warp}_{self.depth}"
 
-    def shared_bytes(self, held: HeldWeight, groups: int) -> int:
+    def shared_bytes(self, held: PackedWeight, groups: int) -> int:
         """Dynamic shared memory of a block, for ``groups`` eights of tokens."""
         x_bytes = groups * 8 * (128 + X_PADDING) * 2
         shared = self.depth * (x_bytes + self.tiles_per_block * STEP_BYTES[held.kind])
@@ -126,12 +126,12 @@ def takes_norm(num_columns: int) -> bool:
     return num_columns <= MAX_NORM_COLUMNS and num_columns % 4 == 0
 
 
-def leaves_norm(held: HeldWeight) -> bool:
+def leaves_norm(held: PackedWeight) -> bool:
     """Whether one token's product with a weight can leave the norm that it makes to others."""
     return held.kind == "bf16" and takes_norm(held.num_columns)
 
 
-def num_slices(held: HeldWeight) -> int:
+def num_slices(held: PackedWeight) -> int:
     """Into how many slices K is cut: a property of the weight, so that no result depends on the
     batch. One of many rows gives every warp of the device rows of its own.
     """
@@ -143,7 +143,7 @@ def room_for(num_rows: int) -> int:
     return max(num_rows, MAX_TOKENS)
 
 
-def most_tokens(held: HeldWeight) -> int:
+def most_tokens(held: PackedWeight) -> int:
     """The most tokens of a product here; with more, the library's is faster for bfloat16."""
     if held.kind != "bf16":
         return MAX_TOKENS
@@ -162,7 +162,7 @@ _FEW_DEPTH: dict[str, int] = _GEMV["few_depth"]
 """Of 2 to 16 tokens, by one block a multiprocessor."""
 
 
-def choose_walk(held: HeldWeight, num_tokens: int = 1) -> Walk | None:
+def choose_walk(held: PackedWeight, num_tokens: int = 1) -> Walk | None:
     """How so few tokens' product with a weight goes; None where they take a grid."""
     kind, steps = held.kind, held.num_column_tiles
     if num_tokens == 1:
@@ -175,7 +175,7 @@ def choose_walk(held: HeldWeight, num_tokens: int = 1) -> Walk | None:
     return walk
 
 
-def _walks_well(held: HeldWeight, num_tokens: int) -> bool:
+def _walks_well(held: PackedWeight, num_tokens: int) -> bool:
     """Whether a walk of a cut weight was measured faster than a grid, for 4, 8 and 16 tokens on an
     H200: bfloat16 in a whole model, block formats in chains of one shape. With more columns the
     copies of x before the first product cost more than they save.
@@ -206,7 +206,7 @@ _SHORT_STEPS: int = _GEMV["short_steps"]
 _FEW_COLUMNS: int = _GEMV["few_columns"]
 
 
-def choose_grid(held: HeldWeight, num_tokens: int) -> LaunchGrid:
+def choose_grid(held: PackedWeight, num_tokens: int) -> LaunchGrid:
     """The blocks of a product of several tokens."""
     few_short, few_long, some, many = _GRIDS[held.kind][_token_groups(num_tokens)]
     if num_slices(held) == 1:
@@ -224,7 +224,7 @@ def _token_groups(num_tokens: int) -> int:
 def linear(
     out: Tensor,
     x: Tensor,
-    held: HeldWeight,
+    held: PackedWeight,
     *,
     epilogue: int,
     num_tokens: int,
@@ -263,7 +263,7 @@ def linear(
 
 
 def product_arguments(
-    out: Tensor, held: HeldWeight, *, epilogue: int, num_tokens: int, bias: Tensor | None
+    out: Tensor, held: PackedWeight, *, epilogue: int, num_tokens: int, bias: Tensor | None
 ) -> Product:
     """All that a kernel is told of a product but its x."""
     return Product(
@@ -282,7 +282,7 @@ def product_arguments(
     )
 
 
-def _launch_gemv(product: Product, held: HeldWeight, walk: Walk, normed: Tensor | None) -> None:
+def _launch_gemv(product: Product, held: PackedWeight, walk: Walk, normed: Tensor | None) -> None:
     """Few tokens: as many blocks as are resident, each walking over row tiles."""
     num_blocks = walk.blocks_each * num_processors(held.data.device)
     at = nvrtc.Launch(
@@ -298,7 +298,7 @@ def _launch_gemv(product: Product, held: HeldWeight, walk: Walk, normed: Tensor 
     nvrtc.launch(source(), name, at=at, arguments=arguments)
 
 
-def _launch_gemm(product: Product, held: HeldWeight, grid: LaunchGrid, groups: int) -> None:
+def _launch_gemm(product: Product, held: PackedWeight, grid: LaunchGrid, groups: int) -> None:
     """Several tokens, ``groups`` eights of them: a block a run of row tiles and slice of K."""
     slices = num_slices(held)
     at = nvrtc.Launch(

@@ -28,7 +28,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import (
     bfp8_values,
     words_of,
 )
-from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, PackedWeight
 
 _MAX_TOKENS = 64  # a program's; more are in further programs, which read the weights again
 _WIDE = 8192  # rows of a weight from which on a program takes two tiles of them
@@ -169,7 +169,7 @@ def _linear_kernel(
 def linear(
     out: Tensor,
     x: Tensor,
-    held: HeldWeight,
+    held: PackedWeight,
     *,
     bias: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,

@@ -23,7 +23,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
-from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, PackedWeight
 
 GEMV, DENSE, BLOCK, E4M3 = "gemv", "dense", "block", "e4m3"
 CUBLAS, TRITON, CODED = "cublas", "triton", "coded"
@@ -50,7 +50,7 @@ class MatmulSite:
         fed: Rows for which the next matmul reads the result in the layout of `BLOCK`.
     """
 
-    weight: HeldWeight
+    weight: PackedWeight
     decodes: bool
     arithmetic: str
     gpu: Gpu

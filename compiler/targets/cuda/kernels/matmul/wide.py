@@ -23,7 +23,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
     room_of,
 )
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, HeldWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, PackedWeight
 
 MAX_TOKENS = 512
 """The most tokens of a product here; with more, the library's of dequantised weights is as fast."""
@@ -54,18 +54,18 @@ class BlockTileConfig:
     joined: int = 1
     is_whole: bool = False
 
-    def kernel(self, held: HeldWeight) -> str:
+    def kernel(self, held: PackedWeight) -> str:
         """The name of the kernel that goes so over a weight."""
         if self.joined > 1:
             return f"joined_{held.kind}_{self.eights}_{self.joined}"
         kind = "cut" if self._is_cut(held) else "wide"
         return f"{kind}_{held.kind}_{self.eights}_{self.groups}"
 
-    def row_tiles(self, held: HeldWeight) -> int:
+    def row_tiles(self, held: PackedWeight) -> int:
         """Row tiles of a block."""
         return 4 if self._is_cut(held) else 4 * self.groups
 
-    def taken_tiles(self, held: HeldWeight) -> int:
+    def taken_tiles(self, held: PackedWeight) -> int:
         """Row tiles that a block takes: fewer than it has warps for where that fills the device."""
         most = self.row_tiles(held)
         if self._is_cut(held) or self.groups < 4:
@@ -74,11 +74,11 @@ class BlockTileConfig:
         turns = -(-held.num_row_tiles // (most * count))
         return -(-held.num_row_tiles // (turns * count))
 
-    def depth(self, held: HeldWeight) -> int:
+    def depth(self, held: PackedWeight) -> int:
         """Steps of 128 columns in flight."""
         return min(_MOST_DEPTH, room_of(self.resident) // self._step_bytes(held))
 
-    def shared_bytes(self, held: HeldWeight) -> int:
+    def shared_bytes(self, held: PackedWeight) -> int:
         """Dynamic shared memory of a block: steps, which begin at a multiple of 1,024, or sums of
         slices.
         """
@@ -86,10 +86,10 @@ class BlockTileConfig:
         sums = num_slices(held) // self.joined * self.eights * 2048 if is_shared else 0
         return max(self.depth(held) * self._step_bytes(held) + 1024, sums)
 
-    def _is_cut(self, held: HeldWeight) -> bool:
+    def _is_cut(self, held: PackedWeight) -> bool:
         return num_slices(held) > 1 and not self.is_whole
 
-    def _step_bytes(self, held: HeldWeight) -> int:
+    def _step_bytes(self, held: PackedWeight) -> int:
         rings = self.groups * 4 // self.row_tiles(held)
         return rings * (self.eights * 2048 + self.row_tiles(held) * TILE_BYTES[held.kind])
 
@@ -119,7 +119,7 @@ own: measured with bfp8 on an H100 by `python -m bench kernels`, of 4,096 to 28,
 """
 
 
-def choose_way(held: HeldWeight, num_tokens: int, *, same_bits: bool = True) -> BlockTileConfig:
+def choose_way(held: PackedWeight, num_tokens: int, *, same_bits: bool = True) -> BlockTileConfig:
     """How a product with a weight goes, as was measured or is expected to be fastest;
     ``same_bits``: a token's result has the bits that it has among few tokens, whose kernels cut K.
     """
@@ -215,7 +215,7 @@ SOURCE = nvrtc.KernelSource(
 )
 
 
-def rows_of(held: HeldWeight, *, same_bits: bool = True) -> range:
+def rows_of(held: PackedWeight, *, same_bits: bool = True) -> range:
     """The numbers of tokens of products with a weight that are among these: where they were
     measured faster on an H200, or without ``same_bits`` (:func:`choose_way`) on an H100.
     """
@@ -237,7 +237,7 @@ def scratch(num_columns: int, device: torch.device) -> Tensor:
 def linear(
     out: Tensor,
     x: Tensor,
-    held: HeldWeight,
+    held: PackedWeight,
     *,
     epilogue: int,
     arranged: Tensor,
@@ -278,7 +278,7 @@ def num_places(way: BlockTileConfig, num_tokens: int) -> int:
     return -(-num_tokens // (8 * way.eights)) * 8 * way.eights
 
 
-def _arrange(out: Tensor, x: Tensor, held: HeldWeight, num_places: int) -> None:
+def _arrange(out: Tensor, x: Tensor, held: PackedWeight, num_places: int) -> None:
     assert x.dtype == torch.bfloat16 and x.stride(0) % 2 == 0 == x.data_ptr() % 4
     arguments = _Arrange(
         x=x.data_ptr(),
@@ -293,7 +293,7 @@ def _arrange(out: Tensor, x: Tensor, held: HeldWeight, num_places: int) -> None:
 
 
 def _arrange_norm(
-    out: Tensor, x: Tensor, held: HeldWeight, num_places: int, norm: tuple[Tensor, float]
+    out: Tensor, x: Tensor, held: PackedWeight, num_places: int, norm: tuple[Tensor, float]
 ) -> None:
     assert x.dtype == torch.float32 and x.stride(0) % 4 == 0 == x.data_ptr() % 16
     arguments = _ArrangeNorm(
@@ -309,7 +309,7 @@ def _arrange_norm(
     nvrtc.launch(SOURCE, "arrange_norm", at=nvrtc.Launch((len(x), 1, 1), 256), arguments=arguments)
 
 
-def _launch(product: Product, held: HeldWeight, way: BlockTileConfig) -> None:
+def _launch(product: Product, held: PackedWeight, way: BlockTileConfig) -> None:
     """Blocks of all tokens beside each other: they read the same rows of the weight."""
     shared, depth = way.shared_bytes(held), way.depth(held)
     assert shared <= MOST_SHARED and depth > 1
