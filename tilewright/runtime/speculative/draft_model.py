@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
@@ -27,11 +27,13 @@ class _Sequence:
 
     Attributes:
         slot: Its slot.
-        tokens: Tokens in the slot's state, wrong drafts included.
+        num_equal: Tokens in the slot's state that the request has, too: all but its last.
+        draft: Later tokens in the slot's state. They may be wrong.
     """
 
     slot: Slot
-    tokens: list[int] = field(default_factory=list)
+    num_equal: int = 0
+    draft: tuple[int, ...] = ()
 
 
 class DraftModel:
@@ -65,21 +67,23 @@ class DraftModel:
         chunks: list[PrefillChunk] = []
         requests: dict[Slot, RequestState] = {}
         for request, count in counts.items():
-            tokens = [*request.prompt, *request.output]
-            count = min(count, self.executable.capabilities.max_context - len(tokens))
+            length = len(request.prompt) + len(request.output)
+            count = min(count, self.executable.capabilities.max_context - length)
             sequence = self._sequence(request, updates)
             if count <= 0 or sequence is None:
                 continue
-            start = min(_num_equal(sequence.tokens, tokens), len(tokens) - 1)
-            chunks.append(PrefillChunk(sequence.slot, start, tuple(tokens[start:]), chooses=True))
-            sequence.tokens = tokens
+            tokens = _tokens_from(request, sequence.num_equal)
+            num_right = min(_num_equal(sequence.draft, tokens), len(tokens) - 1)
+            start = sequence.num_equal + num_right
+            chunks.append(PrefillChunk(sequence.slot, start, tokens[num_right:], chooses=True))
+            sequence.num_equal, sequence.draft = length - 1, tokens[-1:]
             lengths[sequence.slot], requests[sequence.slot] = count, request
         drafts: dict[Slot, list[int]] = {slot: [] for slot in lengths}
         self._prefill(chunks, updates, drafts)
         self._decode(lengths, drafts)
         self._read(drafts, 0)
         for slot, draft in drafts.items():
-            self._sequences[requests[slot]].tokens += draft[:-1]
+            self._sequences[requests[slot]].draft += tuple(draft[:-1])
         return {requests[slot]: tuple(draft) for slot, draft in drafts.items()}
 
     def _launch(self, step: Step, drafts: dict[Slot, list[int]]) -> None:
@@ -141,7 +145,13 @@ class DraftModel:
         self.executable.close()
 
 
-def _num_equal(first: list[int], second: list[int]) -> int:
+def _tokens_from(request: RequestState, start: int) -> tuple[int, ...]:
+    """Return the tokens of a request from a position on. A prompt is copied once only."""
+    num_prompt = len(request.prompt)
+    return (*request.prompt[start:], *request.output[max(0, start - num_prompt) :])
+
+
+def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
