@@ -23,9 +23,9 @@ _ROW_MULTIPLE = 8
 
 
 def padding_rows(num_tiles: int, max_tiles: int, num_rows: int) -> npt.NDArray[np.bool_]:
-    """Return the padding rows of an image with ``num_tiles`` used tiles, ``[tiles x rows]``.
+    """Return which rows are padding, ``[tiles x rows]``, if ``num_tiles`` tiles are used.
 
-    ``num_rows``: patches of a tile and one. The tower's rows of a tile are a multiple of eight.
+    ``num_rows``: rows per tile without padding.
     """
     padded = -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
     is_padding = np.ones((max_tiles, padded), np.bool_)

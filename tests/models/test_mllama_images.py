@@ -1,7 +1,7 @@
 """Llama 3.2 Vision with images against transformers: tower, cross-attention and visible rows.
 
-transformers keeps the outputs of the kept layers, and does not mask the attention of tokens before
-the first image. Both are corrected here: the model is trained with Meta's code.
+transformers collects the outputs of the listed layers, and tokens before the first image have no
+mask there. Both are corrected here: the model is trained with Meta's code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ASPECTS = {"1x1": (1, 1), "1x2": (1, 2), "2x2": (2, 2), "4x1": (4, 1)}
 
 @pytest.fixture(scope="module")
 def pair() -> SimpleNamespace:
-    """transformers' tiny model, and ours with its tensors."""
+    """A tiny transformers model, and an equal model from its tensors."""
     theirs = tiny_mllama(
         std=0.1, image_id=IMAGE, vocab_size=96, bos_token_id=1, eos_token_id=2, pad_token_id=0
     )
@@ -69,7 +69,7 @@ def _ours(state: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _values(module: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a module's parameters from the tensors of a checkpoint."""
+    """Return a module's parameters from a checkpoint's tensors."""
     sources = module.sources()
     return {
         name: named[sources[name][0].tensor if name in sources else name]

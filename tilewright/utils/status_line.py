@@ -50,9 +50,9 @@ class StatusLine:
             self._write(f"{self._work} ...\n" if is_new else f"{self._how_far}\n")
 
     def _due_lines(self, stop: threading.Event, interval: float) -> Iterator[bool]:
-        """Wait for each plain line until ``stop`` is set. Yield whether it is about other work.
+        """Yield at each plain line, until ``stop`` is set: whether the work is new.
 
-        ``interval``: seconds between lines about the same work.
+        ``interval``: seconds before a second line about equal work.
         """
         written, written_at = "", time.monotonic()
         while not stop.wait(min(interval, _NEW_LINE_S)):
