@@ -3,8 +3,11 @@
 ``PYTHONPATH=. python3 -m bench.engine.first_calls`` writes an engine and random weights. A spawned
 process for each case loads the file by its path, without a name in ``sys.modules``. It prints:
 
-- the first call, the tenth call and the median. The first may differ from the tenth by 10 %.
+- the first call, the tenth call and the median. The first may differ from the tenth by 10 %. All
+  calls follow the same work: new tokens, then an idle GPU. Other work cools the processor's caches.
 - the time until the last call returns, while the GPU still computes.
+- calls with the same tokens without other work, and calls after a pause. They have no limit.
+- the first measurement without an engine: the time for the measurement's own code.
 - memory without the context: weights, mapped memory and the rest. The rest may have 200 MB.
 - growth: pointers and graphs above 4,096 positions, and memory after the engine.
 
@@ -67,30 +70,54 @@ def mapped_mb(engine: Any) -> float:
     return sum(sum(addresses._parts) for _, addresses in tensors) / 1e6
 
 
-def measure_case(given: dict[str, Any], case: str, results: Any) -> None:
+class _NoEngine:
+    """Calls without work. They warm the measurement's own code."""
+
+    def prefill(self, *arguments: Any) -> None:
+        return
+
+    decode = remove = prefill
+
+
+def measure_case(options: dict[str, Any], case: str, results: Any) -> None:
     """Measure a case in a fresh process. Put the result into a queue."""
     torch.zeros(1, device="cuda")
     begin = used_mb()
-    module = load(given["engine"])
+    module = load(options["engine"])
     begun = time.perf_counter()
-    engine = module.create_engine(given["config"], given["weights"], "cuda")
-    found: dict[str, Any] = {"create_s": time.perf_counter() - begun, "created": used_mb() - begin}
-    found["graphs"] = len(engine._executor._graphs)
-    found["mapped"] = mapped_mb(engine)
-    trace = Trace(cases()[case], given["config"]["vocab_size"], given["tokens"])
-    seconds, returned = list[float](), list[float]()
-    for _ in range(given["repeats"]):
+    engine = module.create_engine(options["config"], options["weights"], "cuda")
+    facts: dict[str, Any] = {"create_s": time.perf_counter() - begun, "created": used_mb() - begin}
+    facts["graphs"] = len(engine._executor._graphs)
+    facts["mapped"] = mapped_mb(engine)
+    facts |= {"ms": [], "returned": [], "repeated": [], "paused": []}
+    facts["without engine"] = []
+
+    def measure(trace: Trace, name: str, engine: Any = engine) -> None:
         torch.cuda.synchronize()
         begun = time.perf_counter()
         trace.run(engine)
-        returned.append(1e3 * (time.perf_counter() - begun))
+        returned = time.perf_counter() - begun
         torch.cuda.synchronize()
-        seconds.append(1e3 * (time.perf_counter() - begun))
+        facts[name].append(1e3 * (time.perf_counter() - begun))
+        if name == "ms":
+            facts["returned"].append(1e3 * returned)
         engine.remove(trace.requests)
-    found |= {"ms": seconds, "returned": returned}
-    found["used"], found["reserved"] = used_mb() - begin, torch.cuda.memory_reserved() / 1e6
-    found["new_graphs"] = len(engine._executor._graphs) - found["graphs"]
-    results.put(found)
+
+    def new_trace() -> Trace:
+        return Trace(cases()[case], options["config"]["vocab_size"], options["tokens"])
+
+    measure(new_trace(), "without engine", _NoEngine())  # this process's first measurement
+    for _ in range(options["repeats"]):
+        measure(trace := new_trace(), "ms")
+    for _ in range(options["repeats"]):
+        measure(trace, "repeated")
+    for _ in range(5):
+        trace = new_trace()
+        time.sleep(options["pause"])
+        measure(trace, "paused")
+    facts["used"], facts["reserved"] = used_mb() - begin, torch.cuda.memory_reserved() / 1e6
+    facts["new_graphs"] = len(engine._executor._graphs) - facts["graphs"]
+    results.put(facts)
 
 
 def measure_growth(given: dict[str, Any], results: Any) -> None:
@@ -166,7 +193,7 @@ def report(case: str, found: dict[str, Any], weights: float) -> bool:
         f"{'good' if good else 'MISSED'}",
         flush=True,
     )
-    for name in ("ms", "returned"):
+    for name in ("ms", "returned", "repeated", "paused", "without engine"):
         print(f"  {name}: " + " ".join(f"{each:.3f}" for each in found[name]))
     return good
 
@@ -180,6 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     option("--products", default="triton", choices=("triton", "cuda"))
     option("--tokens", default="cuda", choices=("cuda", "cpu"), help="device of the tokens")
     option("--repeats", type=int, default=20, help="calls per case, at least 10")
+    option("--pause", type=float, default=0.2, help="seconds before a paused call")
     option("--operations", type=int, default=60, help="number of compared random calls")
     option("--engines", type=int, default=5, help="number of engines for the memory")
     given = parser.parse_args(argv)

@@ -136,3 +136,26 @@ def test_memory_goes_with_the_engine_at_once(module: Any, folder: Folder) -> Non
             assert [each() for each in held] == [None] * 4
     finally:
         gc.enable()
+
+
+def test_create_engine_frees_host_weights_before_the_rehearsal(
+    module: Any, folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freed pages leave the processor's caches cold for the first call."""
+
+    class Weights(dict[str, Any]):
+        pass
+
+    loaded = list[weakref.ref[Any]]()
+    seen = list[Any]()
+
+    def load(*arguments: Any) -> Weights:
+        weights = Weights(load_weights(*arguments))
+        loaded.append(weakref.ref(weights))
+        return weights
+
+    load_weights = module.load_weights
+    monkeypatch.setattr(module, "load_weights", load)
+    monkeypatch.setattr(module.Engine, "rehearse", lambda engine: seen.append(loaded[0]()))
+    module.create_engine(CONFIG, folder(), "cpu")
+    assert seen == [None]

@@ -76,7 +76,10 @@ class Engine:
                 self._executor.release(sequence)
 
     def rehearse(self) -> None:
-        """Make calls with tokens on both devices, because first calls take longer."""
+        """Make calls with tokens on both devices, because first calls take longer.
+
+        The device is idle at the end. Later calls queue after no rehearsal.
+        """
         for count, length in self._executor.rehearsals():
             for device in ("cpu", self._executor.device):
                 prompts, ids = torch.zeros(count, length, device=device).long(), range(count)
@@ -84,6 +87,8 @@ class Engine:
                 for _ in range(2):
                     self.decode(ids, prompts.view(-1)[:count])
                 self.remove(ids)
+        if self._executor.device.type == "cuda":
+            torch.cuda.synchronize(self._executor.device)
 
     def _no_logits(self) -> Tensor:
         s, device = self._settings, self._executor.device
@@ -134,6 +139,7 @@ def create_engine(
     tensors = load_weights(str(weight_dir), settings)
     executor = FAMILY.on_gpu if place.type == "cuda" else FAMILY.on_cpu
     engine = Engine(executor(tensors, settings, place), settings)
+    del tensors  # freeing them after the rehearsal would empty the processor's caches
     engine.rehearse()
     return engine
 
