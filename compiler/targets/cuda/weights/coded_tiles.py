@@ -3,10 +3,14 @@
 A tile has ``16`` rows and ``128`` columns. The code words come first, then the high bits, then
 the scales. A scale array has all rows for a group in sequence. Excludes kernels and file bytes.
 
+A row has 16 words in sequence. With 8-bit codes, the words of the columns ``64 .. 127`` come after
+all rows. A warp that reads 16 bytes a lane, in order, gives lane ``4 g + t`` the columns
+``32 p + 8 t .. 32 p + 8 t + 7`` of a row ``g``: 8 columns of every block of 32.
+
 4-bit words: word ``w`` has columns ``32 p + 2 w`` and ``32 p + 2 w + 1`` for
 ``p`` 0 to 3. The first code is nibble ``p``, the second nibble ``p + 4``. For codebooks both are
 in byte ``p``.
-8-bit words: word ``w + 16 q`` has columns ``64 q + 32 p + 2 w`` and the next one for
+8-bit words: word ``w`` of half ``q`` has columns ``64 q + 32 p + 2 w`` and the next one for
 ``p`` 0 and 1, in bytes ``p`` and ``p + 2``.
 High bits: element ``w`` has the bits for columns ``32 p + 2 w + h`` from bit
 ``(p + 4 h) * high_bits``.
@@ -194,9 +198,9 @@ def _pad(rows: Tensor, shape: tuple[int, int]) -> Tensor:
 
 def _words(codes: Tensor, tile: CodedTile) -> Tensor:
     """Return word bytes for codes ``[..., 16, 128]``."""
-    if tile.low_bits == 8:  # [q, p, w, h] to [q, w, h, p]
+    if tile.low_bits == 8:  # [row, q, p, w, h] to [q, row, w, h, p]
         parts = codes.view(*codes.shape[:-1], 2, 2, _WORDS, 2)
-        return parts.permute(0, 1, 2, 3, 5, 6, 4).reshape(*codes.shape[:-1], COLUMNS)
+        return parts.permute(0, 1, 3, 2, 5, 6, 4).flatten(2)
     parts = (codes & 0xF).view(*codes.shape[:-1], 4, _WORDS, 2)
     if tile.values == CODEBOOK:  # a byte has both codes of a pair
         return (parts[..., 0] | parts[..., 1] << 4).transpose(-1, -2).flatten(-2)
@@ -208,8 +212,8 @@ def _low_codes(words: Tensor, tile: CodedTile) -> Tensor:
     """Return codes ``[..., 16, 128]`` from word bytes."""
     shape = *words.shape[:-1], ROWS
     if tile.low_bits == 8:
-        parts = words.reshape(*shape, 2, _WORDS, 2, 2)
-        return parts.permute(0, 1, 2, 3, 6, 4, 5).reshape(*shape, COLUMNS)
+        parts = words.reshape(*words.shape[:-1], 2, ROWS, _WORDS, 2, 2)
+        return parts.permute(0, 1, 3, 2, 6, 4, 5).reshape(*shape, COLUMNS)
     if tile.values == CODEBOOK:
         parts = words.reshape(*shape, _WORDS, 4).transpose(-1, -2)
         return torch.stack((parts & 0xF, parts >> 4), dim=-1).reshape(*shape, COLUMNS)

@@ -81,7 +81,7 @@ def _add_step(
             )
     whole = tl.zeros_like(sums)
     for half in tl.static_range(2 if LOW == 8 else 16 // WORDS):
-        index = lane * 32 + half * 16 if LOW == 8 else lane * 16 + half * WORDS
+        index = lane * 16 + half * (256 if LOW == 8 else WORDS)
         words, high_bits = _load(
             data_ptr, words_ptr, half_words_ptr, source, index, word, LOW, HIGH, EXTRAS
         )

@@ -167,8 +167,8 @@ def codes_of(
     """Return the int32 codes at some columns. The tile begins at byte ``source``."""
     word, second = column % 32 // 2, column % 2
     if LOW == 8:
-        word += column // 64 * 16
-        codes = tl.load(words_ptr + source // 4 + lane * 32 + word)
+        word += column // 64 * 256
+        codes = tl.load(words_ptr + source // 4 + lane * 16 + word)
         codes = (codes >> (column // 32 % 2 * 8 + second * 16)) & 0xFF
     else:
         nibble = column // 32 * 2 + second if VALUES == _CODEBOOK else column // 32 + 4 * second
