@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tilewright.compiler.targets.interface.step import (
     Slot,
     VisibleImages,
 )
+from tilewright.runtime.scheduling.request_state import RequestState
 
 COUNT = 3
 
@@ -62,16 +64,23 @@ def test_a_batch_of_text_and_images_gives_the_tokens_of_transformers(model: Any,
 def test_a_preempted_chat_continues_with_its_image(
     host_bytes: int, model: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state is swapped out, or computed again."""
+    """The state is swapped out, or computed again. The previous step is unread at preemption."""
     parts = (picture(24, 40, 9), "so?")
-    scheduler = llm._loop.scheduler
+    scheduler, executable = llm._loop.scheduler, llm._loop.executable
+    ahead = dataclasses.replace(executable.capabilities, runs_ahead=True)
+    monkeypatch.setattr(executable, "capabilities", ahead)
     monkeypatch.setattr(scheduler.places, "_most_bytes", host_bytes)
+    decode_rows = scheduler._decode_rows
     with llm.stream_chat(chat_of(*parts), max_tokens=COUNT + 1, stop_token_ids=()) as stream:
         request = stream._request
+
+        def preempt_once() -> list[RequestState]:
+            if len(request.output) == 2 and not request.num_preemptions:
+                scheduler._preempt(request)
+            return decode_rows()
+
+        monkeypatch.setattr(scheduler, "_decode_rows", preempt_once)
         llm._loop.add(request)
-        while len(request.output) < 2:
-            llm._loop.step()
-        scheduler._preempt(request)
         while request.finish_reason is None:
             llm._loop.step()
     assert request.num_preemptions == 1
