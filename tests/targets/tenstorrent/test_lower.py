@@ -197,10 +197,19 @@ def test_fewer_heads_than_chips_are_refused() -> None:
     assert refusal(Mesh(8)) == "4 query heads over 8 chips; allowed: meshes of at most 4"
 
 
-def test_biases_behind_partial_sums_are_refused() -> None:
-    message = refusal(Mesh(2), output_bias=True)
+def test_biases_behind_partial_sums_are_on_the_first_chip_and_refused_on_two_axes() -> None:
+    _, decode = programs(tiny_model(output_bias=True), Mesh(2))
+    (bias,) = {
+        e.bias
+        for e in decode.instructions
+        if isinstance(e, Matmul) and e.group == "wo" and e.layer == 0
+    }
+    assert bias is not None and bias.out_split is not None
+    starts = [[run.start for run in share] for share in bias.out_split.shares]
+    assert starts == [[0], [None]] and bias.columns == 32
+    message = refusal(Mesh(2, 2), output_bias=True)
     assert message.startswith("model.layers.0.self_attn.o_proj: a bias")
-    assert "1x2" in message
+    assert "2x2" in message
     assert "q_proj" in refusal(Mesh(2, 2), **QWEN2)
     everywhere: dict[str, Any] = {**QWEN2, "output_bias": True, "mlp_bias": True}
     programs(tiny_model(**everywhere))
@@ -208,7 +217,7 @@ def test_biases_behind_partial_sums_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "what"),
-    [({"factor": 1.25}, "a factor of the rotation"), ({"soft_cap": 30.0}, "a soft cap of scores")],
+    [({"soft_cap": 30.0}, "a soft cap of scores")],
 )
 def test_attention_that_boards_have_not_is_refused(changes: dict[str, Any], what: str) -> None:
     graph_module, _ = lowered(tiny_model(), target="n150", precision=board_precision())

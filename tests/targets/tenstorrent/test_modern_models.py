@@ -1,4 +1,4 @@
-"""Qwen3, Gemma 3, experts and Gated DeltaNet on boards against the reference."""
+"""Qwen3, Gemma 3, gpt-oss, experts and Gated DeltaNet on boards against the reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.emulate.arithmetic import attend
 from tilewright.compiler.targets.tenstorrent.program.instructions import TtAttention
 from tilewright.errors import CompileError
-from tilewright.models.config import DeltaShape, RopeConfig
+from tilewright.models.config import DeltaShape, RopeConfig, YarnScaling
 
 HIDDEN = {"hidden_size": 64, "head_dim": 32}
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_size": 32}
@@ -44,6 +44,13 @@ MODELS: dict[str, dict[str, Any]] = {
         **HIDDEN,
         **{"model_type": "gemma3_text", "windows": (4, 0), "logit_cap": 5.0},
         "query_scale": 32.0,
+    },
+    "gpt_oss": {
+        **HIDDEN,
+        **EXPERTS,
+        **{"model_type": "gpt_oss", "windows": (4, 0), "swiglu_limit": 0.5},
+        **{"attention_bias": True, "output_bias": True},
+        "rope": RopeConfig(150000.0, YarnScaling(4.0, 64, 1.1386294361119891, truncate=False)),
     },
 }
 PLAIN = board_precision("bf16", "hifi4", activation="bf16", kv_cache="bf16", router="bf16")

@@ -44,8 +44,19 @@ def sum_of_squares(x: Tensor) -> Tensor:
     return x.float().square().sum(-1, keepdim=True)
 
 
-def swiglu(gate: Tensor, up: Tensor, format_: str) -> Tensor:
-    """Return ``silu(gate) * up``, with the activated gate rounded to bfloat16."""
+def swiglu(
+    gate: Tensor, up: Tensor, format_: str, *, limit: float = 0.0, alpha: float = 1.0
+) -> Tensor:
+    """Return ``silu(gate) * up``, with the activated gate rounded to bfloat16.
+
+    ``limit`` above 0 selects the clamped form of gpt-oss. Its operators round to bfloat16.
+    """
+    if limit:
+        gate = gate.float().clamp(max=limit)
+        up = _round(up.float().clamp(-limit, limit) + 1.0)
+        alpha = float(torch.tensor(alpha).bfloat16())
+        activated = _round(gate * _round(_round(gate * alpha).sigmoid()))
+        return pack(activated * up, format_)
     activated = torch.nn.functional.silu(gate.float())
     return pack(_round(activated) * up.float(), format_)
 
@@ -65,7 +76,13 @@ def scale(x: Tensor, factor: float, format_: str) -> Tensor:
 
 
 def rotate(
-    x_THD: Tensor, positions: Tensor, inv_freq: Tensor, *, interleaved: bool, format_: str
+    x_THD: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    *,
+    interleaved: bool,
+    format_: str,
+    factor: float = 1.0,
 ) -> Tensor:
     """Apply the rotary embedding with bfloat16 cosines and sines. Each product is rounded.
 
@@ -73,10 +90,11 @@ def rotate(
         x_THD: Shape ``[T, H, D]``.
         positions: Shape ``[T]``.
         interleaved: Pairs are neighboring channels. False: pairs are the two halves of a head.
+        factor: Factor of cosines and sines.
     """
     angles = positions.float().unsqueeze(-1) * inv_freq.float()
-    cos = angles.cos().bfloat16().float().unsqueeze(1)
-    sin = angles.sin().bfloat16().float().unsqueeze(1)
+    cos = (angles.cos() * factor).bfloat16().float().unsqueeze(1)
+    sin = (angles.sin() * factor).bfloat16().float().unsqueeze(1)
     width = 2 * inv_freq.shape[-1]
     turned, rest = x_THD.float().split((width, x_THD.shape[-1] - width), dim=-1)
     if interleaved:

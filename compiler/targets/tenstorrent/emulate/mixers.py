@@ -50,10 +50,12 @@ def expert_products(
     *,
     first: int,
     sign_error: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the products with a chip's experts, the first with index ``first``: ``[T, columns]``.
 
-    With weights, a product is rounded to bfloat16, weighted, rounded, and added in expert order.
+    ``bias [E, 1, N]`` is added to bfloat16 products. With weights, a product is rounded to
+    bfloat16, weighted, rounded, and added in expert order.
     """
     num_rows, top_k = experts_TK.shape
     rows = x.view(num_rows, top_k, -1) if item.is_expanded else x.unsqueeze(1).expand(-1, top_k, -1)
@@ -67,6 +69,8 @@ def expert_products(
         if first <= expert < first + len(weight_ECN):
             chosen = experts_TK == expert
             product = matmul(rows[chosen].contiguous(), weight_ECN[expert - first], settings)
+            if bias is not None:
+                product = pack(product.float() + bias[expert - first].float(), "bf16")
             result[chosen] = product.bfloat16()
     if weights_TK is None:
         return pack(result.flatten(1), item.out.format)

@@ -176,6 +176,7 @@ class Emulator:
                 frequencies[chip],
                 interleaved=op.interleaved,
                 format_=op.out.format,
+                factor=op.factor,
             )
             step.put(op.out, chip, turned.flatten(-2))
 
@@ -211,7 +212,8 @@ class Emulator:
     def _swiglu(self, op: TtSwiGLU, step: _StepValues) -> None:
         for chip in step.chips(op.out):
             gate, up = step.get(op.gate, chip), step.get(op.up, chip)
-            step.put(op.out, chip, arithmetic.swiglu(gate, up, op.out.format))
+            gated = arithmetic.swiglu(gate, up, op.out.format, limit=op.limit, alpha=op.alpha)
+            step.put(op.out, chip, gated)
 
     def _gated(self, op: Gated, step: _StepValues) -> None:
         for chip in step.chips(op.out):
@@ -237,6 +239,7 @@ class Emulator:
         weight = self._weight(op.weight)
         for chip in step.chips(op.out):
             weights = None if op.weights is None else step.get(op.weights, chip)
+            bias = None if op.bias is None else self._weight(op.bias)[chip]
             products = mixers.expert_products(
                 step.get(op.x, chip),
                 weight[chip],
@@ -245,6 +248,7 @@ class Emulator:
                 op,
                 first=chip[0] * op.weight.num_experts if op.weight.expert_over else 0,
                 sign_error=step.sign_error,
+                bias=bias,
             )
             step.put(op.out, chip, products)
 

@@ -77,17 +77,11 @@ def lower_attention(ctx: LoweringContext, node: Node) -> None:
 
 
 def _check_arguments(node: Node, args: ops.RopeAttentionArguments) -> None:
-    unknown = {
-        "a factor of the rotation": args.factor != 1.0,
-        "a soft cap of scores": args.soft_cap != 0.0,
-        "sinks of attention": args.sinks is not None,
-    }
-    for what, is_asked in unknown.items():
-        if is_asked:
-            raise CompileError(
-                f"{info(node).fqn}: {what}: no instruction on Tenstorrent boards; "
-                "allowed: --target reference, cpu or cuda"
-            )
+    if args.soft_cap != 0.0:
+        raise CompileError(
+            f"{info(node).fqn}: a soft cap of scores: no instruction on Tenstorrent boards; "
+            "allowed: --target reference, cpu or cuda"
+        )
 
 
 def _norm_heads(ctx: LoweringContext, node: Node, x: TtValue, weight: Any, suffix: str) -> TtValue:
@@ -106,6 +100,9 @@ def _attend(ctx: LoweringContext, node: Node, q: TtValue, keys: Cache, values: C
     compute = info(node).compute
     assert compute is not None
     out_format = ctx.format(node, "sdpa")
+    sinks = None
+    if args.sinks is not None:
+        sinks = ctx.vector(info(as_node(args.sinks)).fqn, args.sinks)
     attended = ctx.value(node, q.rows, q.columns, out_format, q.placement, suffix="heads")
     attention = TtAttention(
         attended,
@@ -122,6 +119,7 @@ def _attend(ctx: LoweringContext, node: Node, q: TtValue, keys: Cache, values: C
         context=ctx.context,
         k_chunk=placement.key_chunk(ctx.context),
         compute=ComputeConfig(getattr(compute, ctx.phase)),
+        sinks=sinks,
     )
     ctx.put(node, attention)
     return attended
@@ -143,6 +141,7 @@ def _rotate(ctx: LoweringContext, node: Node, x: TtValue, num_heads: int, suffix
         head_dim=x.columns // num_heads,
         interleaved=args.interleaved,
         compute=SMALL,
+        factor=float(args.factor),
     )
     ctx.put(node, rotate)
     return out

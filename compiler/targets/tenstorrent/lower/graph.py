@@ -124,10 +124,11 @@ def _lower(ctx: LoweringContext, node: Node) -> None:
         _linear(ctx, node)
     elif target is ops.rope_attention_step.overload:
         lower_attention(ctx, node)
-    elif target is ops.swiglu.overload:
+    elif target in (ops.swiglu.overload, ops.clamped_swiglu.overload):
         gate, up = ctx.operands(node)
         out = ctx.like(node, gate, ctx.format(node, "swiglu"))
-        ctx.put(node, TtSwiGLU(out, *whose(node), gate, up))
+        bounds: Any = node.args[2:]
+        ctx.put(node, TtSwiGLU(out, *whose(node), gate, up, *map(float, bounds)))
     elif target is aten.add.Tensor:
         x, y = ctx.operands(node)
         out = ctx.like(node, x, ctx.format(node, "residual_add"))
@@ -274,7 +275,7 @@ def _linear(ctx: LoweringContext, node: Node) -> None:
     bias_node = node.args[2] if len(node.args) > 2 else None
     bias = None
     if bias_node is not None:
-        if x.over:
+        if x.over and ctx.mesh.columns > 1:
             raise CompileError(
                 f"{facts.fqn}: a bias after a matmul with inputs sharded over "
                 f"{ctx.mesh}; allowed: a mesh of one axis, or --target cuda"

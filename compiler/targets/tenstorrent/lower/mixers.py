@@ -59,7 +59,10 @@ def lower_experts(ctx: LoweringContext, node: Node) -> TtValue:
     facts = info(node)
     x, experts = ctx.value_of(args[0]), ctx.value_of(args[2])
     weights = ctx.value_of(args[3]) if len(args) > 3 and args[3] is not None else None
-    weight = _expert_weight(ctx, node, facts)
+    weight = _expert_weight(ctx, node, facts, node.args[1], "weight")
+    bias = None
+    if len(args) > 4 and args[4] is not None:
+        bias = _expert_weight(ctx, node, facts, args[4], "bias")
     top_k = experts.columns
     columns = weight.columns * (1 if weights is not None else top_k)
     group = facts.tensor_group or ""
@@ -80,21 +83,28 @@ def lower_experts(ctx: LoweringContext, node: Node) -> TtValue:
         is_expanded=args[0].meta["val"].ndim == 3,
         cores=cores,
         group=group,
+        bias=bias,
     )
     ctx.put(node, instruction)
     return out
 
 
-def _expert_weight(ctx: LoweringContext, node: Node, facts: NodeInfo) -> TtWeight:
-    recipe, location = recipe_of(node.args[1]), ctx.place_of(node.args[1])
-    placement.check_weight_format(facts.fqn, recipe.format)
+def _expert_weight(
+    ctx: LoweringContext, node: Node, facts: NodeInfo, argument: Any, suffix: str
+) -> TtWeight:
+    """Return the weights or the biases of all experts. Biases are bfloat16 vectors."""
+    recipe, location = recipe_of(argument), ctx.place_of(argument)
+    format_ = "bf16"
+    if suffix == "weight":
+        format_ = str(recipe.format)
+        placement.check_weight_format(facts.fqn, format_)
     num_experts, columns, rows = recipe.shape
     return TtWeight(
-        name=f"{facts.fqn}.weight",
+        name=f"{facts.fqn}.{suffix}",
         recipe=recipe,
         rows=rows,
         columns=columns,
-        format=str(recipe.format),
+        format=format_,
         memory=Memory(),
         placement=location,
         num_experts=share_of(location, EXPERTS, num_experts),

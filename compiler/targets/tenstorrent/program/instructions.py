@@ -322,7 +322,11 @@ class CreateHeads(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class Rotate(TtInstruction):
-    """Rotary embedding for the ``num_heads`` heads in ``x`` at ``positions``."""
+    """Rotary embedding for the ``num_heads`` heads in ``x`` at ``positions``.
+
+    Attributes:
+        factor: Factor of cosines and sines, for YaRN.
+    """
 
     x: TtValue
     positions: TtValue
@@ -331,6 +335,7 @@ class Rotate(TtInstruction):
     head_dim: int
     interleaved: bool
     compute: ComputeConfig
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,10 +386,17 @@ class ConcatHeads(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class TtSwiGLU(TtInstruction):
-    """Elementwise ``silu(gate) * up``."""
+    """Elementwise ``silu(gate) * up``, or the clamped form of gpt-oss.
+
+    Attributes:
+        limit: Bound of gate and up in the clamped form, which adds 1 to ``up``. 0: no clamp.
+        alpha: Factor inside the sigmoid.
+    """
 
     gate: TtValue
     up: TtValue
+    limit: float = 0.0
+    alpha: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,6 +452,7 @@ class ExpertMatmul(TtInstruction):
         weights: Weights ``[rows, top_k]`` for a sum over the experts. None: no sum.
         is_expanded: ``x`` has different columns for each selected expert. False: all experts read
             the same row.
+        bias: A vector for every expert, added to the bfloat16 result. None: no bias.
     """
 
     x: TtValue
@@ -452,6 +465,7 @@ class ExpertMatmul(TtInstruction):
     is_expanded: bool
     cores: int
     group: str
+    bias: TtWeight | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,9 @@ def assign_experts(places: Places, node: Node) -> Placement:
         return WHOLE
     count = int(weight.meta["val"].shape[0])
     split = _whole(places, node, count, "experts")
-    places.weights[weight] = Placement((ShardedAxis(EXPERTS, ROWS, split),))
+    for argument in (weight, *node.args[4:5]):
+        assert isinstance(argument, Node)
+        places.weights[argument] = Placement((ShardedAxis(EXPERTS, ROWS, split),))
     return Placement(partial=ROWS)
 
 

@@ -22,6 +22,7 @@ from tilewright.compiler.mesh import (
     COLUMNS,
     ROWS,
     HeadSplit,
+    IndexRange,
     Mesh,
     Split,
     deal,
@@ -163,12 +164,23 @@ def _linear(places: Places, node: Node) -> Placement:
     else:
         found = places.over(COLUMNS if is_second else ROWS, recipe_of(weight).shape[0])
     for bias in node.args[2:3]:
-        places.weights[as_node(bias)] = found
+        places.weights[as_node(bias)] = _bias(places, bias, inputs, found)
     if inputs is None:
         places.weights[weight] = found
         return found
     places.weights[weight] = Placement((ShardedAxis(IN, inputs.over, inputs.split), *found.dealt))
     return Placement(found.dealt, partial=inputs.over)
+
+
+def _bias(places: Places, bias: Any, inputs: ShardedAxis | None, columns: Placement) -> Placement:
+    """Return a bias's placement. After a matmul with partial sums, the first chip has the bias and
+    all other chips have zeros.
+    """
+    if inputs is None or places.mesh.columns > 1:
+        return columns
+    size = recipe_of(bias).shape[0]
+    shares = [(IndexRange(0 if rank == 0 else None, size),) for rank in range(places.mesh.rows)]
+    return Placement((ShardedAxis(OUT, inputs.over, Split(tuple(shares))),))
 
 
 def _merged_heads(places: Places, attend: Node) -> Placement:
@@ -203,6 +215,8 @@ def _attention(places: Places, node: Node) -> Placement:
     args = ops.RopeAttentionArguments.of(node.args)
     heads, head_dim = deal_heads(places.mesh, args)
     places.weights[as_node(args.kv_cache)] = columns_dealt(ROWS, heads.keys(head_dim))
+    if args.sinks is not None:
+        places.weights[as_node(args.sinks)] = Placement((ShardedAxis(OUT, ROWS, heads.queries(1)),))
     return columns_dealt(ROWS, heads.queries(head_dim))
 
 
@@ -212,6 +226,7 @@ _RULES: Mapping[Any, Callable[[Places, Node], Placement]] = {
     ops.rope_attention_step.overload: _attention,
     ops.rms_norm.overload: _like,
     ops.swiglu.overload: _like,
+    ops.clamped_swiglu.overload: _like,
     aten.add.Tensor: _like,
     aten.index_select.default: _like,
     ops.gelu.overload: _like,

@@ -23,6 +23,8 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
 )
 
 _SKIPPED = ("out", "fqn", "layer")
+# Values that a listing omits.
+_DEFAULTS = {("factor", 1.0), ("limit", 0.0), ("alpha", 1.0)}
 _DECLARED = TtWeight | Cache | TtSequenceState
 
 
@@ -98,6 +100,8 @@ def _argument(name: str, operand: Any, name_of: Callable[[TtValue], str]) -> str
     if isinstance(operand, ComputeConfig):
         return operand.name
     if operand is None or operand is False or operand == "" or (name, operand) == ("num_heads", 0):
+        return ""
+    if (name, operand) in _DEFAULTS:
         return ""
     return f"{name}={operand:g}" if isinstance(operand, float) else f"{name}={operand}"
 
