@@ -15,12 +15,13 @@ struct Layer {
     const TwState& state;
     const CacheLayout& layout;
     int64_t num_heads, num_kv, dim, group;
+    int64_t bf16_bytes;  // of a query's value
 
     Layer(const Engine& engine, const TwInstruction& each)
         : each(each), state(engine.states[each.state]), layout(engine.layouts[each.state]), num_heads(each.num_heads),
-          num_kv(state.num_heads), dim(layout.dim), group(num_heads / num_kv) {}
+          num_kv(state.num_heads), dim(layout.dim), group(num_heads / num_kv), bf16_bytes(engine.kernels->bf16_bytes) {}
 
-    int64_t query_bytes() const { return dim * (layout.is_float() ? 4 : 2); }
+    int64_t query_bytes() const { return dim * (layout.is_float() ? 4 : bf16_bytes); }
 
     // First visible position of a token. `end` is the number of positions up to and including its
     // own.
@@ -97,7 +98,9 @@ void take_query(const Worker& worker, const Layer& layer, int64_t token, int64_t
     std::memcpy(x, worker.at(layer.each.x, token) + query * head_dim, head_dim * 4);
     angles.turn(x, token);
     if (layer.each.flags & TW_ROUNDED) worker.kernels().round_bf16(x, head_dim);
-    if (layer.layout.is_float()) std::memcpy(to, x, layer.dim * 4);
+    const bool is_rounded = !layer.layout.is_float() && layer.bf16_bytes == 4;
+    if (is_rounded) worker.kernels().round_bf16(x, layer.dim);
+    if (layer.layout.is_float() || is_rounded) std::memcpy(to, x, layer.dim * 4);
     else worker.kernels().halves(x, layer.dim, (uint16_t*)to);
 }
 

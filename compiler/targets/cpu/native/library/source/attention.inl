@@ -17,7 +17,7 @@ struct AttendScratch {
 
 template <int M>
 inline void dot_products(const HeadCache& cache, const Columns& w, const void* x, int64_t x_row, Tile<M>& tile) {
-    if (cache.is_bf16) tile_bf16<M>(w, (const int32_t*)x, x_row, tile);
+    if (cache.is_bf16) tile_bf16<M>(w, (const PairWord*)x, x_row, tile);
     else tile_fp32<M>(w, (const float*)x, x_row, tile);
 }
 
@@ -29,15 +29,16 @@ template <int M> struct Running {
 // Compute masked scores for a chunk from `at`.
 template <int M>
 inline void score(const HeadCache& cache, const Queries& rows, int64_t row, int32_t at, AttendScratch& scratch) {
-    const int64_t dim = cache.head_dim, width = cache.is_bf16 ? 2 : 4, per_column = cache.is_bf16 ? 2 : 1;
-    const uint8_t* q = (const uint8_t*)rows.q + row * dim * width;
+    const int64_t dim = cache.head_dim, per_column = cache.is_bf16 ? 2 : 1, width = cache.is_bf16 ? 2 : 4;
+    const int64_t words = cache.is_bf16 ? dim / 2 * kPairWords : dim;  // of a query row
+    const uint8_t* q = (const uint8_t*)rows.q + row * words * 4;
     const int64_t block = dim * width * 16;
     const float places[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int two = 0; two < kChunk / 32; two++) {
         const uint8_t* keys = scratch.keys + 2 * two * block;
         Tile<M> tile;
         clear(tile);
-        dot_products<M>(cache, {keys, keys + block, 64, dim / per_column}, q, dim / per_column, tile);
+        dot_products<M>(cache, {keys, keys + block, 64, dim / per_column}, q, words, tile);
         for (int m = 0; m < M; m++) {
             float* to = scratch.scores[m] + two * 32;
             for (int half = 0; half < 2; half++) {
@@ -74,7 +75,7 @@ inline void weigh(const HeadCache& cache, Running<M>& running, AttendScratch& sc
         for (int i = 0; i < 4; i++) {
             vf p = exponential(sub(s[i], shift));
             sum = add(sum, p);
-            if (cache.is_bf16) store_halves((uint16_t*)scratch.weights[m] + 16 * i, rounded_to_bf16(p));
+            if (cache.is_bf16) store_pair_words(scratch.weights[m], i, as_bf16(p), rounded_to_bf16(p));
             else store((float*)scratch.weights[m] + 16 * i, p);
         }
         running.sum[m] = fma(running.sum[m], spread(kept[m]), sum);
@@ -203,7 +204,9 @@ struct Attend {
 
 void attend(const HeadCache& cache, const Queries& queries, int32_t begin, int32_t end, const Partial& partial) {
     AttendScratch scratch;
-    by_tiles(queries.num_rows, Attend{cache, queries, begin, end, partial, scratch});
+    const Attend attend{cache, queries, begin, end, partial, scratch};
+    if (cache.is_bf16) return by_tiles<kTile>(queries.num_rows, attend);
+    by_tiles<kPairRows>(queries.num_rows, attend);
 }
 
 }  // namespace

@@ -78,7 +78,8 @@ struct DeltaHead {
 };
 
 struct Kernels {
-    int32_t isa, tile;    // preferred number of rows per matmul tile
+    int32_t isa;
+    int32_t bf16_bytes;   // of a value in prepared rows and queries; 4: as float
     void (*quantise)(const float* x, int64_t columns, int32_t length, int8_t* q, float* scales, int32_t* sums);
     void (*to_bf16)(const float* x, int64_t count, uint16_t* out);
     void (*round_bf16)(float* x, int64_t count);

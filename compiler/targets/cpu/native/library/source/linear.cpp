@@ -71,7 +71,7 @@ void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& 
     uint8_t* own = worker.scratch();
     uint8_t* normed = own + rounded(kFewRows * wide * 4, 64) + rounded(kFewRows * wide, 64);
     uint8_t* scratch = normed + rounded(wide * 4, 64);
-    Prepared rows(few ? own : worker.engine.operand.data(), num_rows, wide, arithmetic, weight.kind);
+    Prepared rows(kernels, few ? own : worker.engine.operand.data(), num_rows, wide, arithmetic, weight.kind);
     const float* norm = each.norm >= 0 ? worker.vector(each.norm) : nullptr;
     auto make = [&](int64_t row) {
         prepare(kernels, worker.at(each.x, row), each.x.width, norm, each.eps, each.flags & TW_NORM_ROUNDED, rows, arithmetic, row, (float*)normed);

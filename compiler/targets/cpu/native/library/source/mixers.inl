@@ -61,7 +61,7 @@ void convolve(const Convolution& given, int64_t count) {
     });
 }
 
-constexpr int kDeltaParts = kTile > 4 ? 4 : 2;  // value registers per sweep over the keys
+constexpr int kDeltaParts = kPairRows > 4 ? 4 : 2;  // value registers per sweep over the keys
 
 // Values [first, first + 16 N) of a head. Every value has its own column in the state, so N does
 // not change bits. A sweep over the keys computes the state after a token, its output, and the

@@ -13,8 +13,8 @@ struct Prepared {
     int64_t row_bytes, num_blocks;
     int32_t length;  // of int8: values that share a scale, as many as of the weight do
 
-    Prepared(uint8_t* memory, int64_t num_rows, int64_t wide, int32_t arithmetic, int32_t kind) {
-        int64_t widths[] = {4, 2, 1};
+    Prepared(const Kernels& kernels, uint8_t* memory, int64_t num_rows, int64_t wide, int32_t arithmetic, int32_t kind) {
+        int64_t widths[] = {4, kernels.bf16_bytes, 1};
         row_bytes = wide * widths[arithmetic];
         num_blocks = wide / kBlock;
         length = scale_length(kind);
@@ -38,11 +38,12 @@ inline void prepare(const Kernels& kernels, const float* x, int64_t width, const
     uint8_t* values = to.values + row * to.row_bytes;
     if (arithmetic == TW_AS_INT8) {
         kernels.quantise(x, width, to.length, (int8_t*)values, to.scales + row * to.num_blocks * 2, to.sums + row * to.num_blocks * 2);
-    } else if (arithmetic == TW_AS_BF16) {
+    } else if (arithmetic == TW_AS_BF16 && kernels.bf16_bytes == 2) {
         kernels.to_bf16(x, width, (uint16_t*)values);
     } else {
         float* out = (float*)values;
         for (int64_t i = 0; i < wide; i++) out[i] = i < width ? x[i] : 0.0f;
+        if (arithmetic == TW_AS_BF16) kernels.round_bf16(out, wide);
     }
 }
 

@@ -7,6 +7,25 @@ namespace {
 
 using namespace tw;
 
+#ifndef TW_OWN_DOTS  // else in simd_*.h
+// An int8 dot product over four columns per call, from -less. BITS is the code width.
+template <int BITS> inline vi begin_dot(int32_t less) { return BITS == 8 ? begin8(less / 128) : ispread(-less); }
+template <int BITS> inline vi dot_four(vi acc, Codes w, int32_t x) { return BITS == 8 ? dot8(acc, w, x) : dot4(acc, w, x); }
+template <int BITS> inline vi end_dot(vi sum) { return sum; }
+
+// Most rows whose sums of two panels fit in the registers, and words per column pair in a bfloat16
+// row.
+constexpr int kPairRows = kTile, kPairWords = 1;
+constexpr int kCodeRows = kTile, kCodePanels = 2;  // of a tile of int8 rows
+using PairWord = int32_t;
+inline vf dot_second(vf acc, vi, const int32_t*) { return acc; }
+inline vf dot_first(vf acc, vi w, const int32_t* x) { return dot_pair(acc, w, *x); }
+inline void store_pair_words(void* p, int i, vf, vi halves) { store_halves((uint16_t*)p + 16 * i, halves); }
+#endif
+
+// Panels per sweep over the columns, for M rows.
+template <int M> constexpr int panels() { return M > kPairRows ? 1 : 2; }
+
 // Results for M rows and a pair of panels.
 template <int M> struct Tile {
     vf at[M][2];
@@ -70,7 +89,7 @@ __attribute__((always_inline)) inline void fetch(const PanelPair& pair, int64_t 
 
 // int8 rows: sums within a block are exact integers.
 template <int KIND, int M> struct Int8Tile {
-    static constexpr int kParts = kBlock / scale_length(KIND), kGroups = 8 / kParts;
+    static constexpr int kParts = kBlock / scale_length(KIND), kGroups = 8 / kParts, kBits = is_wide(KIND) ? 8 : code_bits(KIND);
     const uint8_t* codes[2];
     const uint8_t* scales[2];
     const int32_t* rows[M];
@@ -91,14 +110,14 @@ template <int KIND, int M> struct Int8Tile {
         }
     }
 
-    template <int GROUP> void four(vi (&dot)[M][2], int64_t block) const {
+    template <int GROUP> void four(vi (&dot)[M][kCodePanels], int64_t block, int first) const {
         const int64_t at = block * block_words(KIND) * 64;
-        Codes w0 = four_codes<KIND, GROUP>(codes[0] + at), w1 = four_codes<KIND, GROUP>(codes[1] + at);
+        Codes w[kCodePanels];
+        for (int p = 0; p < kCodePanels; p++) w[p] = four_codes<KIND, GROUP>(codes[first + p] + at);
 TW_UNROLL
         for (int m = 0; m < M; m++) {
             int32_t x = rows[m][block * 8 + GROUP];
-            dot[m][0] = is_wide(KIND) ? dot8(dot[m][0], w0, x) : dot4(dot[m][0], w0, x);
-            dot[m][1] = is_wide(KIND) ? dot8(dot[m][1], w1, x) : dot4(dot[m][1], w1, x);
+            for (int p = 0; p < kCodePanels; p++) dot[m][p] = dot_four<kBits>(dot[m][p], w[p], x);
         }
     }
 
@@ -107,35 +126,40 @@ TW_UNROLL
     }
 
     template <int PART> void part(int64_t block, Tile<M>& tile) const {
-        vi dot[M][2];
+        for (int first = 0; first < 2; first += kCodePanels) sweep<PART>(block, tile, first);
+    }
+
+    template <int PART> __attribute__((always_inline)) void sweep(int64_t block, Tile<M>& tile, int first) const {
+        vi dot[M][kCodePanels];
 TW_UNROLL
         for (int m = 0; m < M; m++) {
             int32_t all = zero_of(KIND) ? sum(m, block, PART) : 0;
-            dot[m][0] = dot[m][1] = is_wide(KIND) ? begin8(all) : ispread(-zero_of(KIND) * all);
+            for (int p = 0; p < kCodePanels; p++) dot[m][p] = begin_dot<kBits>(zero_of(KIND) * all);
         }
         constexpr int kFirst = PART * kGroups;
-        four<kFirst>(dot, block);
-        four<kFirst + 1>(dot, block);
-        four<kFirst + 2>(dot, block);
-        four<kFirst + 3>(dot, block);
+        four<kFirst>(dot, block, first);
+        four<kFirst + 1>(dot, block, first);
+        four<kFirst + 2>(dot, block, first);
+        four<kFirst + 3>(dot, block, first);
         if constexpr (kGroups == 8) {
-            four<kFirst + 4>(dot, block);
-            four<kFirst + 5>(dot, block);
-            four<kFirst + 6>(dot, block);
-            four<kFirst + 7>(dot, block);
+            four<kFirst + 4>(dot, block, first);
+            four<kFirst + 5>(dot, block, first);
+            four<kFirst + 6>(dot, block, first);
+            four<kFirst + 7>(dot, block, first);
         }
         const int64_t wide = num_blocks * kBlock;
 TW_UNROLL
-        for (int half = 0; half < 2; half++) {
+        for (int p = 0; p < kCodePanels; p++) {
+            const int half = first + p;
             vf scale = block_scales<KIND>(scales[half], wide, block * kParts + PART), least = zeros();
             if constexpr (has_minimums(KIND)) least = block_minimums<KIND>(scales[half], wide, block);
 TW_UNROLL
             for (int m = 0; m < M; m++) {
                 vf value;
                 if constexpr (has_minimums(KIND))
-                    value = fma(to_float(dot[m][half]), scale, mul(least, spread((float)sum(m, block, PART))));
+                    value = fma(to_float(end_dot<kBits>(dot[m][p])), scale, mul(least, spread((float)sum(m, block, PART))));
                 else
-                    value = mul(to_float(dot[m][half]), scale);
+                    value = mul(to_float(end_dot<kBits>(dot[m][p])), scale);
                 tile.at[m][half] = fma(value, spread(own[m][2 * block + PART]), tile.at[m][half]);
             }
         }
@@ -168,21 +192,44 @@ struct Columns {
 };
 
 template <int M>
-inline void tile_bf16(const Columns& w, const int32_t* x, int64_t x_row, Tile<M>& tile) {
-    for (int64_t pair = 0; pair < w.count; pair++) {
-        vi w0 = iload(w.first + pair * w.step), w1 = iload(w.second + pair * w.step);
+inline void add_pair(vf (&sums)[M][panels<M>()], const vi* w, const PairWord* x, int64_t x_row) {
 TW_UNROLL
-        for (int m = 0; m < M; m++) {
-            int32_t two = x[m * x_row + pair];
-            tile.at[m][0] = dot_pair(tile.at[m][0], w0, two);
-            tile.at[m][1] = dot_pair(tile.at[m][1], w1, two);
+    for (int m = 0; m < M; m++)
+        for (int p = 0; p < panels<M>(); p++) sums[m][p] = dot_second(sums[m][p], w[p], x + m * x_row);
+TW_UNROLL
+    for (int m = 0; m < M; m++)
+        for (int p = 0; p < panels<M>(); p++) sums[m][p] = dot_first(sums[m][p], w[p], x + m * x_row);
+}
+
+template <int M> inline void take(vf (&sums)[M][panels<M>()], const Tile<M>& tile, int first) {
+    for (int m = 0; m < M; m++)
+        for (int p = 0; p < panels<M>(); p++) sums[m][p] = tile.at[m][first + p];
+}
+
+template <int M> inline void give(const vf (&sums)[M][panels<M>()], Tile<M>& tile, int first) {
+    for (int m = 0; m < M; m++)
+        for (int p = 0; p < panels<M>(); p++) tile.at[m][first + p] = sums[m][p];
+}
+
+// `x_row`: words from row to row.
+template <int M>
+inline void tile_bf16(const Columns& w, const PairWord* x, int64_t x_row, Tile<M>& tile) {
+    for (int first = 0; first < 2; first += panels<M>()) {
+        const uint8_t* from[2] = {w.first, w.second};
+        vf sums[M][panels<M>()];
+        take<M>(sums, tile, first);
+        for (int64_t pair = 0; pair < w.count; pair++) {
+            vi own[panels<M>()];
+            for (int p = 0; p < panels<M>(); p++) own[p] = iload(from[first + p] + pair * w.step);
+            add_pair<M>(sums, own, x + pair * kPairWords, x_row);
         }
+        give<M>(sums, tile, first);
     }
 }
 
 // Packed panels. `fetches` enables prefetching.
 template <int M>
-inline void tile_packed(const PanelPair& pair, const int32_t* x, int64_t x_row, bool fetches, Tile<M>& tile) {
+inline void tile_packed(const PanelPair& pair, const PairWord* x, int64_t x_row, bool fetches, Tile<M>& tile) {
     Packed first(pair.first, pair.columns), second(pair.second, pair.columns);
     for (int64_t block = 0; block < rounded(pair.columns, kBlock) / kBlock; block++) {
         if (fetches) fetch(pair, block * kPackedBlock, kPackedBlock);
@@ -190,21 +237,24 @@ inline void tile_packed(const PanelPair& pair, const int32_t* x, int64_t x_row, 
             alignas(64) uint8_t values[2][kBlock * kLanes * 2];
             first.unpack(block, values[0]);
             second.unpack(block, values[1]);
-            tile_bf16<M>({values[0], values[1], 64, kBlock / 2}, x + block * kBlock / 2, x_row, tile);
+            tile_bf16<M>({values[0], values[1], 64, kBlock / 2}, x + block * kBlock / 2 * kPairWords, x_row, tile);
             continue;
         }
-        for (int64_t group = 4 * block; group < 4 * block + 4; group++) {
-            vi w0[4], w1[4];
-            first.four_pairs(group, w0);
-            second.four_pairs(group, w1);
+        for (int half = 0; half < 2; half += panels<M>()) {
+            vf sums[M][panels<M>()];
+            take<M>(sums, tile, half);
+            for (int64_t group = 4 * block; group < 4 * block + 4; group++) {
+                vi w[2][4];
+                if (!half) first.four_pairs(group, w[0]);
+                if (half + panels<M>() == 2) second.four_pairs(group, w[1]);
 TW_UNROLL
-            for (int i = 0; i < 4; i++)
-TW_UNROLL
-                for (int m = 0; m < M; m++) {
-                    int32_t two = x[m * x_row + 4 * group + i];
-                    tile.at[m][0] = dot_pair(tile.at[m][0], w0[i], two);
-                    tile.at[m][1] = dot_pair(tile.at[m][1], w1[i], two);
+                for (int i = 0; i < 4; i++) {
+                    vi own[panels<M>()];
+                    for (int p = 0; p < panels<M>(); p++) own[p] = w[half + p][i];
+                    add_pair<M>(sums, own, x + (4 * group + i) * kPairWords, x_row);
                 }
+            }
+            give<M>(sums, tile, half);
         }
     }
 }
@@ -230,7 +280,7 @@ TW_UNROLL
 // Codes as bfloat16. A block's sum is scaled, then added. `IS_FRESH`: `codes` is scratch for some
 // columns, which stay in the first cache. Otherwise it has both panels.
 template <int KIND, bool IS_FRESH, int M>
-inline void tile_scaled(const PanelPair& pair, uint8_t* codes, const int32_t* x, int64_t x_row, bool fetches, Tile<M>& tile) {
+inline void tile_scaled(const PanelPair& pair, uint8_t* codes, const PairWord* x, int64_t x_row, bool fetches, Tile<M>& tile) {
     constexpr int64_t kLength = scale_length(KIND), kSpan = kLength < kBlock ? kBlock : kLength;
     const PanelSize size = panel_size(KIND, pair.columns);
     const int64_t wide = rounded(pair.columns, kBlock), block_bytes = size.total / (wide / kBlock);
@@ -250,7 +300,7 @@ inline void tile_scaled(const PanelPair& pair, uint8_t* codes, const int32_t* x,
             Tile<M> part;
             clear(part);
             const int64_t num_pairs = (count - k < kLength ? count - k : kLength) / 2;
-            tile_bf16<M>({at + k * 32, at + apart + k * 32, 64, num_pairs}, x + (first + k) / 2, x_row, part);
+            tile_bf16<M>({at + k * 32, at + apart + k * 32, 64, num_pairs}, x + (first + k) / 2 * kPairWords, x_row, part);
             vf scale0 = block_scales<KIND>(pair.first + size.codes, wide, (first + k) / kLength);
             vf scale1 = block_scales<KIND>(pair.second + size.codes, wide, (first + k) / kLength);
 TW_UNROLL
@@ -263,14 +313,14 @@ TW_UNROLL
 }
 
 // Call `make.template rows<M>(row)` for all rows, in groups that fit in registers.
-template <class Make> inline void by_tiles(int64_t num_rows, Make make) {
+template <int ROWS, class Make> inline void by_tiles(int64_t num_rows, Make make) {
     int64_t row = 0;
-    for (; row + kTile <= num_rows; row += kTile) make.template rows<kTile>(row);
-    if constexpr (kTile > 5) if (num_rows - row == 5) return make.template rows<5>(row);
-    if constexpr (kTile > 4) if (num_rows - row == 4) return make.template rows<4>(row);
-    if constexpr (kTile > 3) if (num_rows - row == 3) return make.template rows<3>(row);
-    if constexpr (kTile > 2) if (num_rows - row == 2) return make.template rows<2>(row);
-    if constexpr (kTile > 1) if (num_rows - row == 1) return make.template rows<1>(row);
+    for (; row + ROWS <= num_rows; row += ROWS) make.template rows<ROWS>(row);
+    if constexpr (ROWS > 5) if (num_rows - row == 5) return make.template rows<5>(row);
+    if constexpr (ROWS > 4) if (num_rows - row == 4) return make.template rows<4>(row);
+    if constexpr (ROWS > 3) if (num_rows - row == 3) return make.template rows<3>(row);
+    if constexpr (ROWS > 2) if (num_rows - row == 2) return make.template rows<2>(row);
+    if constexpr (ROWS > 1) if (num_rows - row == 1) return make.template rows<1>(row);
 }
 
 template <int KIND> struct MakeInt8 {
@@ -291,7 +341,7 @@ struct ProductInt8 {
     int64_t num_rows;
     const Result& result;
     template <int KIND> void kind() {
-        if constexpr (!has_float_codes(KIND)) by_tiles(num_rows, MakeInt8<KIND>{pair, x, result});
+        if constexpr (!has_float_codes(KIND)) by_tiles<kCodeRows>(num_rows, MakeInt8<KIND>{pair, x, result});
     }
 };
 
@@ -305,7 +355,7 @@ template <int KIND, bool IS_FRESH = false> struct MakeBf16 {
     const Result& result;
     uint8_t* codes;
     template <int M> void rows(int64_t row) {
-        const int32_t* own = (const int32_t*)((const uint8_t*)x.values + row * x.row_bytes);
+        const PairWord* own = (const PairWord*)((const uint8_t*)x.values + row * x.row_bytes);
         Tile<M> tile;
         clear(tile);
         if constexpr (KIND == kPacked)
@@ -313,7 +363,7 @@ template <int KIND, bool IS_FRESH = false> struct MakeBf16 {
         else if constexpr (KIND == TW_BF16)
             for (int64_t block = 0; block < x.num_blocks; block++) {
                 if (!row) fetch(pair, block * 1024, 1024);
-                tile_bf16<M>({pair.first + block * 1024, pair.second + block * 1024, 64, 16}, own + block * 16, x.row_bytes / 4, tile);
+                tile_bf16<M>({pair.first + block * 1024, pair.second + block * 1024, 64, 16}, own + block * 16 * kPairWords, x.row_bytes / 4, tile);
             }
         else
             tile_scaled<KIND, IS_FRESH>(pair, codes, own, x.row_bytes / 4, !row, tile);
@@ -329,11 +379,11 @@ struct ScaledBf16 {
     uint8_t* codes;
     template <int KIND> void kind() {
         if constexpr (!has_minimums(KIND)) {  // minimums are not codes
-            if (num_rows <= kTile) return by_tiles(num_rows, MakeBf16<KIND, true>{pair, x, result, codes});
+            if (num_rows <= kTile) return by_tiles<kTile>(num_rows, MakeBf16<KIND, true>{pair, x, result, codes});
             const int64_t wide = rounded(pair.columns, kBlock);
             codes_to_bf16<KIND>(pair.first, wide, codes);
             codes_to_bf16<KIND>(pair.second, wide, codes + wide * 32);
-            by_tiles(num_rows, MakeBf16<KIND>{pair, x, result, codes});
+            by_tiles<kTile>(num_rows, MakeBf16<KIND>{pair, x, result, codes});
         }
     }
 };
@@ -343,17 +393,17 @@ constexpr int kFewTiles = 6;
 // Unpack in registers for every tile of rows, which is cheaper than a store. For large numbers of
 // rows, unpack whole panels first.
 void product_packed(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result, uint8_t* values) {
-    if (num_rows <= kFewTiles * kTile) return by_tiles(num_rows, MakeBf16<kPacked>{pair, x, result, nullptr});
+    if (num_rows <= kFewTiles * kTile) return by_tiles<kTile>(num_rows, MakeBf16<kPacked>{pair, x, result, nullptr});
     const int64_t bytes = panel_size(TW_BF16, pair.columns).total;
     unpack_panel(pair.first, pair.columns, values);
     unpack_panel(pair.second, pair.columns, values + bytes);
     const PanelPair plain{TW_BF16, pair.columns, values, values + bytes, {pair.ahead[0], pair.ahead[1]}};
-    by_tiles(num_rows, MakeBf16<TW_BF16>{plain, x, result, nullptr});
+    by_tiles<kTile>(num_rows, MakeBf16<TW_BF16>{plain, x, result, nullptr});
 }
 
 void product_bf16(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result, void* scratch) {
     if (pair.kind == kPacked) return product_packed(pair, x, num_rows, result, (uint8_t*)scratch);
-    if (pair.kind == TW_BF16) return by_tiles(num_rows, MakeBf16<TW_BF16>{pair, x, result, nullptr});
+    if (pair.kind == TW_BF16) return by_tiles<kTile>(num_rows, MakeBf16<TW_BF16>{pair, x, result, nullptr});
     by_kind(pair.kind, ScaledBf16{pair, x, num_rows, result, (uint8_t*)scratch});
 }
 
@@ -388,7 +438,7 @@ struct MakeFp16 {
 };
 
 void product_fp32(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result, void* scratch) {
-    if (pair.kind == TW_FP16 && num_rows <= kFewTiles * kTile) return by_tiles(num_rows, MakeFp16{pair, x, result});
+    if (pair.kind == TW_FP16 && num_rows <= kFewTiles * kTile) return by_tiles<kPairRows>(num_rows, MakeFp16{pair, x, result});
     const int64_t wide = x.num_blocks * kBlock;
     Columns w{pair.first, pair.second, 64, wide};
     if (pair.kind != TW_FP32) {
@@ -398,7 +448,7 @@ void product_fp32(const PanelPair& pair, const Operand& x, int64_t num_rows, con
         w.first = (const uint8_t*)values;
         w.second = (const uint8_t*)(values + wide * kLanes);
     }
-    by_tiles(num_rows, MakeFp32{w, x, result});
+    by_tiles<kPairRows>(num_rows, MakeFp32{w, x, result});
 }
 
 }  // namespace

@@ -9,7 +9,8 @@
 
 namespace {
 
-constexpr int kIsa = 1, kTile = 2;
+constexpr int kIsa = 1, kTile = 6;
+#define TW_OWN_DOTS
 
 struct vf { __m256 a, b; };
 struct vi { __m256i a, b; };
@@ -101,11 +102,36 @@ inline vi dot4(vi acc, Codes w, int32_t x) {
     __m256i v = _mm256_set1_epi32(x);
     return {dot4_half(acc.a, w.a, v), dot4_half(acc.b, w.b, v)};
 }
-// What AVX-512's instruction does: the second of a pair first, each with one rounding.
-inline vf dot_pair(vf acc, vi w, int32_t x) {
-    vf x_low = of_bits(ispread(x << 16)), x_high = of_bits(ispread(x & (int32_t)0xffff0000));
-    vf high = fma(of_bits(iand(w, ispread((int32_t)0xffff0000))), x_high, acc);
-    return fma(of_bits(left<16>(w)), x_low, high);
+
+// Sums of four products, as in products.inl. Sums of 4-bit codes fit 16 bits for a whole block.
+template <int BITS> inline vi begin_dot(int32_t less) {
+    if constexpr (BITS == 8) return begin8(0);
+    if constexpr (BITS == 4) {
+        __m256i v = _mm256_set1_epi16((int16_t)(-less / 2));
+        return {v, v};
+    }
+    return ispread(-less);
 }
+template <int BITS> inline vi dot_four(vi acc, Codes w, int32_t x) {
+    if constexpr (BITS == 8) return dot8(acc, w, x);
+    if constexpr (BITS == 4) {
+        __m256i v = _mm256_set1_epi32(x);
+        return {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, v)), _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, v))};
+    }
+    return dot4(acc, w, x);
+}
+template <int BITS> inline vi end_dot(vi sum) {
+    const __m256i one = _mm256_set1_epi16(1);
+    if constexpr (BITS == 4) return {_mm256_madd_epi16(sum.a, one), _mm256_madd_epi16(sum.b, one)};
+    return sum;
+}
+
+// Rows of bfloat16 are held as float: a broadcast from memory costs no conversion. The second of a
+// pair is added first, each with one rounding, as in AVX-512's instruction.
+constexpr int kPairRows = 2, kPairWords = 2, kCodeRows = 4, kCodePanels = 1;
+using PairWord = float;
+inline vf dot_second(vf acc, vi w, const float* x) { return fma(of_bits(iand(w, ispread((int32_t)0xffff0000))), spread(x[1]), acc); }
+inline vf dot_first(vf acc, vi w, const float* x) { return fma(of_bits(left<16>(w)), spread(x[0]), acc); }
+inline void store_pair_words(void* p, int i, vf x, vi) { store((float*)p + 16 * i, x); }
 
 }  // namespace
