@@ -70,7 +70,7 @@ class NativeExecutable(HostExecutable):
         self._times: times.Times | None = None
         self._weight_bytes = sum(each.num_bytes for each in packed.tensors)
         large_pages = are_large_pages_worth(self._weight_bytes)
-        self._mapped = None if large_pages else mapped  # the engine reads it until closed
+        self._mapped = mapped  # the engine reads it until closed
         self._engine: int | None = lib.open_engine(
             program_of(packed, mapped, options, isa=isa, large_pages=large_pages)
         )

@@ -209,7 +209,7 @@ def program_of(
         mapped: Its weights.
         options: Compile options.
         isa: Index in `library.ISA_NAMES`. -1: best.
-        large_pages: Copy weights to large pages. The engine then does not need the mapping.
+        large_pages: Copy weights to large pages, except the embedding.
     """
     tensors = [
         lib.TwTensor(

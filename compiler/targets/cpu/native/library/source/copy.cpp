@@ -136,20 +136,32 @@ void copy_into(Memory& memory, Copy& copy) {
     copy.engine.pool->run(copy_own, &copy);
 }
 
+// Tensors to copy: all but the embedding in a mapped file. A step reads a few of its rows.
+std::vector<uint8_t*> to_copy(const Engine& engine) {
+    std::vector<uint8_t*> found(engine.tensors.size(), kNowhere);
+    if (engine.program.large_pages != 2) return found;
+    for (const TwInstruction& each : engine.instructions)
+        if (each.op == TW_EMBED) found[each.weight] = nullptr;
+    for (const TwInstruction& each : engine.instructions)
+        if (each.op != TW_EMBED && each.weight >= 0) found[each.weight] = kNowhere;
+    return found;
+}
+
 }  // namespace
 
 // A tensor with an incompressible panel is copied unchanged, after all other tensors.
 void copy_weights(Engine& engine) {
     const size_t count = engine.tensors.size();
-    Copy first{engine, true, std::vector<uint8_t*>(count, kNowhere), std::vector<std::atomic<bool>>(count)};
+    Copy first{engine, true, to_copy(engine), std::vector<std::atomic<bool>>(count)};
     Copy rest{engine, false, std::vector<uint8_t*>(count), std::vector<std::atomic<bool>>(count)};
-    for (size_t i = 0; i < count; i++) first.packs[i] = engine.tensors[i].kind == TW_BF16;
+    for (size_t i = 0; i < count; i++) first.packs[i] = first.to[i] && engine.tensors[i].kind == TW_BF16;
     copy_into(engine.weights, first);
     for (size_t i = 0; i < count; i++)
-        if (engine.tensors[i].kind == TW_BF16 && !first.packs[i]) rest.to[i] = kNowhere;
+        if (first.to[i] && engine.tensors[i].kind == TW_BF16 && !first.packs[i]) rest.to[i] = kNowhere;
     copy_into(engine.unpacked, rest);
     for (size_t i = 0; i < count; i++) {
         TwTensor& each = engine.tensors[i];
+        if (!first.to[i]) continue;
         each.data = rest.to[i] ? rest.to[i] : first.to[i];
         if (!first.packs[i]) continue;
         each.num_bytes = (uint64_t)packed_bytes(each);

@@ -82,7 +82,8 @@ struct TwProgram {
     int32_t num_instructions, num_tensors, num_buffers, num_states;
     int32_t logits;                           // the caller's buffer
     int32_t large_pages;                      // 1: tensors are copied onto large pages, and not read
-                                              // again; 2: and are of a mapped file, which is let go
+                                              // again; 2: and are of a mapped file, whose pages are
+                                              // released. The embedding stays in it.
     const TwInstruction* instructions;
     const TwTensor* tensors;
     const int32_t* widths;                    // per buffer, in floats
