@@ -138,9 +138,9 @@ def own_server(
     model: str, precision: str, *, users: int, context: int, threads: int | None
 ) -> Server:
     """Return ``tilewright serve`` with a slot for each user."""
-    sizes = ("--max-seats", str(users), "--max-context", str(context))
+    sizes = ("--max-num-seqs", str(users), "--max-model-len", str(context))
     words = (*TILEWRIGHT, "serve", model, "--precision", precision, *sizes)
-    return Server("tilewright", (*words, *(("--threads", str(threads)) if threads else ())))
+    return Server("tilewright", (*words, *(("--num-threads", str(threads)) if threads else ())))
 
 
 def check_program(binary: Path) -> None:

@@ -56,8 +56,8 @@ ready() { # PORT: until /health says 200, or the server is gone
 }
 serve() { # more options of `serve`
     # shellcheck disable=SC2086
-    "$PYTHON" -P -c "$CLI" serve "shape:$SHAPE" --target "$TARGET" --precision bf16 --max-seats "$SEATS" \
-        --max-context "$CONTEXT" --admin --chat-template "$template" --port $OURS $OPTIONS "$@" &
+    "$PYTHON" -P -c "$CLI" serve "shape:$SHAPE" --target "$TARGET" --precision bf16 --max-num-seqs "$SEATS" \
+        --max-model-len "$CONTEXT" --admin --chat-template "$template" --port $OURS $OPTIONS "$@" &
     server=$!
     trap 'kill $server 2>/dev/null; wait $server' EXIT
     ready $OURS

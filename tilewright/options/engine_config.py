@@ -416,3 +416,14 @@ def _allowed_text(made: Any) -> str:
 
 def _keyword(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
+
+
+def current_flags(command: str) -> str:
+    """Return a recorded command line with the current spellings of engine options."""
+    spellings = {
+        alias: ("--no-" if _is_switch(made) and alias.startswith("--no-") else "--")
+        + name.replace("_", "-")
+        for name, made in declared(EngineConfig).items()
+        for alias in made.aliases
+    }
+    return " ".join(spellings.get(word, word) for word in command.split(" "))

@@ -83,5 +83,6 @@ def test_the_table_of_baselines_is_its_records(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "<!-- baselines:begin readme -->" in text
     assert rendered(text, ROOT / "results") == text
+    assert "`serve --max-num-seqs 256 --max-model-len 4096 --no-enable-prefix-caching`" in text
     with pytest.raises(ConfigError, match="no part 'avx512'"):
         rendered(text, tmp_path)

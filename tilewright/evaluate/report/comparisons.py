@@ -31,6 +31,7 @@ from tilewright.evaluate.report.display import (
 )
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results import stats
+from tilewright.options.engine_config import current_flags
 from tilewright.utils.files import replace_file
 from tilewright.utils.json_lines import read_records
 
@@ -360,7 +361,7 @@ def _only(error: str, items: Sequence[Record], is_selected: Callable[[Record], b
 
 def _served_caption(run: ServedRun, own: Record, baseline: Record) -> str:
     length = own["output_tokens"] // own["requests"]
-    command = own["server"].removeprefix("tilewright ")
+    command = current_flags(own["server"].removeprefix("tilewright "))
     return (
         f"{run.name.partition(' ')[0]}: `{command}`, {baseline['server'].partition(',')[0]} "
         f"after it on the same GPU, no prefix cache, prompts of {own['input_tokens']:,} tokens, "
