@@ -73,7 +73,7 @@ def epilogue_of(each: LinearOp) -> int:
 
 
 class Products:
-    """A plan's products with their weights. Capturable in a CUDA graph.
+    """Matmuls with their weights. Capturable in a CUDA graph.
 
     ``max_rows``: of a decode step. ``gpu`` and ``arithmetic``: of the op table. Strict prompts take
     the library regardless of their rows. Strict decode steps take our kernels if these take
@@ -112,6 +112,8 @@ class Products:
             nvrtc.load(device, native_dense.SOURCE, native_many.SOURCE)
         if is_native:
             nvrtc.load(device, native.source(), native_wide.SOURCE)
+            if any(weights.weight_of(op).format in native.CODED for op in plan.products):
+                nvrtc.load(device, native.coded_source())
             self._arranged, self._fed = (native_wide.scratch(widest, device) for _ in range(2))
             self._readers = readers_of(plan)
         norm = partial(NormSite, arithmetic, gpu, is_operand=True)

@@ -3,9 +3,9 @@
 A tile has ``16`` rows and ``128`` columns. The code words come first, then the high bits, then
 the scales. A scale array has all rows for a group in sequence. Excludes kernels and file bytes.
 
-A row has 16 words in sequence. With 8-bit codes, the words of the columns ``64 .. 127`` come after
-all rows. A warp that reads 16 bytes a lane, in order, gives lane ``4 g + t`` the columns
-``32 p + 8 t .. 32 p + 8 t + 7`` of a row ``g``: 8 columns of every block of 32.
+Rows have 16 words in sequence. With 8-bit codes, the words for the columns ``64 .. 127`` come after
+all rows. Lanes that read 16 bytes in sequence have the columns ``32 p + 8 t .. 32 p + 8 t + 7``:
+lane ``4 g + t`` has 8 columns from every block of 32.
 
 4-bit words: word ``w`` has columns ``32 p + 2 w`` and ``32 p + 2 w + 1`` for
 ``p`` 0 to 3. The first code is nibble ``p``, the second nibble ``p + 4``. For codebooks both are
@@ -198,7 +198,7 @@ def _pad(rows: Tensor, shape: tuple[int, int]) -> Tensor:
 
 def _words(codes: Tensor, tile: CodedTile) -> Tensor:
     """Return word bytes for codes ``[..., 16, 128]``."""
-    if tile.low_bits == 8:  # [row, q, p, w, h] to [q, row, w, h, p]
+    if tile.low_bits == 8:  # [n, q, p, w, h] to [q, n, w, h, p]
         parts = codes.view(*codes.shape[:-1], 2, 2, _WORDS, 2)
         return parts.permute(0, 1, 3, 2, 5, 6, 4).flatten(2)
     parts = (codes & 0xF).view(*codes.shape[:-1], 4, _WORDS, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from tests.targets.cuda.kernels.test_linear import assert_near, poisoned, tokens
 from tilewright.compiler.formats import GgmlFileFormat, get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_triton import linear
 from tilewright.compiler.targets.cuda.weights.coded import pack_coded, unpack_coded
@@ -111,3 +114,33 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(is_small_m: bool, device: tor
         some, _ = poisoned((part.stop - part.start, 32), device)
         linear(some, x[part], held, is_small_m=is_small_m)
         assert torch.equal(some, whole[part])
+
+
+@pytest.mark.parametrize("kind", native.CODED)
+def test_a_warp_reads_the_fragments_of_the_matrix_unit(kind: str) -> None:
+    """Emulates `multiply_coded`: a lane's 16-byte reads, and `decode_pair` in integers."""
+    file, tile = File(kind, 16, 128), CODED_TILES[kind]
+    data = file.place(torch.device("cpu")).data[0, 0]
+    words = data[: 16 * tile.low_bits * 16].view(torch.int32).view(-1, 2, 8, 4, 4).long()
+    lane, found = torch.arange(4), torch.zeros(16, 128)
+    for block, half, k, h in itertools.product(range(4), range(2), range(4), range(2)):
+        piece = words[0 if kind == "q40" else block // 2, half, :, :, k]  # [g, t]
+        shift = 16 * h + (4 * block if kind == "q40" else 8 * (block % 2))
+        codes = piece >> shift & (0xF if kind == "q40" else 0xFF)
+        columns = 32 * block + 8 * lane + 2 * k + h
+        found[8 * half : 8 * half + 8, columns] = _decoded(codes, kind)
+    scales = data[16 * tile.low_bits * 16 :].contiguous()
+    scales = scales.view(torch.float32 if kind == "fp8" else torch.float16).view(-1, 16).float()
+    assert torch.equal(found * scales.T.repeat_interleave(tile.group, 1), file.values)
+
+
+def _decoded(codes: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "q40":
+        return _bfloat16(0x4300 | codes) - 136
+    if kind == "q80":
+        return _bfloat16(0x4300 | codes & 0x7F) + _bfloat16(0xC300 | codes & 0x80)
+    return _bfloat16((codes & 0x80) << 8 | (codes & 0x7F) << 4) * 2.0**120
+
+
+def _bfloat16(bits: torch.Tensor) -> torch.Tensor:
+    return (bits << 16).to(torch.int64).to(torch.uint32).view(torch.float32)

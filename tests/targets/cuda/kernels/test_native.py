@@ -12,12 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.weights.coded import pack_coded, unpack_coded
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
-from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
+from tilewright.compiler.targets.cuda.weights.packing import hold
+from tilewright.compiler.targets.cuda.weights.packing import unpack as unpack_blocks
 
-KINDS = ["bf16", "bfp8", "bfp4"]
+KINDS = ["bf16", "bfp8", "bfp4", *native.CODED]
 BATCHES = [1, 2, 5, 8, 13, 16, 30, 33, 64]
 
 
@@ -27,7 +30,7 @@ def batches(held: PackedWeight) -> list[int]:
 
 SIZES = [(4096, 4096), (6144, 4096), (4096, 14336), (576, 1536), (960, 576), (48, 200), (35, 2052)]
 USUAL = [(8192, 28672), (28672, 4096), (2048, 8192), (64, 28672), (12288, 2048), (28672, 2048)]
-SOURCE = Path(native.__file__).with_name("linear.cu")
+SOURCES = [native.source(), native.coded_source()]
 NAN = float("nan")
 
 
@@ -46,7 +49,7 @@ def test_a_grid_is_a_kernel_that_fits(held: PackedWeight, num_tokens: int) -> No
     num_tokens = min(num_tokens, native.most_tokens(held))
     grid = native.choose_grid(held, num_tokens)
     groups = next(count for count in (1, 2, 4, 8) if num_tokens <= 8 * count)
-    assert grid.kernel(held.kind, groups) in native.source().names
+    assert grid.kernel(held.kind, groups) in native.source_of(held.kind).names
     assert grid.num_warps * 32 >= 128  # x is copied by 128 threads
     assert 1 <= grid.shared_bytes(held, groups) <= 225 * 1024
 
@@ -57,7 +60,7 @@ def test_a_walk_is_a_kernel_that_fits(held: PackedWeight, num_tokens: int) -> No
     if walk is None:
         assert num_tokens > 1
         return
-    assert walk.kernel(held.kind) in native.source().names
+    assert walk.kernel(held.kind) in native.source_of(held.kind).names
     assert num_tokens <= max(1, 8 * walk.groups)
     num_bytes = walk.shared_bytes(held.kind, held.num_column_tiles)
     fixed = (2 + max(1, walk.groups * 8)) * 1024  # and what the device keeps of each block
@@ -77,7 +80,7 @@ def test_every_kernel_has_a_product(kind: str) -> None:
                 chosen.add(walk.kernel(kind))
             elif num_tokens <= native.most_tokens(held):
                 chosen.add(native.choose_grid(held, num_tokens).kernel(kind, groups))
-    assert {name for name in native.source().names if kind in name} == chosen
+    assert {name for name in native.source_of(kind).names if kind in name} == chosen
 
 
 @pytest.mark.parametrize(
@@ -144,6 +147,7 @@ def check_headers(source: nvrtc.KernelSource) -> None:
 
 def test_every_header_is_named_once() -> None:
     check_headers(native.source())
+    check_headers(native.coded_source())
 
 
 def test_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +160,10 @@ def test_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-def test_it_compiles_without_spills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.path.stem)
+def test_it_compiles_without_spills(source: nvrtc.KernelSource, tmp_path: Path) -> None:
     target = "-gencode=arch=compute_90a,code=sm_90a"
-    command = ["nvcc", "-std=c++17", "-cubin", target, "-Xptxas", "-v", str(SOURCE)]
+    command = ["nvcc", "-std=c++17", "-cubin", target, "-Xptxas", "-v", str(source.path)]
     done = subprocess.run(
         [*command, "-o", str(tmp_path / "linear.cubin")],
         capture_output=True,
@@ -171,7 +176,7 @@ def test_it_compiles_without_spills(tmp_path: Path) -> None:
         done.stderr,
         re.S,
     )
-    assert {name for name, *_ in kernels} == set(native.source().names)
+    assert {name for name, *_ in kernels} == set(source.names)
     assert [name for name, spilled, _ in kernels if spilled != "0"] == []
     assert max(int(used) for name, _, used in kernels if name.startswith("gemv")) <= 80
 
@@ -193,7 +198,14 @@ def gpu(device: torch.device) -> torch.device:
 
 def weight(kind: str, size: tuple[int, int], gpu: torch.device, *, paired: bool) -> PackedWeight:
     dense = torch.randn(size, device=gpu) / size[1] ** 0.5
+    if kind in native.CODED:
+        recipe = WeightRecipe((Segment("w", size[0]),), size, kind)
+        return pack_coded(recipe, lambda name: dense, gpu, paired=paired)
     return hold(dense, kind, paired=paired)
+
+
+def unpack(held: PackedWeight) -> torch.Tensor:
+    return unpack_coded(held) if held.kind in native.CODED else unpack_blocks(held)
 
 
 def tokens(held: PackedWeight, gpu: torch.device) -> torch.Tensor:
@@ -243,9 +255,9 @@ def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.de
 
 
 def variants() -> list[tuple[str, int, native.Walk | native.LaunchGrid]]:
-    """Every product of linear.cu alone: kind, most tokens, and what chooses it."""
+    """Every product of the sources alone: kind, most tokens, and what chooses it."""
     found: list[tuple[str, int, native.Walk | native.LaunchGrid]] = []
-    for name in native.kernel_names(SOURCE.read_text()):
+    for name in (name for source in SOURCES for name in source.names if name != "rms_norm"):
         family, kind, *rest = name.split("_")
         sizes = [int(size) for size in rest]
         if family == "leaves":  # a gemv's product and a norm: test_a_norm_inside has both
@@ -269,7 +281,8 @@ def test_every_kernel_gives_the_same_bits(
     held = weight(kind, size, gpu, paired=False)
     x = tokens(held, gpu)
     want = poisoned(size[0], gpu)[:64, : size[0]]
-    reference = native.LaunchGrid(4, 1, {"bf16": 2, "bfp8": 3, "bfp4": 4}[kind])
+    depths = {"bf16": 2, "bfp4": 4, "q40": 4}
+    reference = native.LaunchGrid(4, 1, depths.get(kind, 3))
     count = native.most_tokens(held)
     native.linear(want, x, held, epilogue=native.STORE, num_tokens=count, grid=reference)
     exact = x[:, : size[1]].double() @ unpack(held).double().T

@@ -32,6 +32,7 @@ from tilewright.errors import CompileError
 
 SOURCES = [
     native.source(),
+    native.coded_source(),
     native_attention.SOURCE,
     native_delta.SOURCE,
     native_delta_prompt.SOURCE,

@@ -55,6 +55,23 @@ __device__ __forceinline__ void read_matrices(u32 (&v)[4], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from));
 }
+// The same, transposed: a lane has two values of a column in every matrix.
+__device__ __forceinline__ void read_columns(u32 (&v)[4], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from));
+}
+// Two fp16 numbers as float32.
+__device__ __forceinline__ float2 halves(u32 v) {
+  float2 d;
+  asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\n"
+      "cvt.f32.f16 %1, high;}" : "=f"(d.x), "=f"(d.y) : "r"(v));
+  return d;
+}
+__device__ __forceinline__ u32 add2(u32 a, u32 b) {
+  u32 d;
+  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
 __device__ __forceinline__ u32 multiply2(u32 a, u32 b) {
   u32 d;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));

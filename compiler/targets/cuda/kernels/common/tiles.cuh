@@ -3,16 +3,22 @@
 
 #include "primitives.cuh"
 
-constexpr int BF16 = 0, BFP8 = 1, BFP4 = 2;  // storage formats
+constexpr int BF16 = 0, BFP8 = 1, BFP4 = 2, Q40 = 3, Q80 = 4, FP8 = 5;  // storage formats
 constexpr int STORE = 0, ADD = 1, SWIGLU = 2;  // epilogues
 constexpr int SLICES = 8;
 constexpr int STEP = 128;  // columns in a tile
 
-template <int F> constexpr int pieces = F == BF16 ? 8 : F == BFP8 ? 4 : 2;
-template <int F> constexpr int step_bytes = pieces<F> * 512 + (F == BF16 ? 0 : 128);
+// Small codes with scales for blocks: see coded_tiles.py.
+template <int F> constexpr bool is_coded = F == Q40 || F == Q80 || F == FP8;
+// Lanes read data copied by their peers.
+template <int F> constexpr bool is_exchanged = F == BF16 || is_coded<F>;
+template <int F> constexpr int pieces = F == BF16 ? 8 : F == BFP4 || F == Q40 ? 2 : 4;
+template <int F>
+constexpr int step_bytes = pieces<F> * 512 + (F == BF16 ? 0 : F == FP8 ? 64 : 128);
 template <int F> constexpr int tile_bytes = F == BF16 ? 16 * STEP * 2 : step_bytes<F>;  // in memory
 // padding elements in a row of x: eight rows in different shared memory banks
 constexpr int X_PADDING = 8;
+template <int F> constexpr int x_padding = is_coded<F> ? 32 : X_PADDING;
 
 struct Product {
   const u8 *weight;
@@ -40,7 +46,7 @@ __device__ __forceinline__ u32 low_bits(const void *p) { return (u32)(size_t)p; 
 // A lane's addresses of the tiles that its warp fetches: row tiles with some steps each.
 template <int F> struct Source {
   static constexpr int ADVANCE = F == BF16 ? STEP * 2 : step_bytes<F>;
-  const u8 *a, *b;  // bf16: rows g and g + 8; block formats: values and exponents
+  const u8 *a, *b;  // bf16: rows g and g + 8; block formats: values, and exponents or scales
   u32 to, to4;  // the lane's offsets in a shared memory tile
 
   __device__ __forceinline__ Source(const u8 *weight, int num_steps, int tile, int step, int lane) {
@@ -52,9 +58,10 @@ template <int F> struct Source {
       to = to4 = (g * 4 + (t ^ (g >> 1))) * 16;  // chunk t of eight rows, in eight banks
     } else {
       a = weight + ((size_t)tile * num_steps + step) * step_bytes<F> + lane * 16;
-      b = a + pieces<F> * 512 - lane * 12;
+      const int four = F == FP8 ? lane & 15 : lane;
+      b = a + pieces<F> * 512 - lane * 16 + four * 4;
       to = lane * 16;
-      to4 = pieces<F> * 512 + lane * 4;
+      to4 = pieces<F> * 512 + four * 4;
     }
   }
   __device__ __forceinline__ void fetch(u32 place16, u32 place4) {
@@ -83,7 +90,14 @@ template <int F> __device__ __forceinline__ u32 weight_offset(int lane) {
 }
 template <int F> __device__ __forceinline__ u32 x_offset(int lane, int row_bytes) {
   return F == BF16 ? (lane & 7) * row_bytes + (lane >> 3) * 16
-                   : (lane >> 2) * row_bytes + (lane & 3) * 32;
+                   : (lane >> 2) * row_bytes + (lane & 3) * (is_coded<F> ? 16 : 32);
+}
+// A lane's offset for odd halves (bf16), exponents, or scales. `read_columns` gives every lane the
+// scales for its rows.
+template <int F> __device__ __forceinline__ u32 second_offset(int lane) {
+  if (F == BF16) return weight_offset<F>(lane) ^ 32;
+  if (F == FP8) return pieces<F> * 512 + (lane >> 2) * 4;
+  return pieces<F> * 512 + (is_coded<F> ? (lane >> 3) * 32 + (lane & 1) * 16 : lane * 4);
 }
 
 // 2^e in both halves, for byte `i` of the exponents. Both formats use this scale.
@@ -106,6 +120,26 @@ __device__ __forceinline__ void decode_bfp4(u32 (&a)[8], u32 w0, u32 w1, u32 sca
     const u32 w = i & 2 ? w1 : w0, v = i & 1 ? __byte_perm(w, 0, 0x2301) : w;
     a[2 * i] = fma2(mask_or(v, 0x000F000Fu, 0x02800280u), scale, offset);
     a[2 * i + 1] = multiply2(v & 0x80708070u, scale);
+  }
+}
+// Decode a pair of codes from a word, exactly; see coded_tiles.py.
+template <int F> __device__ __forceinline__ u32 decode_pair(u32 w, int i) {
+  if (F == Q40) return add2(mask_or(w >> 4 * i, 0x000F000Fu, 0x43004300u), 0xC308C308u);
+  if (F == Q80) {
+    const u32 v = w >> 8 * i;  // adds the lower bits, and the sign as an offset
+    return add2(mask_or(v, 0x007F007Fu, 0x43004300u), mask_or(v, 0x00800080u, 0xC300C300u));
+  }
+  const u32 v = i ? w : w << 8;
+  return multiply2(mask_or(v, 0x80008000u, v >> 4 & 0x07F007F0u), 0x7B807B80u);
+}
+// Decode fragments for a block of columns, from words for rows g (w) and g + 8 (v).
+template <int F>
+__device__ __forceinline__ void decode_block(u32 (&top)[4], u32 (&low)[4], const u32 (&w)[4],
+                                             const u32 (&v)[4], int i) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    top[k] = decode_pair<F>(w[k], i);
+    low[k] = decode_pair<F>(v[k], i);
   }
 }
 
@@ -176,10 +210,65 @@ __device__ __forceinline__ void multiply_blocks(float (&acc)[R][MT][4], u32 weig
     }
   }
 }
+// acc += sums times row scales.
+__device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&sums)[4], float2 scale) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) acc[i] = fmaf(sums[i], i & 2 ? scale.y : scale.x, acc[i]);
+}
+// As above. The matrix unit sums products of codes over a block, and float32 applies the scale.
+template <int F, int MT, int R>
+__device__ __forceinline__ void multiply_coded(float (&acc)[R][MT][4], u32 weight, u32 scales_at,
+                                               u32 x, u32 x_row8) {
+  constexpr int WHOLE = F == FP8 ? MT : 1;
+  u32 w[R][4][4], scales[R][4];
+  float sums[R][WHOLE][4];
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    if (F == FP8) {
+      scales[r][0] = read4(scales_at + r * step_bytes<F>);
+      scales[r][1] = read4(scales_at + r * step_bytes<F> + 32);
+    } else {
+      read_columns(scales[r], scales_at + r * step_bytes<F>);
+    }
+#pragma unroll
+    for (int piece = 0; piece < pieces<F>; ++piece)
+      read16(w[r][piece], weight + r * step_bytes<F> + piece * 512);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int half = F == Q40 ? 0 : j & 2, i = F == Q40 ? j : j & 1;
+    u32 top[R][4], low[R][4];
+    float2 scale[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      decode_block<F>(top[r], low[r], w[r][half], w[r][half + 1], i);
+      if (F != FP8) scale[r] = halves(scales[r][j]);
+    }
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+      u32 b[4];
+      read16(b, x + m * x_row8 + j * 64);
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        float(&sum)[4] = sums[r][F == FP8 ? m : 0];
+        if (F != FP8 || j == 0) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) {
+          const u32 a[4] = {top[r][k], low[r][k], top[r][k + 1], low[r][k + 1]};
+          mma(sum, a, b[k], b[k + 1]);
+        }
+        if (F == FP8 && j == 3)
+          scale[r] = make_float2(__uint_as_float(scales[r][0]), __uint_as_float(scales[r][1]));
+        if (F != FP8 || j == 3) add_scaled(acc[r][m], sum, scale[r]);
+      }
+    }
+  }
+}
 template <int F, int MT, int R>
 __device__ __forceinline__ void multiply_tiles(float (&acc)[R][MT][4], u32 weight, u32 weight4,
                                                u32 x, u32 x_row8) {
-  if (F == BF16) multiply_bf16<MT, R>(acc, weight, weight4, x, x_row8);
+  if constexpr (F == BF16) multiply_bf16<MT, R>(acc, weight, weight4, x, x_row8);
+  else if constexpr (is_coded<F>) multiply_coded<F, MT, R>(acc, weight, weight4, x, x_row8);
   else multiply_blocks<F, MT, R>(acc, weight, weight4, x, x_row8);
 }
 

@@ -7,7 +7,7 @@
 // take a slice each, and then add up their shares of the tokens from each other's shared memory.
 template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(const Product &p) {
   extern __shared__ __align__(128) u8 memory[];
-  constexpr int X_ROW = (STEP + X_PADDING) * 2, X_BYTES = MT * 8 * X_ROW;
+  constexpr int X_ROW = (STEP + x_padding<F>) * 2, X_BYTES = MT * 8 * X_ROW;
   constexpr int W_BYTES = R * step_bytes<F>;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, num_warps = blockDim.x >> 5;
   const int tile = (blockIdx.x * num_warps + warp) * R, g = lane >> 2, t = lane & 3;
@@ -55,7 +55,7 @@ template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(
     commit();
   }
   float acc[R][MT][4] = {};
-  const u32 from = ring + weight_offset<F>(lane), from4 = F == BF16 ? from ^ 32 : to4;
+  const u32 from = ring + weight_offset<F>(lane), from4 = ring + second_offset<F>(lane);
   const u32 x_at = x_ring + x_offset<F>(lane, X_ROW);
   int left = num_steps;
   while (left > 0) {
@@ -119,3 +119,7 @@ template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(
   }
   cluster_barrier();  // nobody's memory goes while another reads it
 }
+
+#define GEMM(name, F, MT, R, DEPTH)                                                               \
+  extern "C" __global__ void __launch_bounds__(256, MT * R > (is_coded<F> ? 4 : 8) ? 1 : 2)       \
+  gemm_##name##_##MT##_##R##_##DEPTH(const Product p) { gemm<F, MT, R, DEPTH>(p); }

@@ -20,7 +20,7 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
   const int tile_stride = gridDim.x * (is_cut ? 1 : 8);
   u16 *x = (u16 *)memory;
   const int padded = p.num_steps * STEP;
-  const int x_row = MT ? (padded + X_PADDING) * 2 : 0;
+  const int x_row = MT ? (padded + x_padding<F>) * 2 : 0;
   const u32 ring = shared_address(memory) + (MT ? TOKENS * x_row : padded * 2) +
                    warp * DEPTH * step_bytes<F>;
   const int num_steps = last - first;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
     wait_copies<0>();
   }
   __syncthreads();
-  const u32 from = ring + weight_offset<F>(lane), from4 = F == BF16 ? from ^ 32 : to4;
+  const u32 from = ring + weight_offset<F>(lane), from4 = ring + second_offset<F>(lane);
   const u32 x_first = shared_address(memory) + x_offset<F>(lane, x_row) + first * (STEP * 2);
   const u32 x_last = x_first + num_steps * (STEP * 2);
   u32 at = x_first;
@@ -136,10 +136,10 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
 #pragma unroll
     for (int slot = 0; slot < DEPTH; ++slot) {
       wait_copies<DEPTH - 1>();
-      if (F == BF16) __syncwarp();  // its lanes read each other's pieces
+      if (is_exchanged<F>) __syncwarp();  // its lanes read each other's pieces
       const u32 place = slot * step_bytes<F>;
       multiply_tiles<F, GROUPS, 1>(acc, from + place, from4 + place, at, 8 * x_row);
-      if (F == BF16) __syncwarp();
+      if (is_exchanged<F>) __syncwarp();
       fetch(slot);
       at += STEP * 2;
       if (__builtin_expect(at == x_last, 0)) {
@@ -149,3 +149,7 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
     }
   }
 }
+
+#define GEMV(name, F, MT, DEPTH)                                                                  \
+  extern "C" __global__ void __launch_bounds__(256, MT ? 2 : 3)                                   \
+  gemv_##name##_##MT##_##DEPTH(const Product p) { gemv<F, MT, DEPTH>(p); }

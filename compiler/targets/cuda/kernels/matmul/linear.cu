@@ -22,15 +22,9 @@ rms_norm(const float *x, const float *norm, u16 *out, int num_columns, int x_str
   normalise(x + token * x_stride, norm, num_columns, num_columns, eps, out + token * out_stride);
 }
 
-#define GEMV(name, F, MT, DEPTH)                                                                  \
-  extern "C" __global__ void __launch_bounds__(256, MT ? 2 : 3)                                   \
-  gemv_##name##_##MT##_##DEPTH(const Product p) { gemv<F, MT, DEPTH>(p); }
 #define LEAVES(name, F, DEPTH)                                                                    \
   extern "C" __global__ void __launch_bounds__(256, 3)                                            \
   leaves_##name##_##DEPTH(const Leaving p) { gemv<F, 0, DEPTH, true>(p.product, p.normed); }
-#define GEMM(name, F, MT, R, DEPTH)                                                               \
-  extern "C" __global__ void __launch_bounds__(256, MT * R > 8 ? 1 : 2)                           \
-  gemm_##name##_##MT##_##R##_##DEPTH(const Product p) { gemm<F, MT, R, DEPTH>(p); }
 
 GEMV(bf16, BF16, 0, 2)
 GEMV(bf16, BF16, 0, 3)

@@ -10,6 +10,7 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,11 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, PackedWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import (
+    TILE_BYTES,
+    PackedWeight,
+    tile_bytes,
+)
 
 MAX_TOKENS = 64
 MAX_NORM_COLUMNS = 8192
@@ -33,8 +38,15 @@ UNCUT_TILES = 1024
 
 _HEADERS = ("primitives.cuh", "tiles.cuh", "norm.cuh", "gemv.cuh", "gemm.cuh")
 _SLICES = 8
-STEP_BYTES = {"bf16": 4096, **TILE_BYTES}
+CODED = ("q40", "q80", "fp8")
+"""Formats of `linear_coded.cu`."""
+
+_LIKE = dict(zip(CODED, ("bfp4", "bfp8", "bfp8"), strict=True))
+"""Formats with the tuning values of a block format with tiles of about the same size."""
+
+STEP_BYTES = {"bf16": 4096, **TILE_BYTES} | {name: tile_bytes(name) for name in CODED}
 X_PADDING = 8
+_CODED_X_PADDING = 32
 _NUM_THREADS = 256
 
 
@@ -80,7 +92,7 @@ class Walk:
         """Dynamic shared memory of a block, for so many steps of x."""
         x_bytes = num_steps * 256
         if self.groups:
-            x_bytes = self.groups * 8 * (x_bytes + 2 * X_PADDING)
+            x_bytes = self.groups * 8 * (x_bytes + 2 * x_padding(kind))
         return x_bytes + 8 * self.depth * STEP_BYTES[kind]
 
     def has_room(self, kind: str, num_steps: int) -> bool:
@@ -110,10 +122,15 @@ class LaunchGrid:
 
     def shared_bytes(self, held: PackedWeight, groups: int) -> int:
         """Dynamic shared memory of a block, for ``groups`` eights of tokens."""
-        x_bytes = groups * 8 * (128 + X_PADDING) * 2
+        x_bytes = groups * 8 * (128 + x_padding(held.format)) * 2
         shared = self.depth * (x_bytes + self.tiles_per_block * STEP_BYTES[held.kind])
         partials = groups * 8 * (self.tiles_per_block * 16 + 8) * 4
         return max(shared, partials if num_slices(held) > 1 else 0)
+
+
+def x_padding(format_name: str) -> int:
+    """Return the padding columns for rows of x in shared memory."""
+    return _CODED_X_PADDING if format_name in CODED else X_PADDING
 
 
 def room_of(num_resident: int) -> int:
@@ -152,13 +169,21 @@ def most_tokens(held: PackedWeight) -> int:
 
 
 _GEMV = tuning()["matmul"]["gemv"]
+
+
+def _tuned(name: str) -> dict[str, Any]:
+    """Return tuning values by format."""
+    values: dict[str, Any] = _GEMV[name]
+    return values | {name: values[like] for name, like in _LIKE.items()}
+
+
 _WALKS: dict[str, tuple[Walk, ...]] = {
-    kind: tuple(Walk(*sizes) for sizes in walks) for kind, walks in _GEMV["walks"].items()
+    kind: tuple(Walk(*sizes) for sizes in walks) for kind, walks in _tuned("walks").items()
 }
 """Of one token: the first that has room. Measured in whole models on an H200: one block a
 multiprocessor is as fast in a chain of one shape, and a tenth to a half slower in a model."""
 
-_FEW_DEPTH: dict[str, int] = _GEMV["few_depth"]
+_FEW_DEPTH: dict[str, int] = _tuned("few_depth")
 """Of 2 to 16 tokens, by one block a multiprocessor."""
 
 
@@ -192,7 +217,7 @@ _GRIDS = {
     kind: {
         int(eights): tuple(LaunchGrid(*sizes) for sizes in grids) for eights, grids in each.items()
     }
-    for kind, each in _GEMV["grids"].items()
+    for kind, each in _tuned("grids").items()
 }
 """Of several tokens, by eights of them: for few rows of few columns and of more, for more rows, and
 for an uncut weight.
@@ -282,32 +307,34 @@ def product_arguments(
     )
 
 
-def _launch_gemv(product: Product, held: PackedWeight, walk: Walk, normed: Tensor | None) -> None:
+def _launch_gemv(product: Product, weight: PackedWeight, walk: Walk, normed: Tensor | None) -> None:
     """Few tokens: as many blocks as are resident, each walking over row tiles."""
-    num_blocks = walk.blocks_each * num_processors(held.data.device)
+    num_blocks = walk.blocks_each * num_processors(weight.data.device)
     at = nvrtc.Launch(
-        (min(held.num_row_tiles, num_blocks), 1, 1),
+        (min(weight.num_row_tiles, num_blocks), 1, 1),
         _NUM_THREADS,
-        walk.shared_bytes(held.kind, held.num_column_tiles),
+        walk.shared_bytes(weight.format, weight.num_column_tiles),
     )
     arguments: Product | _Leaving = product
     if normed is not None:
         assert normed.dtype == torch.bfloat16 and normed.data_ptr() % 8 == 0
         arguments = _Leaving(product, normed.data_ptr())
-    name = walk.kernel(held.kind, leaves=normed is not None)
-    nvrtc.launch(source(), name, at=at, arguments=arguments)
+    name = walk.kernel(weight.format, leaves=normed is not None)
+    nvrtc.launch(source_of(weight.format), name, at=at, arguments=arguments)
 
 
-def _launch_gemm(product: Product, held: PackedWeight, grid: LaunchGrid, groups: int) -> None:
+def _launch_gemm(product: Product, weight: PackedWeight, grid: LaunchGrid, groups: int) -> None:
     """Several tokens, ``groups`` eights of them: a block a run of row tiles and slice of K."""
-    slices = num_slices(held)
+    slices = num_slices(weight)
     at = nvrtc.Launch(
-        (-(-held.num_row_tiles // grid.tiles_per_block), slices, 1),
+        (-(-weight.num_row_tiles // grid.tiles_per_block), slices, 1),
         32 * grid.num_warps,
-        grid.shared_bytes(held, groups),
+        grid.shared_bytes(weight, groups),
         cluster=(1, slices, 1),
     )
-    nvrtc.launch(source(), grid.kernel(held.kind, groups), at=at, arguments=product)
+    nvrtc.launch(
+        source_of(weight.format), grid.kernel(weight.format, groups), at=at, arguments=product
+    )
 
 
 class _NormParams(ctypes.Structure):
@@ -348,3 +375,17 @@ def source() -> nvrtc.KernelSource:
     path = Path(__file__).with_name("linear.cu")
     names = (*kernel_names(path.read_text()), "rms_norm")
     return nvrtc.KernelSource(path, names, _HEADERS, (("Product", Product), ("Leaving", _Leaving)))
+
+
+@functools.cache
+def coded_source() -> nvrtc.KernelSource:
+    """Return `linear_coded.cu`."""
+    path = Path(__file__).with_name("linear_coded.cu")
+    return nvrtc.KernelSource(
+        path, kernel_names(path.read_text()), _HEADERS, (("Product", Product),)
+    )
+
+
+def source_of(format_name: str) -> nvrtc.KernelSource:
+    """Return the source with a format's kernels."""
+    return coded_source() if format_name in CODED else source()

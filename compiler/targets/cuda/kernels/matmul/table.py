@@ -42,7 +42,7 @@ class MatmulSite:
         weight: Packed weight. Only format and shape are read.
         decodes: Whether this is a decode step.
         arithmetic: ``exact``, ``strict`` or ``fast``.
-        gpu: The GPU of the table.
+        gpu: The GPU.
         has_values: Whether a bfloat16 copy exists.
         has_codes: Whether an e4m3 copy exists and the fidelity of the phase permits it.
         has_one_order: Whether `GEMV` gives a row the same bits in all strict decode steps.
@@ -96,6 +96,13 @@ def _gemv_rows(site: MatmulSite) -> range:
     return range(1, (max(most, limits["max_rows"]) if is_large else most) + 1)
 
 
+def _coded_rows(site: MatmulSite) -> range:
+    """Strict prompts have one order of summation, by `CODED`. A launch reads the whole weight."""
+    if not site.has_whole_fours or (site.arithmetic == STRICT and not site.decodes):
+        return NONE
+    return EVERY if site.arithmetic == STRICT else range(1, native.MAX_TOKENS + 1)
+
+
 def _dense_rows(site: MatmulSite) -> range:
     is_ours = site.is_aligned and site.has_whole_fours
     return native_dense.rows_of(site.weight) if is_ours else NONE
@@ -136,6 +143,7 @@ MATMUL: tuple[TableRow[MatmulSite], ...] = (
     ),
     TableRow(DENSE, ("bf16",), _dense_rows, (FAST,), is_cpp=True),
     TableRow(CUBLAS, (*_FORMATS, *_CODED), lambda site: EVERY, (EXACT,)),
+    TableRow(GEMV, native.CODED, _coded_rows, (STRICT, FAST), is_cpp=True),
     TableRow(CODED, _CODED, lambda site: EVERY, (STRICT, FAST)),
     TableRow(
         CUBLAS,
@@ -161,7 +169,7 @@ MATMUL: tuple[TableRow[MatmulSite], ...] = (
     TableRow(TRITON, _FORMATS, _triton_rows, (STRICT, FAST)),
     TableRow(CUBLAS, _FORMATS, lambda site: EVERY, (STRICT, FAST)),
 )
-"""Selection order: the first row with a matching range gives the kernel."""
+"""Selection order: the first match gives the kernel."""
 
 
 def bind_matmul(site: MatmulSite) -> Ranges[str]:
