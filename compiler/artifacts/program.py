@@ -239,8 +239,8 @@ def _key(
     choices = precision_id if serves_all else f"{precision_id}/{context}"
     if options.parallel.tensor > 1:
         settled = get_target(target).settled(options)
-        dealt = settled.tensor, settled.expert, settled.shares, settled.wire
-        choices = f"{choices}/{dealt}/{options.rank}"
+        parallel = settled.tensor, settled.expert, settled.shares, settled.wire
+        choices = f"{choices}/{parallel}/{options.rank}"
     try:
         return program_key(
             checkpoint.files,

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from torch.fx import Node
 
 from tilewright.compiler.ir.recipe import WeightRecipe
@@ -49,29 +50,28 @@ class ShardedAxis:
     split: Split
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Sharding on a mesh, for a value or a weight.
+class Placement(msgspec.Struct, frozen=True, rename={"sharded": "dealt"}):
+    """Sharding on a mesh, for a value or a weight. Compiled folders contain the old key.
 
     Attributes:
-        dealt: Sharded axes.
+        sharded: Sharded axes.
         partial: Mesh axis with partial sums on its ranks. Empty: no partial sums.
     """
 
-    dealt: tuple[ShardedAxis, ...] = ()
+    sharded: tuple[ShardedAxis, ...] = ()
     partial: str = ""
 
     def along(self, axis: int) -> ShardedAxis | None:
         """Return an axis's sharding. None if every rank has the whole axis."""
-        return next((each for each in self.dealt if each.axis == axis), None)
+        return next((each for each in self.sharded if each.axis == axis), None)
 
     def over(self, axis: int) -> str:
         """Return an axis's mesh axis. Empty if every rank has the whole axis."""
-        return next((each.over for each in self.dealt if each.axis == axis), "")
+        return next((each.over for each in self.sharded if each.axis == axis), "")
 
     def split(self, axis: int) -> Split | None:
         """Return an axis's ranges by rank. None if every rank has the whole axis."""
-        return next((each.split for each in self.dealt if each.axis == axis), None)
+        return next((each.split for each in self.sharded if each.axis == axis), None)
 
 
 WHOLE = Placement()

@@ -142,9 +142,11 @@ def _notes(facts: NodeInfo) -> str:
 
 
 def _places(placement: Placement) -> list[str]:
-    """Print a sharding. ``dealt=0/r:24+24``: axis 0 over all ranks. ``partial=r``: partial sums."""
-    dealt = [
-        f"dealt={each.axis}/{each.over}:{'+'.join(map(str, each.split.sizes))}"
-        for each in placement.dealt
+    """Print a sharding. Examples: ``sharded=0/r:24+24`` is axis 0 over all ranks, ``partial=r`` is
+    partial sums.
+    """
+    sharded = [
+        f"sharded={each.axis}/{each.over}:{'+'.join(map(str, each.split.sizes))}"
+        for each in placement.sharded
     ]
-    return [*dealt, *([f"partial={placement.partial}"] if placement.partial else [])]
+    return [*sharded, *([f"partial={placement.partial}"] if placement.partial else [])]

@@ -127,10 +127,12 @@ def verify_sharded(graph_module: GraphModule) -> None:
         if any(place.partial for place in found):
             assert node.target in scale | ops.COLLECTIVES, f"{node.name} reads a partial value"
         if node.target in ELEMENTWISE or node.target is ops.swiglu.overload:
-            wide = [place.dealt for place in found if not place.partial and place.dealt]
+            wide = [place.sharded for place in found if not place.partial and place.sharded]
             assert len(set(wide)) <= 1, f"{node.name}: operands lie apart"
         if node.op == "output":
-            assert all(not place.dealt and not place.partial for place in found), "a part comes out"
+            assert all(not place.sharded and not place.partial for place in found), (
+                "a part comes out"
+            )
 
 
 def verify_lowered(graph_module: GraphModule) -> None:

@@ -49,8 +49,8 @@ RANK = Stage("rank", (take_rank,), verify_precision)
 
 
 def with_ranks(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The pipeline of one rank's program: the graph is dealt, and cut to the rank's part, before
-    anything is fused, when a weight has one role and one axis to cut.
+    """The pipeline of one rank's program: the graph is sharded and cut to the rank's
+    slice before fusions, while a weight has one role and one axis to cut.
     """
     names = [stage.name for stage in stages]
     if PRECISION.name not in names:

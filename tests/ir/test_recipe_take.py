@@ -122,10 +122,10 @@ def parts_of(model: SimpleNamespace | CompilableModel, count: int, nodes: Found)
                 expected,
                 take(
                     recipe,
-                    {d.axis: d.split.shares[ranks.place(d.over, rank)] for d in placement.dealt},
+                    {d.axis: d.split.shares[ranks.place(d.over, rank)] for d in placement.sharded},
                 ),
             )
-            for each in placement.dealt:
+            for each in placement.sharded:
                 part = each.split.take(part, each.axis, ranks.place(each.over, rank))
             assert torch.equal(load_values(found, own), part), recipe.names
 
@@ -142,7 +142,7 @@ def test_pieces_are_the_values_of_one_device(name: str, axis: str) -> None:
         graph_module, _ = dealt(model, Parallel(count), precision=precision)
         facts = [info(node) for node in graph_module.graph.nodes]
         found = [(f.recipe, f.placement) for f in facts if f.recipe and f.placement]
-        assert sum(bool(placement.dealt) for _, placement in found) >= 7
+        assert sum(bool(placement.sharded) for _, placement in found) >= 7
         parts_of(model, count, found)
 
 
@@ -167,7 +167,7 @@ def test_blocks_of_a_gguf_file_stay_as_they_are(dtype: str, tmp_path: Path) -> N
     in_blocks = held is not None and get_format(held).block > 1
     for count in (2, 3, 4):
         found = of_file(model, count)
-        assert {recipe.is_stored for recipe, place in found if place.dealt} == {in_blocks}
+        assert {recipe.is_stored for recipe, place in found if place.sharded} == {in_blocks}
         parts_of(model, count, found)
 
 
@@ -188,7 +188,7 @@ def test_blocks_of_a_dllama_file_stay_as_they_are(kind: str, tmp_path: Path) -> 
     path.with_suffix(".t").write_bytes(tokenizer_bytes(tokens(special_first=True)))
     model = load_model(path)
     found = of_file(model, 2)
-    assert sum(bool(place.dealt) for _, place in found) >= 8
+    assert sum(bool(place.sharded) for _, place in found) >= 8
     parts_of(model, 2, found)
 
 

@@ -34,7 +34,7 @@ def shares(graph_module: Any, name: str) -> dict[int, list[list[tuple[int | None
     assert placement is not None
     return {
         each.axis: [[(run.start, run.count) for run in share] for share in each.split.shares]
-        for each in placement.dealt
+        for each in placement.sharded
     }
 
 

@@ -51,7 +51,7 @@ def _told(weights: Mapping[Node, Placement]) -> Iterator[tuple[str, str, str]]:
     for weight, placement in weights.items():
         group = info(weight).tensor_group
         names = {0: "out", 1: "in"} if weight.meta["val"].dim() == 2 else _EXPERT_AXES
-        for each in placement.dealt if group else ():
+        for each in placement.sharded if group else ():
             sizes = each.split.sizes
             is_even = len(sizes) > 1 and len(set(sizes)) == 1
             shown = f"{len(sizes)} x {sizes[0]}" if is_even else " + ".join(map(str, sizes))
@@ -81,10 +81,10 @@ class _Sharder:
         elif node.op == "output":
             _whole(self, node)
 
-    def hold(self, weight: Any, *dealt: ShardedAxis) -> None:
+    def hold(self, weight: Any, *sharded: ShardedAxis) -> None:
         """Record a weight's or bias's sharding."""
         if isinstance(weight, Node):
-            placement = Placement(dealt)
+            placement = Placement(sharded)
             assert self.weights.setdefault(weight, placement) == placement, f"{weight}: two places"
 
     def place(self, argument: Any) -> Placement:
@@ -102,13 +102,13 @@ class _Sharder:
                 args: tuple[Any, ...] = (source, self.ranks.count, self.wire)
                 whole = emit(node, ops.all_reduce, args, facts=facts)
             else:
-                (dealt,) = placement.dealt
-                if not dealt.split.is_in_order or dealt.over != RANKS:
+                (sharded,) = placement.sharded
+                if not sharded.split.is_in_order or sharded.over != RANKS:
                     raise CompileError(
-                        f"{info(node).fqn or node.name}: {operator_name(node)} reads what is dealt "
-                        f"over {self.ranks.count} ranks; allowed: one device"
+                        f"{info(node).fqn or node.name}: {operator_name(node)} reads a value "
+                        f"sharded over {self.ranks.count} ranks; allowed: one device"
                     )
-                args = (source, list(dealt.split.sizes), dealt.axis - source.meta["val"].dim())
+                args = (source, list(sharded.split.sizes), sharded.axis - source.meta["val"].dim())
                 whole = emit(node, ops.all_gather, args, facts=facts)
             self._whole[source], self.places[whole] = whole, WHOLE
         node.replace_input_with(source, self._whole[source])
@@ -248,11 +248,11 @@ def _unflatten(sharder: _Sharder, node: Node) -> Placement:
     x, axis, sizes = node.args
     assert isinstance(x, Node) and isinstance(sizes, list | tuple)
     last = x.meta["val"].dim() - 1
-    dealt = sharder.place(x).along(last)
-    if dealt is None or axis not in (-1, last) or len(sizes) != 2:
+    sharded = sharder.place(x).along(last)
+    if sharded is None or axis not in (-1, last) or len(sizes) != 2:
         return _whole(sharder, node)
-    split = dealt.split.in_units(int(node.meta["val"].shape[-1]))
-    return Placement((ShardedAxis(last, dealt.over, split),))
+    split = sharded.split.in_units(int(node.meta["val"].shape[-1]))
+    return Placement((ShardedAxis(last, sharded.over, split),))
 
 
 def _flatten(sharder: _Sharder, node: Node) -> Placement:
@@ -260,11 +260,11 @@ def _flatten(sharder: _Sharder, node: Node) -> Placement:
     x = node.args[0]
     assert isinstance(x, Node)
     last = node.meta["val"].dim() - 1
-    dealt = sharder.place(x).along(last)
-    if dealt is None or x.meta["val"].dim() != last + 2:
+    sharded = sharder.place(x).along(last)
+    if sharded is None or x.meta["val"].dim() != last + 2:
         return _whole(sharder, node)
-    split: Split = dealt.split.times(int(x.meta["val"].shape[-1]))
-    return Placement((ShardedAxis(last, dealt.over, split),))
+    split: Split = sharded.split.times(int(x.meta["val"].shape[-1]))
+    return Placement((ShardedAxis(last, sharded.over, split),))
 
 
 _RULES: Mapping[Any, Callable[[_Sharder, Node], Placement]] = {

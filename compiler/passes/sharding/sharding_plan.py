@@ -147,7 +147,7 @@ def _deal_width(shares: Shares, second: Node, firsts: list[Node]) -> None:
     size = int(_weight(second).meta["val"].shape[-1])
     hard = math.lcm(_ROWS, *blocks)
     unit = _soft(size, hard, shares.ranks.size(over))
-    split = _dealt(shares, second, size, unit, over)
+    split = _shard_size(shares, second, size, unit, over)
     for first in firsts:
         shares.outputs[first] = split
 
@@ -212,7 +212,7 @@ def _deal_delta_rule(shares: Shares, rule: Node, second: Node, firsts: list[Node
     units = [_heads_of([_block(each, "out")], ratio) for each in (a, b)]
     units += [_heads_of([_block(each, "out")], wide) for each in (qkv, *firsts)]
     units += [_heads_of([_block(qkv, "out")], key_dim), _heads_of([_block(second, "in")], wide)]
-    keys = _dealt(shares, rule, num_keys, math.lcm(*units), RANKS, what="key heads")
+    keys = _shard_size(shares, rule, num_keys, math.lcm(*units), RANKS, what="key heads")
     queries, values = keys.times(key_dim), keys.times(wide)
     width = num_keys * key_dim
     for product in (a, b):
@@ -257,7 +257,7 @@ def _soft(size: int, hard: int, count: int) -> int:
     return soft if size // soft >= count else hard
 
 
-def _dealt(
+def _shard_size(
     shares: Shares, node: Node, size: int, unit: int, over: str, what: str = "columns"
 ) -> Split:
     """Divide a size among ranks. On failure, add the node and the allowed formats to the error."""

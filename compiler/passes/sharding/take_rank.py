@@ -31,7 +31,7 @@ def take_rank(graph_module: GraphModule, ctx: PassContext) -> int:
     count = 0
     for node in list(graph_module.graph.nodes):
         placement = info(node).placement
-        if node.op == "placeholder" and placement is not None and placement.dealt:
+        if node.op == "placeholder" and placement is not None and placement.sharded:
             _cut(node, placement, ranks, ctx.rank)
             count += 1
         elif node.op == "call_function":
@@ -48,9 +48,9 @@ def _expert_parts(graph_module: GraphModule) -> int:
     """Return the number of expert groups in the graph."""
     for product in find_calls(graph_module.graph, ops.expert_linear):
         placement = info(_node(product.args[1])).placement
-        dealt = None if placement is None else placement.along(0)
-        if dealt is not None and dealt.over == EXPERT:
-            return len(dealt.split.shares)
+        sharded = None if placement is None else placement.along(0)
+        if sharded is not None and sharded.over == EXPERT:
+            return len(sharded.split.shares)
     return 1
 
 
@@ -58,7 +58,8 @@ def _cut(node: Node, placement: Placement, ranks: RankAxes, rank: int) -> None:
     recipe = info(node).recipe
     assert recipe is not None
     kept = {
-        dealt.axis: dealt.split.shares[ranks.place(dealt.over, rank)] for dealt in placement.dealt
+        sharded.axis: sharded.split.shares[ranks.place(sharded.over, rank)]
+        for sharded in placement.sharded
     }
     recipe = take(recipe, kept)
     set_info(node, recipe=recipe)
@@ -74,11 +75,11 @@ def _make_local(node: Node, ranks: RankAxes, rank: int) -> None:
     elif node.target is ops.gated_delta_rule.overload:
         a, num_keys = _node(node.args[1]), node.args[5]
         placement = info(a).placement
-        dealt = None if placement is None else placement.along(1)
-        if dealt is not None:
+        sharded = None if placement is None else placement.along(1)
+        if sharded is not None:
             assert isinstance(num_keys, int)
-            num_values = sum(dealt.split.sizes)
-            local = dealt.split.sizes[rank] * num_keys // num_values
+            num_values = sum(sharded.split.sizes)
+            local = sharded.split.sizes[rank] * num_keys // num_values
             node.args = (*node.args[:5], local, *node.args[6:])
     elif node.target is torch.ops.aten.unflatten.int:
         x, axis, sizes = node.args
@@ -91,10 +92,10 @@ def _make_local(node: Node, ranks: RankAxes, rank: int) -> None:
 def _choose_local(product: Node, ranks: RankAxes, rank: int) -> None:
     """Map expert indices to this rank's own, and skip experts on other ranks."""
     placement = info(_node(product.args[1])).placement
-    dealt = None if placement is None else placement.along(0)
-    if dealt is None:
+    sharded = None if placement is None else placement.along(0)
+    if sharded is None:
         return
-    (run,) = dealt.split.shares[ranks.place(dealt.over, rank)]
+    (run,) = sharded.split.shares[ranks.place(sharded.over, rank)]
     chosen = _node(product.args[2])
     found = [each for each in chosen.users if each.target is ops.local_experts.overload]
     if not found:

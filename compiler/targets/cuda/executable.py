@@ -100,7 +100,7 @@ class CudaExecutable(Executable):
         )  # fmt: skip
         reserved = copy_bytes(plan, copies)
         self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
-        self.device, self._weights, self.dealt = device, weights, plan.dealt
+        self.device, self._weights, self.logit_columns = device, weights, plan.logit_columns
         self._asked = options.parallel.exchange
         exact = options.compute == "exact"
         is_free = not (exact or options.is_strict or options.parallel.wire)
@@ -148,7 +148,7 @@ class CudaExecutable(Executable):
         )
 
     def join(self, peers: SetupCollectives) -> None:
-        group = meet(peers, self.dealt, self.device, asked=self._asked)
+        group = meet(peers, self.logit_columns, self.device, asked=self._asked)
         self.notes = (*self.notes, *group.notes)
         self.unite(group)
 

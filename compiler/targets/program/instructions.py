@@ -309,12 +309,12 @@ class Buffer:
 class KernelProgram:
     """A kernel program: instructions in order. The last instruction writes the logits.
 
-    ``dealt`` is the number of logit columns per rank. Empty: each rank has all columns.
+    ``logit_columns`` is the number of logit columns per rank. Empty: each rank has all columns.
     """
 
     instructions: tuple[Instruction, ...]
     buffers: tuple[Buffer, ...]
-    dealt: tuple[int, ...] = ()
+    logit_columns: tuple[int, ...] = ()
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
@@ -356,8 +356,8 @@ class KernelProgram:
     @property
     def vocab_size(self) -> int:
         """Return the logit columns over all ranks."""
-        if self.dealt:
-            return sum(self.dealt)
+        if self.logit_columns:
+            return sum(self.logit_columns)
         last = self.instructions[-1]
         assert not isinstance(last, TopKRouteOp)
         return last.out.width

@@ -82,7 +82,7 @@ class Lowering:
         self._free: dict[tuple[str, int], list[int]] = {}
         self._instructions: list[Instruction] = []
         self.routed: Node | None = None  # the router for the current selection
-        self._dealt: tuple[int, ...] = ()
+        self._logit_columns: tuple[int, ...] = ()
 
     def run(self) -> KernelProgram:
         for node in self._nodes:
@@ -90,7 +90,7 @@ class Lowering:
                 self._lower(node)
                 for read in values_read(node) if node.target not in _PIECES else ():
                     self._release(_whole(read), node)
-        return KernelProgram(tuple(self._instructions), tuple(self._buffers), self._dealt)
+        return KernelProgram(tuple(self._instructions), tuple(self._buffers), self._logit_columns)
 
     def append(self, instruction: Instruction) -> None:
         """Append an instruction."""
@@ -132,7 +132,7 @@ class Lowering:
             self._all_reduce_add(node)
         elif target is ops.all_gather.overload and _becomes_the_output(next(iter(node.users))):
             self._places[node] = self._places[args[0]]
-            self._dealt = tuple(args[1])
+            self._logit_columns = tuple(args[1])
         elif target is operator.getitem:
             if _is_piece(node) and args[0].target is not ops.router.overload:
                 self._places[node] = self._piece(node)

@@ -60,9 +60,9 @@ class EmulatedExecutable(HostExecutable):
         self._caches = {cache.name: PerChip(decode.mesh, cache.over) for cache in decode.caches}
         for cache in decode.caches:
             shape = (options.max_batch, options.max_context, cache.num_heads, cache.head_dim)
-            dealt = self._caches[cache.name]
-            for chip in dealt.chips():
-                dealt[chip] = torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
+            per_chip = self._caches[cache.name]
+            for chip in per_chip.chips():
+                per_chip[chip] = torch.zeros(shape, dtype=torch.bfloat16, device=self._device)
         self._states = {state.name: PerChip(decode.mesh, state.over) for state in decode.states}
         for state in decode.states:
             of_state = self._states[state.name]
@@ -124,7 +124,7 @@ class EmulatedExecutable(HostExecutable):
 
     @staticmethod
     def _parts(by_name: Mapping[str, PerChip]) -> list[Tensor]:
-        return [tensor for dealt in by_name.values() for tensor in dealt.parts().values()]
+        return [tensor for per_chip in by_name.values() for tensor in per_chip.parts().values()]
 
 
 def emulation_device() -> torch.device:

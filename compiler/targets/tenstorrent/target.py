@@ -211,10 +211,10 @@ class BoardTarget(Target):
     ) -> None:
         # Loading checks the cache capacity for the served context.
         _, decode = self.programs(graph_module, replace(options, max_context=1))
-        dealt = self._load_weights(decode, get_weight, progress)
+        per_chip = self._load_weights(decode, get_weight, progress)
         parts = {
             f"{name}@{row}.{column}": part
-            for name, weight in dealt.items()
+            for name, weight in per_chip.items()
             for (row, column), part in weight.parts().items()
         }
         save_tensors(parts, folder / _WEIGHTS)
@@ -245,20 +245,20 @@ class BoardTarget(Target):
         graph_module, path = program.graph(), program.folder / _WEIGHTS
         prefill, decode = self.programs(graph_module, options)
         progress("weights", 0, 1)
-        dealt = {}
+        per_chip = {}
         try:
             parts = load_file(path)
             for weight in decode.weights:
-                dealt[weight.name] = PerChip(self.mesh, axes_of(weight))
-                for chip in dealt[weight.name].chips():
+                per_chip[weight.name] = PerChip(self.mesh, axes_of(weight))
+                for chip in per_chip[weight.name].chips():
                     name = f"{weight.name}@{chip[0]}.{chip[1]}"
-                    dealt[weight.name][chip] = check_part(weight, name, parts[name])
+                    per_chip[weight.name][chip] = check_part(weight, name, parts[name])
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise CheckpointError(
                 f"{path}: not the weights of this graph: {one_line(error)}"
             ) from None
         progress("weights", 1, 1)
-        return _executable(prefill, decode, dealt, options, program.contract)
+        return _executable(prefill, decode, per_chip, options, program.contract)
 
     def compile(
         self,
@@ -270,8 +270,8 @@ class BoardTarget(Target):
         """Shard the weights in memory, without a directory."""
         _check_emulator()
         prefill, decode = self.programs(graph_module, options)
-        dealt = self._load_weights(decode, get_weight, progress)
-        return _executable(prefill, decode, dealt, options, self.contract(graph_module, options))
+        per_chip = self._load_weights(decode, get_weight, progress)
+        return _executable(prefill, decode, per_chip, options, self.contract(graph_module, options))
 
     def _load_weights(
         self,
@@ -279,11 +279,11 @@ class BoardTarget(Target):
         get_weight: Callable[[str], Tensor],
         progress: Progress,
     ) -> dict[str, PerChip]:
-        dealt, weights = {}, decode.weights
+        per_chip, weights = {}, decode.weights
         for done, weight in enumerate(weights):
-            dealt[weight.name] = load_weight(weight, self.mesh, get_weight)
+            per_chip[weight.name] = load_weight(weight, self.mesh, get_weight)
             progress("weights", done + 1, len(weights))
-        return dealt
+        return per_chip
 
 
 def _check_emulator() -> None:
@@ -311,9 +311,9 @@ def _executable(
     )
 
     device = emulation_device()
-    for dealt in weights.values():
-        for chip, part in list(dealt.parts().items()):
-            dealt[chip] = part.to(device)
+    for per_chip in weights.values():
+        for chip, part in list(per_chip.parts().items()):
+            per_chip[chip] = part.to(device)
     return EmulatedExecutable(prefill, decode, weights, options, contract)
 
 

@@ -121,7 +121,7 @@ class Two:
         self.exchanges = [ThreadExchange(self.meeting, rank) for rank in range(2)]
         self.ranks = [rank_of(model, parallel, rank, **how) for rank in range(2)]
         for each, exchange in zip(self.ranks, self.exchanges, strict=True):
-            each.unite(RankGroup(exchange, each.dealt))  # type: ignore[arg-type]
+            each.unite(RankGroup(exchange, each.logit_columns))  # type: ignore[arg-type]
 
     def check(self, steps: list[Step], most: float = 1e-4) -> None:
         """Both give the same tokens, and logits but for ``most``; and ranks as many exchanges."""
@@ -189,7 +189,7 @@ def test_what_a_library_gathers_has_the_bits_of_peers(
     for rank, each in enumerate(two.ranks):
         library = Library(two.meeting, rank)
         exchange = GatheredExchange(library, part_bytes=1 << 14, device=each.device)
-        each.unite(RankGroup(exchange, each.dealt))
+        each.unite(RankGroup(exchange, each.logit_columns))
     for one, other in zip(answers(), expected, strict=True):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
     for each, group in zip(two.ranks, groups, strict=True):

@@ -46,14 +46,14 @@ def test_lines_of_chips() -> None:
 
 @pytest.mark.parametrize(("axes", "count"), [("", 1), ("r", 4), ("c", 2), ("rc", 8), ("cr", 8)])
 def test_what_chips_hold_alike_is_kept_once(axes: str, count: int) -> None:
-    dealt = PerChip(MESH, axes)
-    for chip in dealt.chips():
-        dealt[chip] = torch.tensor(chip)
-    assert len(dealt.parts()) == count
+    per_chip = PerChip(MESH, axes)
+    for chip in per_chip.chips():
+        per_chip[chip] = torch.tensor(chip)
+    assert len(per_chip.parts()) == count
     for row in range(4):
         for column in range(2):
             expected = [row if "r" in axes else 0, column if "c" in axes else 0]
-            assert dealt[row, column].tolist() == expected
+            assert per_chip[row, column].tolist() == expected
 
 
 def test_a_weight_s_parts_are_shares_of_the_whole(

@@ -29,7 +29,7 @@ def axes_by_group(places: Places) -> dict[str, set[tuple[str, str]]]:
         group, is_product = info(weight).tensor_group, weight.meta["val"].dim() == 2
         if group is not None and group != "embedding" and is_product:
             names = {IN: "in", OUT: "out"}
-            found[group] = {(names[each.axis], each.over) for each in placement.dealt}
+            found[group] = {(names[each.axis], each.over) for each in placement.sharded}
     return found
 
 

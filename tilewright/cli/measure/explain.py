@@ -139,7 +139,7 @@ def explain_places(screen: Console, compiled: Compiled) -> None:
     """Print the slices of weights per rank. Prints nothing for a single device."""
     if compiled.places:
         table = Table.of(("group", "axis", "shares of ranks"), compiled.places)
-        print_table(screen, "dealt over ranks; whole on each: all others", table)
+        print_table(screen, "sharded over ranks; whole on each: all others", table)
 
 
 def explain_cost(screen: Console, compiled: Compiled, context: int) -> None:

@@ -109,8 +109,8 @@ def _blocks(
     )
     # Interleaved, so that every batch has long and short rows.
     num_batches = -(-len(items) // size)
-    dealt = [each for first in range(num_batches) for each in items[first::num_batches]]
-    rows = [{"row": each.row, "is_chat": each.is_chat, "body": each.body} for each in dealt]
+    ordered = [each for first in range(num_batches) for each in items[first::num_batches]]
+    rows = [{"row": each.row, "is_chat": each.is_chat, "body": each.body} for each in ordered]
     answers = ray.data.from_items(rows, override_num_blocks=num_batches).map_batches(
         Actor,
         fn_constructor_args=(options.argv, journal.header.created, threads),

@@ -64,17 +64,17 @@ class PromptDealer:
         self._passes = self._passes_of(num_decoding + len(pending))
         most = self._num_pieces(num_decoding, len(order))
         room, weight = self._room(order, num_decoding, most)
-        dealt: list[tuple[RequestState, int]] = []
+        chunks: list[tuple[RequestState, int]] = []
         for running in order:
-            count = self._piece(running, room, weight, is_first=not dealt)
+            count = self._piece(running, room, weight, is_first=not chunks)
             if num_decoding and self._passes:
                 count = self._until_saved(running, count)
-            if not count or len(dealt) == most:
+            if not count or len(chunks) == most:
                 break
             room = min(room, self._limits.most_shared) - self._rows_of(count)
             weight -= weight_of(running.num_computed, count, self._limits.far)
-            dealt.append((running, count))
-        return dealt
+            chunks.append((running, count))
+        return chunks
 
     def weigh(self, chunks: Sequence[PrefillChunk]) -> float:
         """Return the number of tokens at position 0 with the same cost as these chunks."""

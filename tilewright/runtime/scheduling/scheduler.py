@@ -422,8 +422,8 @@ class Scheduler:
         pending = [each for each in self.cache_manager.running if each.prompt_left]
         if not pending:
             return []
-        dealt = self._dealer.deal(pending, num_decoding)
-        return [self._chunk(running, count) for running, count in dealt]
+        chunks = self._dealer.deal(pending, num_decoding)
+        return [self._chunk(running, count) for running, count in chunks]
 
     def _chunk(self, request: RequestState, count: int) -> _ChunkOutput:
         """Return the next chunk of a prompt, and the requests that copy its end state."""

@@ -222,10 +222,10 @@ class NativeExecutable(HostExecutable):
 
         For zero sequences, return the bytes of the positions only.
         """
-        dealt = max(num_sequences, 1)
-        each, longer = divmod(num_positions, dealt)
+        num_parts = max(num_sequences, 1)
+        each, longer = divmod(num_positions, num_parts)
         found = num_sequences * self._sequence_bytes
-        for length, count in ((each, dealt - longer), (each + 1, longer)):
+        for length, count in ((each, num_parts - longer), (each + 1, longer)):
             found += count * int(self._library.tw_slot_bytes(self._opened(), length))
         return found
 

@@ -52,7 +52,7 @@ class NativeRank(NativeExecutable):
         super().__init__(packed, mapped, options, contract, **named)
         self._num_threads = options.num_threads or 1
         self._reductions = packed.reductions
-        self._widths = packed.dealt
+        self._widths = packed.logit_columns
         self._sockets: Mapping[int, socket.socket] = {}
         self._limit_s = 0.0
         self._wants_rows = True

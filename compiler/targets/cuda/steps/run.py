@@ -223,7 +223,7 @@ class Steps:
         riding: slice = slice(0, 0),
     ) -> Tensor | None:
         """T tokens of the sequence in ``rows.slots[0]``; logits ``[R, V]`` of the rows asked for,
-        this rank's columns of them where they are dealt.
+        this rank's columns of them where they are sharded.
 
         ``from_start``: the first of them is the sequence's first; padding is at the end only.
         ``starts [P + 1]`` (int64): the rows where pieces of several sequences start, and where the

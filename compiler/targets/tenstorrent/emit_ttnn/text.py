@@ -150,7 +150,7 @@ def product_in_pieces(x, pieces, k_block, cores, *, dtype, compute_kernel_config
 WEIGHT_CLASS = '''\
 @dataclass(frozen=True)
 class Weight:
-    """What one chip holds; ``rows_over`` and ``columns_over``: (mesh axis, how it is dealt)."""
+    """What one chip holds; ``rows_over`` and ``columns_over``: (mesh axis, how it is sharded)."""
 
     kind: str  # matrix, table, norm or bias
     rows: int

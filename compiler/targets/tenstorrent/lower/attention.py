@@ -1,4 +1,4 @@
-"""Attention over the cache: heads are dealt, rotated, written to their pages and read."""
+"""Attention over the cache: heads are sharded, rotated, written to their pages and read."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
 )
 from tilewright.compiler.targets.tenstorrent.program.places import (
     as_node,
-    columns_dealt,
     deal_heads,
+    sharded_columns,
     state_of,
 )
 from tilewright.errors import CompileError
@@ -52,7 +52,7 @@ def lower_attention(ctx: LoweringContext, node: Node) -> None:
             qkv.rows,
             count * head_dim,
             qkv.format,
-            columns_dealt(qkv.over, part),
+            sharded_columns(qkv.over, part),
             suffix=suffix,
         )
         for suffix, count, part in (

@@ -156,5 +156,5 @@ def whose(node: Node) -> tuple[str, int | None]:
 
 def share_of(placement: Placement, axis: int, size: int) -> int:
     """Return the size of a chip's shard along an axis with ``size`` elements."""
-    dealt = placement.along(axis)
-    return size if dealt is None else dealt.split.size
+    sharded = placement.along(axis)
+    return size if sharded is None else sharded.split.size

@@ -303,7 +303,7 @@ def _finish_product(ctx: LoweringContext, node: Node, out: TtValue, group: str) 
         whole = ctx.value(node, out.rows, out.columns, format_, suffix="gathered")
         ctx.put(node, AllGather(whole, *whose(node), scattered, ROWS))
     elif out.partial:
-        summed = Placement(out.placement.dealt)
+        summed = Placement(out.placement.sharded)
         reduced = ctx.value(node, out.rows, out.columns, format_, summed, suffix="reduced")
         ctx.put(node, TtAllReduce(reduced, *whose(node), out, out.partial))
     if group == "lm_head" and out.over:

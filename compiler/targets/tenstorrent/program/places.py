@@ -48,7 +48,7 @@ def max_tiles_a_core(columns: int) -> int:
     return tiles // shard_cores(tiles)
 
 
-def columns_dealt(over: str, split: Split | None) -> Placement:
+def sharded_columns(over: str, split: Split | None) -> Placement:
     """Return the placement for columns sharded over a mesh axis, or `WHOLE` without an axis."""
     return Placement((ShardedAxis(OUT, over, split),)) if over and split is not None else WHOLE
 
@@ -82,7 +82,7 @@ class Places:
         node = as_node(argument)
         if info(node).tensor_group == "lm_head":
             return WHOLE
-        return Placement(self.made[node].dealt)
+        return Placement(self.made[node].sharded)
 
     def over(self, axis: str, size: int) -> Placement:
         """Return the placement for ``size`` columns over a mesh axis. `WHOLE` if the axis has one
@@ -94,7 +94,7 @@ class Places:
         split = deal(size, count)
         if max_tiles_a_core(split.size) > _MAX_TILES:  # a larger unit lets the shard use more cores
             split = deal(size, count, unit=TILE * TILE)
-        return columns_dealt(axis, split)
+        return sharded_columns(axis, split)
 
 
 def deal_heads(mesh: Mesh, args: ops.RopeAttentionArguments) -> tuple[HeadSplit, int]:
@@ -168,8 +168,8 @@ def _linear(places: Places, node: Node) -> Placement:
     if inputs is None:
         places.weights[weight] = found
         return found
-    places.weights[weight] = Placement((ShardedAxis(IN, inputs.over, inputs.split), *found.dealt))
-    return Placement(found.dealt, partial=inputs.over)
+    places.weights[weight] = Placement((ShardedAxis(IN, inputs.over, inputs.split), *found.sharded))
+    return Placement(found.sharded, partial=inputs.over)
 
 
 def _bias(places: Places, bias: Any, inputs: ShardedAxis | None, columns: Placement) -> Placement:
@@ -205,7 +205,7 @@ def _merged_heads(places: Places, attend: Node) -> Placement:
         heads.keys(head_dim, first=width),
         heads.keys(head_dim, first=width + kv_width),
     )
-    return columns_dealt(ROWS, split)
+    return sharded_columns(ROWS, split)
 
 
 def _attention(places: Places, node: Node) -> Placement:
@@ -214,10 +214,10 @@ def _attention(places: Places, node: Node) -> Placement:
         return WHOLE
     args = ops.RopeAttentionArguments.of(node.args)
     heads, head_dim = deal_heads(places.mesh, args)
-    places.weights[as_node(args.kv_cache)] = columns_dealt(ROWS, heads.keys(head_dim))
+    places.weights[as_node(args.kv_cache)] = sharded_columns(ROWS, heads.keys(head_dim))
     if args.sinks is not None:
         places.weights[as_node(args.sinks)] = Placement((ShardedAxis(OUT, ROWS, heads.queries(1)),))
-    return columns_dealt(ROWS, heads.queries(head_dim))
+    return sharded_columns(ROWS, heads.queries(head_dim))
 
 
 _RULES: Mapping[Any, Callable[[Places, Node], Placement]] = {

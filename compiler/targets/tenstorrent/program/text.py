@@ -32,7 +32,7 @@ def program_text(program: DeviceProgram, *, layer: int | None = None) -> str:
     """All of a program, or the instructions of one layer and what they read.
 
     Example of a line: ``%5: bf16[32x960] @ l1:width_sharded/30 = matmul(%4, w3, lofi, ...)``.
-    Shapes are in elements of one chip; ``/r`` behind a shape: dealt over the mesh axis r; ``+r``:
+    Shapes are in elements of one chip; ``/r`` after a shape: sharded over the mesh axis r; ``+r``:
     still to be added over it.
     """
     chosen = [each for each in program.instructions if layer is None or each.layer == layer]
@@ -111,24 +111,26 @@ def _declaration(
     name_of: Callable[[TtValue], str] = lambda value: f"%{value.name}",
 ) -> str:
     if isinstance(operand, TtValue):
-        dealt = f"/{operand.over}" if operand.over else ""
+        axis = f"/{operand.over}" if operand.over else ""
         added = f"+{operand.partial}" if operand.partial else ""
         shape = f"{operand.format}[{operand.rows}x{operand.columns}]"
-        return f"{name_of(operand)}: {shape}{dealt}{added} @ {operand.memory}"
+        return f"{name_of(operand)}: {shape}{axis}{added} @ {operand.memory}"
     if isinstance(operand, Cache):
         shape = f"{operand.num_pages}x{operand.num_heads}x{operand.page}x{operand.head_dim}"
-        return f"{operand.name}: {operand.format}[{shape}]{_dealt(operand.over, operand.split)}"
+        return (
+            f"{operand.name}: {operand.format}[{shape}]{_axis_suffix(operand.over, operand.split)}"
+        )
     if isinstance(operand, TtSequenceState):
         shape = "x".join(str(size) for size in (operand.num_slots, *operand.shape))
         return f"{operand.name}: fp32[{shape}]{'/' + operand.over if operand.over else ''}"
-    rows = _dealt(operand.in_over, operand.in_split)
-    columns = _dealt(operand.out_over, operand.out_split)
+    rows = _axis_suffix(operand.in_over, operand.in_split)
+    columns = _axis_suffix(operand.out_over, operand.out_split)
     experts = f"{operand.num_experts}x" if operand.num_experts else ""
     shape = f"{operand.format}[{experts}{operand.rows}{rows}x{operand.columns}{columns}]"
     return f"{operand.name}: {shape} @ {operand.memory}"
 
 
-def _dealt(over: str, split: Split | None) -> str:
+def _axis_suffix(over: str, split: Split | None) -> str:
     """``/r``, and how much of all the shares is zeros where some is."""
     if not over or split is None:
         return ""

@@ -58,7 +58,7 @@ def assemble(plan: KernelProgram, *, exact: bool, rounded: Collection[str] = ())
         (_MAKERS | MIXERS)[type(each)](assembly, each)
         for made in assembly.instructions[first:]:
             made.flags |= flags
-    if plan.dealt:  # an additional buffer for all ranks' logits
+    if plan.logit_columns:  # an additional buffer for all ranks' logits
         whole, own = BufferView(len(plan.buffers), plan.vocab_size), plan.instructions[-1]
         assert not isinstance(own, TopKRouteOp)
         assembly.append("gather_logits", whole, x=place_of(own.out))
@@ -111,14 +111,14 @@ def pack(plan: KernelProgram, assembly: Assembly) -> Packed:
         states=tuple(assembly.states),
         widths=tuple(widths),
         logits=logits,
-        dealt=plan.dealt,
+        logit_columns=plan.logit_columns,
     )
 
 
 def _widths(plan: KernelProgram) -> tuple[list[int], int]:
     """Return all buffer widths, and the number of the logits buffer."""
     widths = [buffer.width for buffer in plan.buffers]
-    if plan.dealt:
+    if plan.logit_columns:
         return [*widths, plan.vocab_size], len(widths)
     return widths, [buffer.role for buffer in plan.buffers].index(LOGITS)
 

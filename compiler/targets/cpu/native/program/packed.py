@@ -58,7 +58,7 @@ class Packed:
         states: States by number.
         widths: Buffer widths.
         logits: Number of the logits buffer.
-        dealt: Logit columns per rank. Empty: every rank has all columns.
+        logit_columns: Logit columns per rank. Empty: every rank has all columns.
     """
 
     tensors: tuple[BundledTensor, ...]
@@ -66,7 +66,7 @@ class Packed:
     states: tuple[lib.TwState, ...]
     widths: tuple[int, ...]
     logits: int
-    dealt: tuple[int, ...] = ()
+    logit_columns: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -94,7 +94,7 @@ class Packed:
         return [(each.x.width, lib.WIRES[each.function]) for each in found]
 
 
-class _BundleHeader(msgspec.Struct, frozen=True):
+class _BundleHeader(msgspec.Struct, frozen=True, rename={"logit_columns": "dealt"}):
     interface: int
     sizes: tuple[int, int]
     tensors: tuple[BundledTensor, ...]
@@ -102,7 +102,7 @@ class _BundleHeader(msgspec.Struct, frozen=True):
     states: bytes
     widths: tuple[_Count, ...]
     logits: _Count
-    dealt: tuple[_Count, ...]
+    logit_columns: tuple[_Count, ...]
     version: int = _VERSION
 
 
@@ -124,7 +124,7 @@ def encode(packed: Packed) -> bytes:
         states=b"".join(map(bytes, packed.states)),
         widths=packed.widths,
         logits=packed.logits,
-        dealt=packed.dealt,
+        logit_columns=packed.logit_columns,
     )
     return msgspec.json.encode(file)
 
@@ -186,7 +186,7 @@ def read_packed(folder: Path) -> Packed:
     )
     if not is_whole:
         raise CheckpointError(f"{path}: not a native program; compile it again")
-    return Packed(file.tensors, instructions, states, file.widths, file.logits, file.dealt)
+    return Packed(file.tensors, instructions, states, file.widths, file.logits, file.logit_columns)
 
 
 def _structures(kind: type[_Structure], data: bytes) -> tuple[_Structure, ...]:
