@@ -68,13 +68,13 @@ def _host_time(
     more = add if changes else None
     for _ in range(num_slots + 20):
         _step(loop, more, num_slots)
-    before = {key: (sum(each.counts), each.total) for key, each in loop.tallies.found.items()}
+    before = {key: (sum(each.counts), each.total) for key, each in loop.stats.found.items()}
     began = time.perf_counter()
     for _ in range(_STEPS):
         _step(loop, more, num_slots)
     took = 1e6 * (time.perf_counter() - began) / _STEPS
     parts = []
-    for key, tally in loop.tallies.found.items():
+    for key, tally in loop.stats.found.items():
         count, total = before.get(key, (0, 0.0))
         if (steps := sum(tally.counts) - count) and "host" in key:
             parts.append(f"{key} {1e6 * (tally.total - total) / steps:,.0f}")

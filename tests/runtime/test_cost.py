@@ -127,7 +127,7 @@ def test_pieces_beside_streams_are_as_long_as_they_may_take(
     monkeypatch.setattr(loop_module.time, "perf_counter", clock)
     loop = EngineLoop(executable, policy=SchedulerConfig(step_ms=step_ms, reuses=False))
     loop.warm_up()
-    assert executable.given and not loop.tallies.found, "it is not counted"
+    assert executable.given and not loop.stats.found, "it is not counted"
     executable.given.clear()
     loop.add(RequestState(0, (1, 2), SamplingParams(max_tokens=40)))
     for _ in range(3):

@@ -147,7 +147,7 @@ def test_every_answer_parses_and_validates(loop: EngineLoop) -> None:
     alone = [request(None, number=n, wanted=40, ends=()) for n in range(50, 56)]
     EngineLoop(RandomLogits()).generate(alone)
     assert [one.output for one in free] == [one.output for one in alone], "others are left alone"
-    assert sum(loop.tallies.found["host_seconds/masks"].counts) > 0
+    assert sum(loop.stats.found["host_seconds/masks"].counts) > 0
 
 
 def test_a_step_is_launched_before_the_last_is_read_and_chosen_behind_it() -> None:

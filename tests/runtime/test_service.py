@@ -227,11 +227,11 @@ def test_forgotten_prefixes_are_not_found_again() -> None:
 def test_beats_count_steps_by_kind_and_by_time() -> None:
     said = serve(QueuedExecutable(), submit(1), submit(2))
     last = [message for message in said if isinstance(message, Heartbeat)][-1]
-    kinds = {name.partition("/")[0] for name in last.tallies}
+    kinds = {name.partition("/")[0] for name in last.stats}
     assert {"step_seconds", "host_seconds", "iteration_tokens"} <= kinds
-    sizes = last.tallies["iteration_tokens"]
+    sizes = last.stats["iteration_tokens"]
     assert sum(sizes.counts) == last.num_steps and sizes.total == 2 * 3 + 2 * 5
-    for name, tally in last.tallies.items():
+    for name, tally in last.stats.items():
         assert len(tally.counts) == len(bounds_of(name)) + 1 and tally.total >= 0
 
 

@@ -111,7 +111,7 @@ class BatchEngine:
     @property
     def num_steps(self) -> int:
         """The number of steps with decode rows."""
-        found = self._service.loop.tallies.found
+        found = self._service.loop.stats.found
         kinds = (found.get(f"{STEP}/{kind}") for kind in ("decode", "mixed"))
         return sum(sum(tally.counts) for tally in kinds if tally is not None)
 

@@ -20,7 +20,7 @@ from tilewright.errors import RequestError, one_line
 from tilewright.runtime.grammar.masks import Masks, no_token
 from tilewright.runtime.grammar.matchers import Grammars
 from tilewright.runtime.request import FAILED, STOPPED, check_tokens
-from tilewright.runtime.scheduling.engine_stats import HOST, IDLE, SIZE, STEP, Tallies
+from tilewright.runtime.scheduling.engine_stats import HOST, IDLE, SIZE, STEP, EngineStats
 from tilewright.runtime.scheduling.request_state import (
     RequestState,
     SchedulerConfig,
@@ -68,7 +68,7 @@ class EngineLoop:
 
     Attributes:
         failed: requests of a step that failed to launch, newest prompt first.
-        tallies: times of steps and their parts.
+        stats: times of steps and their parts.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class EngineLoop:
         )
         self.num_dropped = 0
         self.failed: tuple[RequestState, ...] = ()
-        self.tallies = Tallies()
+        self.stats = EngineStats()
         self._read_at: float | None = None
         self._flight: _Launched | None = None
 
@@ -198,7 +198,7 @@ class EngineLoop:
     def warm_up(self) -> None:
         """Run the first steps and measure step times, before users wait.
 
-        Every measurement runs twice, because a first run is slower. The tallies exclude the
+        Every measurement runs twice, because a first run is slower. The statistics exclude the
         warm-up.
         """
         self.executable.prepare()
@@ -216,7 +216,7 @@ class EngineLoop:
             self._run_with_drafts()
             if limits.passes and limits.max_num_seqs > 1 and self.executable.is_prepared:
                 self._run_beside_streams(min(_BESIDE * limits.cell, most))
-        self.tallies.found.clear()
+        self.stats.found.clear()
         self.scheduler.speculator.forget()
 
     def _run_with_drafts(self) -> None:
@@ -287,19 +287,19 @@ class EngineLoop:
         if plan is None:
             return None
         now = time.perf_counter()
-        self.tallies.add(HOST, now - began, "schedule")
+        self.stats.add(HOST, now - began, "schedule")
         if speculator.max_drafts:
-            self.tallies.add(HOST, speculator.seconds, "drafts")
+            self.stats.add(HOST, speculator.seconds, "drafts")
         if behind is None:
             self._meter.begin(began if plan.step.drafts else now)
             if self._read_at is not None:
-                self.tallies.add(IDLE, now - self._read_at)
+                self.stats.add(IDLE, now - self._read_at)
         masked = plan.step.masked and behind is None
         try:
             if masked:
                 self.masks.begin(plan.rows)
             launched = _Launched(plan, self.executable.step(plan.step), now)
-            self.tallies.add(HOST, time.perf_counter() - now, "launch")
+            self.stats.add(HOST, time.perf_counter() - now, "launch")
             if masked:
                 self._choose(launched)
             return launched
@@ -329,7 +329,7 @@ class EngineLoop:
         """Sample the tokens of a masked step. Finish the requests without an allowed token."""
         began = time.perf_counter()
         allowed, over = self.masks.take()
-        self.tallies.add(HOST, time.perf_counter() - began, "masks")
+        self.stats.add(HOST, time.perf_counter() - began, "masks")
         for request in over:
             if request.matcher is not None and request.matcher.is_finished:
                 self.scheduler.finish(request, STOPPED)  # complete, but without an end token
@@ -381,7 +381,7 @@ class EngineLoop:
             self._fail(request, "the model's hidden states are no numbers", "not_a_number")
 
     def _count(self, launched: _Launched, handling: float) -> None:
-        plan, now, add = launched.plan, time.perf_counter(), self.tallies.add
+        plan, now, add = launched.plan, time.perf_counter(), self.stats.add
         num_rows, num_tokens = plan.num_decode_rows, plan.num_prompt_tokens
         kind = ("mixed" if num_tokens else "decode") if num_rows else "prompt"
         before = self._read_at if self._read_at is not None else launched.at

@@ -13,7 +13,7 @@ from tilewright.compiler.targets.interface.step import LogProbs
 from tilewright.images.processor import ImageProcessor
 from tilewright.images.tiles import TileSettings
 from tilewright.runtime.request import EngineRequest
-from tilewright.runtime.scheduling.engine_stats import Tally
+from tilewright.runtime.scheduling.engine_stats import HistogramCounts
 from tilewright.runtime.speculative.counts import SpeculationCounts
 
 
@@ -137,7 +137,7 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """Current state of the loop, and counts from its start.
 
-    ``tallies``: see :mod:`tilewright.runtime.scheduling.engine_stats`.
+    ``stats``: see :mod:`tilewright.runtime.scheduling.engine_stats`.
     """
 
     num_running: int
@@ -150,7 +150,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     num_snapshots_used: int = 0
     num_images: int = 0
     num_image_hits: int = 0
-    tallies: dict[str, Tally] = {}
+    stats: dict[str, HistogramCounts] = {}
     speculation: SpeculationCounts | None = None
 
 

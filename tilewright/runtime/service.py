@@ -279,7 +279,7 @@ class EngineService:
             num_snapshots_used=scheduler.num_snapshots_used,
             num_images=scheduler.images.num_images,
             num_image_hits=scheduler.images.num_hits,
-            tallies=self.loop.tallies.found,
+            stats=self.loop.stats.found,
             speculation=speculator.counts if speculator.max_drafts else None,
         )
 

@@ -26,7 +26,14 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from tilewright.runtime.messages import EngineReady, Heartbeat, RequestFinished, RequestStarted
-from tilewright.runtime.scheduling.engine_stats import HOST, IDLE, SIZE, STEP, Tally, bounds_of
+from tilewright.runtime.scheduling.engine_stats import (
+    HOST,
+    IDLE,
+    SIZE,
+    STEP,
+    HistogramCounts,
+    bounds_of,
+)
 from tilewright.runtime.speculative.counts import SpeculationCounts
 from tilewright.serve.output.choice import ChoiceStream
 
@@ -236,12 +243,12 @@ class _FastHistogram:
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
-        self.tally = Tally([0] * (len(bounds) + 1))
+        self.histogram = HistogramCounts([0] * (len(bounds) + 1))
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        self.tally.counts[bisect_left(self._bounds, value)] += 1
-        self.tally.total += value
+        self.histogram.counts[bisect_left(self._bounds, value)] += 1
+        self.histogram.total += value
 
 
 class _Histograms(Collector):
@@ -261,14 +268,14 @@ class _Histograms(Collector):
         """See `Collector`."""
         found = HistogramMetricFamily(self._name, self._text, labels=_LABELS)
         for values, own in self._children:
-            found.add_metric(values, _buckets(self._bounds, own.tally), own.tally.total)
+            found.add_metric(values, _buckets(self._bounds, own.histogram), own.histogram.total)
         yield found
 
 
-def _buckets(bounds: Sequence[float], tally: Tally) -> list[tuple[str, int]]:
+def _buckets(bounds: Sequence[float], histogram: HistogramCounts) -> list[tuple[str, int]]:
     """Return the upper bounds as text with cumulative counts."""
     spelled = [*(str(float(bound)) for bound in bounds), "+Inf"]
-    return list(zip(spelled, accumulate(tally.counts), strict=True))
+    return list(zip(spelled, accumulate(histogram.counts), strict=True))
 
 
 class _EngineProcesses(Collector):
@@ -296,7 +303,7 @@ class _EngineProcesses(Collector):
 
 
 class _EngineCounts(Collector):
-    """Totals and tallies that the engines count, from their latest heartbeats.
+    """Totals and histograms of the engines, from their latest heartbeats.
 
     Attributes:
         engines: states that `collect` reads.
@@ -362,11 +369,11 @@ class _EngineCounts(Collector):
         found = HistogramMetricFamily(self._name(full), full, labels=labels)
         for own, engine in zip(self._labels, self.engines, strict=False):
             values = tuple(own.values())
-            for key, tally in engine.beat.tallies.items():
+            for key, histogram in engine.beat.stats.items():
                 counted, _, which = key.partition("/")
                 if counted == name:
-                    buckets = _buckets(bounds_of(name), tally)
-                    found.add_metric((*values, which) if kind else values, buckets, tally.total)
+                    buckets = _buckets(bounds_of(name), histogram)
+                    found.add_metric((*values, which) if kind else values, buckets, histogram.total)
         return found
 
     def _name(self, name: str) -> str:

@@ -1,4 +1,6 @@
-"""How often steps took how long, counted in the loop and told with every beat. Imports no torch."""
+"""Histograms of step times, counted in the engine loop and sent with every heartbeat. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +15,35 @@ SECONDS = (
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 STEP, HOST, IDLE, SIZE = "step_seconds", "host_seconds", "device_idle_seconds", "iteration_tokens"
-"""Names of tallies; those of `STEP` and `HOST` are followed by a kind and a part."""
+"""Names of statistics. A kind and a part follow `STEP` and `HOST`."""
 
 _BOUNDS: dict[str, tuple[float, ...]] = {SIZE: TOKENS}
 
 
 def bounds_of(name: str) -> tuple[float, ...]:
-    """The upper bounds of a tally's counts, all but the last one's, which has none."""
+    """Return the upper bounds of the counts. The last count has no bound."""
     return _BOUNDS.get(name, SECONDS)
 
 
-class Tally(msgspec.Struct):
+class HistogramCounts(msgspec.Struct):
     """``counts`` of values up to each bound and beyond the last, and the sum of all."""
 
     counts: list[int]
     total: float = 0.0
 
 
-class Tallies:
-    """What one engine has counted since its start, by name and, behind a slash, by kind."""
+class EngineStats:
+    """Histograms of an engine since its start, by name, or by name and kind with a slash."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Tally] = {}
+        self.found: dict[str, HistogramCounts] = {}
 
     def add(self, name: str, value: float, kind: str = "") -> None:
-        """Count a value in the tally of this name and kind."""
+        """Count a value in the histogram of this name and kind."""
         key = f"{name}/{kind}" if kind else name
         bounds = bounds_of(name)
         tally = self.found.get(key)
         if tally is None:
-            tally = self.found[key] = Tally([0] * (len(bounds) + 1))
+            tally = self.found[key] = HistogramCounts([0] * (len(bounds) + 1))
         tally.counts[bisect_left(bounds, value)] += 1
         tally.total += value
