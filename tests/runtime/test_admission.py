@@ -12,7 +12,7 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import Slot
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.scheduling.prefill_scheduler import PromptDealer
+from tilewright.runtime.scheduling.prefill_scheduler import PrefillScheduler
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 from tilewright.runtime.scheduling.scheduler import HOLD_SECONDS, Scheduler
 from tilewright.runtime.scheduling.waiting_queue import WaitingLine
@@ -207,7 +207,7 @@ def test_one_that_made_room_and_comes_back_decodes_on_its_new_slot() -> None:
 def test_a_short_prompt_passes_a_long_one_that_gets_every_second_piece() -> None:
     limits = Capabilities(max_num_seqs=4, max_context=64, cell=4)
     loop = Scheduler(limits, policy=SchedulerConfig(step_ms=1e-9))
-    dealer: PromptDealer = loop._dealer
+    dealer: PrefillScheduler = loop._prefill
     long, short = (asked(number, length) for number, length in ((0, 40), (1, 12)))
     for request in (long, short):
         request.take_slot(Slot(request.request_id), num_cached=0, max_num_computed=0)

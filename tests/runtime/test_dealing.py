@@ -21,7 +21,7 @@ from tilewright.compiler.targets.interface.step import (
 )
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.scheduling.prefill_scheduler import PromptDealer
+from tilewright.runtime.scheduling.prefill_scheduler import PrefillScheduler
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 from tilewright.runtime.scheduling.step_cost_model import StepCost
 
@@ -55,8 +55,8 @@ def known_cost() -> StepCost:
     return cost
 
 
-def dealer(step_ms: float = 20.0, **changes: Any) -> PromptDealer:
-    return PromptDealer(
+def dealer(step_ms: float = 20.0, **changes: Any) -> PrefillScheduler:
+    return PrefillScheduler(
         Capabilities(**{**LIKE_CUDA, **changes}), SchedulerConfig(step_ms=step_ms), known_cost()
     )
 

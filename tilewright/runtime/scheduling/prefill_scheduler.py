@@ -30,7 +30,7 @@ _SLACK = 1.25
 """Maximum cost of a chunk's context, relative to the first chunk."""
 
 
-class PromptDealer:
+class PrefillScheduler:
     """Distributes a step's prompt tokens to the oldest and to the shortest prompt, in turn.
 
     Short prompts overtake long prompts, and long prompts still get every second chunk.

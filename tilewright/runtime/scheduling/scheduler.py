@@ -26,7 +26,7 @@ from tilewright.runtime.memory.image_cache import ImageCache
 from tilewright.runtime.memory.paged_cache import PagedCacheManager
 from tilewright.runtime.memory.swap_space import HostPlaces
 from tilewright.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED
-from tilewright.runtime.scheduling.prefill_scheduler import PromptDealer
+from tilewright.runtime.scheduling.prefill_scheduler import PrefillScheduler
 from tilewright.runtime.scheduling.request_state import (
     RequestState,
     SchedulerConfig,
@@ -85,7 +85,7 @@ class Scheduler:
         self.images = ImageCache(capabilities.hidden_size, cross_width=cross_width)
         self.num_arrived = self.num_preemptions = self.num_preempted = 0
         cost = cost or StepCost()
-        self._dealer = PromptDealer(capabilities, self.policy, cost)
+        self._prefill = PrefillScheduler(capabilities, self.policy, cost)
         self.speculator = Speculator(self.policy.speculative, capabilities, cost, draft_model)
         self._now = now
         self._swapped: set[RequestState] = set()
@@ -203,7 +203,7 @@ class Scheduler:
             logprobs=_most_logprobs(rows, asking) if chunks else self._logprobs,
         )
         prompts = sum(len(chunk.tokens) for chunk in step.prompts)
-        return SchedulerOutput(step, rows, prompts, self._dealer.weigh(step.prompts), echoes)
+        return SchedulerOutput(step, rows, prompts, self._prefill.weigh(step.prompts), echoes)
 
     def _drafts(self, decoding: list[RequestState]) -> Drafts:
         """Return the draft tokens of a step."""
@@ -422,7 +422,7 @@ class Scheduler:
         pending = [each for each in self.cache_manager.running if each.prompt_left]
         if not pending:
             return []
-        chunks = self._dealer.deal(pending, num_decoding)
+        chunks = self._prefill.deal(pending, num_decoding)
         return [self._chunk(running, count) for running, count in chunks]
 
     def _chunk(self, request: RequestState, count: int) -> _ChunkOutput:
