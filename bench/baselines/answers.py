@@ -70,7 +70,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class BranchPoint:
     """The first different token after ``at`` equal tokens, and the margin of each engine."""
 
     at: int
@@ -181,9 +181,9 @@ def part_all(
     answers: Mapping[str, Sequence[tuple[int, ...]]],
     sides: Mapping[str, Side],
     pair: tuple[str, str],
-) -> list[Parting | None]:
+) -> list[BranchPoint | None]:
     """Return the first difference of a pair for each prompt, None for equal answers."""
-    found: list[Parting | None] = []
+    found: list[BranchPoint | None] = []
     one, other = pair
     for prompt, mine, theirs in zip(prompts, answers[one], answers[other], strict=True):
         if mine == theirs:
@@ -194,14 +194,14 @@ def part_all(
         text = (*prompt, *mine[:at])
         first, second = sides[one].logits(text), sides[other].logits(text)
         gaps = first[mine[at]] - first[theirs[at]], second[theirs[at]] - second[mine[at]]
-        found.append(Parting(at, (float(gaps[0]), float(gaps[1]))))
+        found.append(BranchPoint(at, (float(gaps[0]), float(gaps[1]))))
     return found
 
 
 def table(
     texts: Sequence[str],
     answers: Mapping[str, Sequence[tuple[int, ...]]],
-    differences: Mapping[tuple[str, str], Sequence[Parting | None]],
+    differences: Mapping[tuple[str, str], Sequence[BranchPoint | None]],
 ) -> Table:
     """Return a row for each question: the default answer, and the differences of all pairs."""
     rows = []
@@ -214,14 +214,14 @@ def table(
     return Table.of(("question", "answer by default", "tokens", *pairs), rows)
 
 
-def cell(difference: Parting | None) -> str:
+def cell(difference: BranchPoint | None) -> str:
     """Return ``=``, or the number of equal tokens and both margins."""
     if difference is None:
         return "="
     return f"{difference.at} (by {difference.gaps[0]:.2g} and {difference.gaps[1]:.2g})"
 
 
-def summary(differences: Mapping[tuple[str, str], Sequence[Parting | None]]) -> list[str]:
+def summary(differences: Mapping[tuple[str, str], Sequence[BranchPoint | None]]) -> list[str]:
     """Return a line for each pair: the number of equal answers and the largest margin."""
     lines = []
     for (one, other), found in differences.items():

@@ -17,7 +17,7 @@ from bench.baselines.answers import (
     FLOAT_PEER,
     PAIRS,
     QUESTIONS,
-    Parting,
+    BranchPoint,
     Side,
     cell,
     llama_side,
@@ -38,7 +38,7 @@ def test_answers_part_at_the_first_token_that_differs() -> None:
     sides = {DEFAULT: side((0, 1, 2), [0.0, 1.5, 1.0]), EXACT: side((0, 2), [0.0, 1.0, 3.0])}
     answers = {name: [each.answer(())] for name, each in sides.items()}
     (found,) = part_all([(7, 7)], answers, sides, (DEFAULT, EXACT))
-    assert found == Parting(1, (0.5, 2.0))
+    assert found == BranchPoint(1, (0.5, 2.0))
     assert cell(found) == "1 (by 0.5 and 2)"
     assert part_all([(7, 7)], answers, sides, (DEFAULT, DEFAULT)) == [None]
     lines = summary({(DEFAULT, EXACT): [found, None]})
