@@ -179,23 +179,23 @@ class CudaExecutable(Executable):
         """Run a step with prefill chunks or drafts."""
         limits = self.capabilities
         shares = limits.shares_passes(len(self._slot_states))
-        riding = step.decode if shares and self._rides(step) else ()
+        decoding = step.decode if shares and self._rides(step) else ()
         max_rows = self._buckets.rows[-1] if shares else limits.invariant_rows
         plain, verified = self._drafts.divide(step, max_rows)
-        decodes = () if riding else self._buckets.cut(plain)
+        decodes = () if decoding else self._buckets.cut(plain)
         batches, alone = split(
             [chunk for chunk in step.prompts if not self._has_offsets(chunk)],
             limits.max_prompts if shares else 1,
-            marks=limits.marks, most_rows=limits.most_shared, beside=bool(riding),
+            marks=limits.marks, most_rows=limits.most_shared, beside=bool(decoding),
         )  # fmt: skip
         alone += [chunk for chunk in step.prompts if self._has_offsets(chunk)]
         self._answers.begin(len(decodes) + len(verified) + len(batches) + len(alone))
         parts = [self._drafts.run(slots, step) for slots in verified]
         parts += [self._decode(slots, step) for slots in decodes]
         for index, batch in enumerate(batches):
-            parts += self._joined.run(batch, step, () if index else riding)
+            parts += self._joined.run(batch, step, () if index else decoding)
         parts += [part for each in alone if (part := self._prompt(each, step)) is not None]
-        return StepOutput(tuple(parts), is_mixed=bool(riding) and len(batches) == 1 and not alone)
+        return StepOutput(tuple(parts), is_mixed=bool(decoding) and len(batches) == 1 and not alone)
 
     def _rides(self, step: Step) -> bool:
         """Return whether decode rows join a mixed batch.

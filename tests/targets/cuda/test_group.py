@@ -246,9 +246,9 @@ def test_rows_ride_along_on_two_ranks_as_on_one(
     set_sharing(monkeypatch)
     rode, run_joined = list[int](), Joined.run
 
-    def spied(self: Joined, chunks: Any, step: Step, riding: tuple[Slot, ...] = ()) -> Any:
-        rode.append(len(riding))
-        return run_joined(self, chunks, step, riding)
+    def spied(self: Joined, chunks: Any, step: Step, decoding: tuple[Slot, ...] = ()) -> Any:
+        rode.append(len(decoding))
+        return run_joined(self, chunks, step, decoding)
 
     monkeypatch.setattr(Joined, "run", spied)
     how = {"max_batch": 4, "compute": "fast"}

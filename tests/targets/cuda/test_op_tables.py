@@ -68,12 +68,12 @@ def runs(
             )
     for count in (128, 1024):
         starts = torch.zeros(3, dtype=torch.int64, device=CUDA)
-        riding = slice(count, count + 8)
+        decoding = slice(count, count + 8)
         yield (
             "mixed",
             count,
-            lambda n=count, s=starts, r=riding: steps.prefill(
-                rows_of(n + 8), logit_rows=last, starts=s, block=64, riding=r
+            lambda n=count, s=starts, r=decoding: steps.prefill(
+                rows_of(n + 8), logit_rows=last, starts=s, block=64, decoding=r
             ),
         )
 

@@ -95,7 +95,7 @@ def test_rows_that_ride_along_lie_behind_the_pieces_and_want_logits_first() -> N
     chunks = [chunk(4, 0, 65), chunk(2, 128, 3, chooses=False)]
     slots = tuple(Slot(number) for number in range(5, 22))
     found = join(chunks, CPU, slots=slots, positions=range(100, 117))
-    assert found.riding == slice(192, 209) and found.starts.tolist() == [0, 128, 192]
+    assert found.decoding == slice(192, 209) and found.starts.tolist() == [0, 128, 192]
     assert found.last.tolist() == [*range(192, 209), 64]
     rows = found.rows
     assert len(rows.tokens) == 224, "whole pieces of memory"

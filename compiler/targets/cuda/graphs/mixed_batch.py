@@ -40,13 +40,13 @@ class Joined:
         self._check, self._leave = check, leave
 
     def run(
-        self, chunks: Sequence[PrefillChunk], step: Step, riding: tuple[Slot, ...] = ()
+        self, chunks: Sequence[PrefillChunk], step: Step, decoding: tuple[Slot, ...] = ()
     ) -> list[SamplerOutput]:
         """Pieces of prompts, and a token of slots that decode, in one batch; what is chosen."""
         for chunk in chunks:
             slot_state = self._check(chunk)
             slot_state.length, slot_state.token = chunk.end, None
-        held = self._go_on(riding)
+        held = self._go_on(decoding)
         ends = {slot: at + 1 for slot, at in held.items()}
         ends |= {chunk.slot: chunk.end for chunk in chunks if chunk.chooses}
         may_be_captured = self._answers.may_be_captured(tuple(ends), step)
@@ -73,22 +73,22 @@ class Joined:
         ends: dict[Slot, int],
     ) -> list[SamplerOutput]:
         """A batch that is larger than those captured, or whose tokens are chosen late."""
-        riding = tuple(held)
+        decoding = tuple(held)
         ragged = join(
             chunks,
             self._device_slots.device,
-            slots=riding,
+            slots=decoding,
             positions=tuple(held.values()),
             marks=self._state.marks(chunks),
         )
-        if riding:
+        if decoding:
             ragged.take_tokens(self._device_slots.tokens)
         logits = self._steps.prefill(
             ragged.rows,
             logit_rows=ragged.last if ends else None,
             starts=ragged.starts,
             block=ragged.block,
-            riding=ragged.riding,
+            decoding=ragged.decoding,
         )
         self._state.keep(chunks)
         if logits is None:

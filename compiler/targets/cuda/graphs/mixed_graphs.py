@@ -89,7 +89,7 @@ class _MixedGraph:
         self.starts[1:] = num_tokens
 
     @property
-    def riding(self) -> slice:
+    def decoding(self) -> slice:
         """The decode rows."""
         return slice(self.num_tokens, self.num_tokens + self.width)
 
@@ -201,13 +201,13 @@ class BatchBucket(Bucket):
     def _run(self, made: _MixedGraph) -> None:
         """Run the forward. Padding rows may read any token, because they have no position."""
         held = self._table.tokens
-        torch.index_select(held, 0, made.at, out=made.rows.tokens[made.riding])
+        torch.index_select(held, 0, made.at, out=made.rows.tokens[made.decoding])
         logits = self._steps.prefill(
             made.rows,
             logit_rows=made.wanted,
             starts=made.starts,
             block=SHORT_BLOCK,
-            riding=made.riding,
+            decoding=made.decoding,
         )
         assert logits is not None
         self.logits = logits  # the same memory for all sizes

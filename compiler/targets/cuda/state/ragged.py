@@ -35,18 +35,18 @@ class Ragged:
         rows: Tokens, positions and slots of the rows.
         starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``.
         last: Rows with logits, int64 ``[R]``: decode rows, then the last rows of finished prompts.
-        riding: Decode rows after all chunks. Their tokens are on the device.
+        decoding: Decode rows after all chunks. Their tokens are on the device.
     """
 
     rows: TokenBatch
     block: int
     starts: Tensor
     last: Tensor
-    riding: slice
+    decoding: slice
 
     def take_tokens(self, held: Tensor) -> None:
         """Copy the decode rows' tokens from ``held [S]``, the device table."""
-        among = self.riding
+        among = self.decoding
         torch.index_select(held, 0, self.rows.slots[among], out=self.rows.tokens[among])
 
 
@@ -108,17 +108,17 @@ def join(
     mean = sum(len(chunk.tokens) for chunk in chunks) / len(chunks)
     block = LONG_BLOCK if mean >= LONG_PIECE else SHORT_BLOCK
     first = sum(-(-len(chunk.tokens) // block) * block for chunk in chunks)
-    riding = slice(first, first + len(slots))
-    staged = np.zeros((4, -(-riding.stop // _ALIGNED) * _ALIGNED), dtype=np.int64)
+    decoding = slice(first, first + len(slots))
+    staged = np.zeros((4, -(-decoding.stop // _ALIGNED) * _ALIGNED), dtype=np.int64)
     staged[1], staged[3] = -1, -1
-    staged[1, riding], staged[2, riding] = positions, slots
+    staged[1, decoding], staged[2, decoding] = positions, slots
     pieces = lay_out(staged, chunks, block, marks)
     last = [piece.stop - 1 for chunk, piece in zip(chunks, pieces, strict=True) if chunk.chooses]
     starts = [*(piece.start for piece in pieces), first]
-    where = np.array([*starts, *range(riding.start, riding.stop), *last], dtype=np.int64)
+    where = np.array([*starts, *range(decoding.start, decoding.stop), *last], dtype=np.int64)
     sent = send(where, device)
     count = len(starts)
-    return Ragged(TokenBatch(*send(staged, device)), block, sent[:count], sent[count:], riding)
+    return Ragged(TokenBatch(*send(staged, device)), block, sent[:count], sent[count:], decoding)
 
 
 def lay_out(

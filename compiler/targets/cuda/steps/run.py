@@ -220,18 +220,21 @@ class Steps:
         from_start: bool = False,
         starts: Tensor | None = None,
         block: int = 0,
-        riding: slice = slice(0, 0),
+        decoding: slice = slice(0, 0),
     ) -> Tensor | None:
-        """T tokens of the sequence in ``rows.slots[0]``; logits ``[R, V]`` of the rows asked for,
-        this rank's columns of them where they are sharded.
+        """Run prefill chunks, and possibly decode rows. Return logits ``[R, V]`` of this rank.
 
-        ``from_start``: the first of them is the sequence's first; padding is at the end only.
-        ``starts [P + 1]`` (int64): the rows where pieces of several sequences start, and where the
-        last one ends, each in whole blocks of ``block`` rows, with padding behind its own.
-        ``riding``: rows behind them that are one token each of sequences that decode: they attend
-        as in a decode step, and everything else takes all rows together.
+        Args:
+            rows: T tokens, of the sequence in ``rows.slots[0]`` or of several sequences.
+            logit_rows: Rows with logits.
+            from_start: Whether the first token is at position 0. Padding is at the end only.
+            starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``. A chunk uses
+                whole blocks of ``block`` rows, with padding at its end.
+            block: Rows per block. 0: a single sequence.
+            decoding: Rows after all chunks, with a token of a decoding sequence. Only their
+                attention differs from the rows of chunks.
         """
-        logits = self._prefill(rows, logit_rows, from_start, starts, block, riding)
+        logits = self._prefill(rows, logit_rows, from_start, starts, block, decoding)
         if self.group is not None:
             self.group.exchange.end_step()
         return logits
@@ -257,12 +260,12 @@ class Steps:
         from_start: bool,
         starts: Tensor | None,
         block: int,
-        riding: slice,
+        decoding: slice,
         *,
         pools: bool = False,
     ) -> Tensor | None:
         step = self._fresh_buffers(len(rows.tokens))
-        is_mixed = riding.stop > riding.start
+        is_mixed = decoding.stop > decoding.start
         is_single = starts is None and not is_mixed
         kernels = self._kernels(is_strict=is_single and self._small is not None)
         for each in self._plan.instructions:
@@ -280,7 +283,7 @@ class Steps:
                 )
                 torch.index_select(x, 0, logit_rows, out=step.view(each.out))
             elif isinstance(each, AttentionOp | DeltaRuleOp | Convolve) and is_mixed:
-                self._run_mixed(each, step, rows, kernels, starts, block, riding)
+                self._run_mixed(each, step, rows, kernels, starts, block, decoding)
             elif isinstance(each, AttentionOp):
                 kernels.attention.prompt(each, step, rows, from_start=from_start, block=block)
             elif isinstance(each, DeltaRuleOp | Convolve):
@@ -299,21 +302,19 @@ class Steps:
         kernels: _Kernels,
         starts: Tensor | None,
         block: int,
-        riding: slice,
+        decoding: slice,
     ) -> None:
-        """What reads and writes the state of sequences: of those of prompts, and of those that ride
-        along, which are others.
-        """
+        """Run a mixer for the chunks and the decode rows concurrently. Their slots differ."""
         first, second = (
-            (step.part(part), rows.part(part)) for part in (slice(0, riding.start), riding)
+            (step.part(part), rows.part(part)) for part in (slice(0, decoding.start), decode_rows)
         )
         if isinstance(each, AttentionOp):
             prompts = partial(kernels.attention.prompt, each, *first, from_start=False, block=block)
-            riders = partial(kernels.attention.decode, each, *second, reach=None, captured=False)
+            decode = partial(kernels.attention.decode, each, *second, reach=None, captured=False)
         else:
             prompts = partial(self._mixers.run, each, *first, decodes=False, starts=starts)
-            riders = partial(self._mixers.run, each, *second, decodes=True)
-        self._beside.run(prompts, riders)
+            decode = partial(self._mixers.run, each, *second, decodes=True)
+        self._beside.run(prompts, decode)
 
     def _run(
         self, each: Plain, step: Buffers, rows: TokenBatch, kernels: _Kernels, *, decodes: bool
