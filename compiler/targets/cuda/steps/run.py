@@ -228,8 +228,8 @@ class Steps:
             rows: T tokens, of the sequence in ``rows.slots[0]`` or of several sequences.
             logit_rows: Rows with logits.
             from_start: Whether the first token is at position 0. Padding is at the end only.
-            starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``. A chunk uses
-                whole blocks of ``block`` rows, with padding at its end.
+            starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``. A chunk
+                uses whole blocks of ``block`` rows, with padding at its end.
             block: Rows per block. 0: a single sequence.
             decoding: Rows after all chunks, with a token of a decoding sequence. Only their
                 attention differs from the rows of chunks.
