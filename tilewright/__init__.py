@@ -1,7 +1,7 @@
 """Tilewright: large language models with the precision of every layer declared and measured.
 
-The names below are all that a user needs; each is imported when it is first asked for, so that
-``import tilewright`` loads neither torch nor a target.
+These names are the public API. They are imported on first use: ``import tilewright`` loads neither
+torch nor a target.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def main(argv: list[str]) -> int:
             name: [side.answer(prompt) for prompt in prompts] for name, side in sides.items()
         }
         differences = {pair: part_all(prompts, answers, sides, pair) for pair in PAIRS}
-    asked = zip(prompts, answers[DEFAULT], strict=True)
-    texts = [tokenizer.decode(answer, after=prompt) for prompt, answer in asked]
+    chats = zip(prompts, answers[DEFAULT], strict=True)
+    texts = [tokenizer.decode(answer, after=prompt) for prompt, answer in chats]
     print(table(texts, answers, differences).markdown())
     print("\n".join(f"- {line}" for line in summary(differences)))
     found = environment()
@@ -110,8 +110,8 @@ def _open(
     default = stack.enter_context(LLM(source, **ours))
     exact = stack.enter_context(LLM(source, precision="stored", compute="exact", **ours))
     tokenizer = default.tokenizer
-    asked = ([{"role": "user", "content": each}] for each in QUESTIONS)
-    prompts = [tuple(tokenizer.encode(tokenizer.apply_chat_template(each))) for each in asked]
+    chats = ([{"role": "user", "content": each}] for each in QUESTIONS)
+    prompts = [tuple(tokenizer.encode(tokenizer.apply_chat_template(each))) for each in chats]
     sides = {DEFAULT: _of_own(default, options), EXACT: _of_own(exact, options)}
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     for name, path, more in ((PEER, source, ()), (FLOAT_PEER, copy, _FLOAT)):

@@ -270,14 +270,14 @@ def measure_all(engines: Sequence[Engine], options: Options) -> list[float]:
         for number in range(-1, options.rounds):
             for measure in measures:
                 tokens = min(_WARM_UP, measure.num_tokens) if number < 0 else measure.num_tokens
-                asked = dataclasses.replace(measure, num_tokens=tokens)
+                settings = dataclasses.replace(measure, num_tokens=tokens)
                 with spinning(measure.num_busy):
                     for engine in engines:
                         prompts = [
                             [chooser.randrange(256) for _ in range(measure.prompt_length)]
                             for _ in range(measure.num_users)
                         ]
-                        engine.measure(asked, prompts, counts=number >= 0)
+                        engine.measure(settings, prompts, counts=number >= 0)
                         time.sleep(_IDLE_SECONDS)  # thread pools spin after their work
             bandwidths.append(read_bandwidth(options.num_threads))
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr)

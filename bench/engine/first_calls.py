@@ -220,9 +220,9 @@ def main(argv: list[str] | None = None) -> int:
         if not given.engine:
             layers, choices = config["num_hidden_layers"], Choices(products=given.products)
             path.write_text(engine_text(PLAN, choices, title="a check", num_layers=layers), "utf-8")
-        asked = {**vars(given), "engine": str(path.resolve()), "config": config, "weights": folder}
-        good = [report(case, in_child(measure_case, asked, case), weights) for case in cases()]
-        growth = in_child(measure_growth, asked)
+        inputs = {**vars(given), "engine": str(path.resolve()), "config": config, "weights": folder}
+        good = [report(case, in_child(measure_case, inputs, case), weights) for case in cases()]
+        growth = in_child(measure_growth, inputs)
         for name, fact in growth["facts"].items():
             print(f"{name}: {fact}")
         good.append(growth["good"])

@@ -67,10 +67,10 @@ def write_program(
     check_options(options, longest)
     backend = get_target(target)
     resolved, settled = resolve_precision(model, precision), backend.settled(options)
-    asked: dict[str, Any] = {"dump_dir": dump_dir, "parallel": settled, "rank": rank}
-    asked["block_axis"] = backend.block_axis
+    requested: dict[str, Any] = {"dump_dir": dump_dir, "parallel": settled, "rank": rank}
+    requested["block_axis"] = backend.block_axis
     text = text_model(model, backend, settled)
-    graph_module, ctx = lower_model(text, resolved, backend.stages(), progress, **asked)
+    graph_module, ctx = lower_model(text, resolved, backend.stages(), progress, **requested)
     if serves is not None:
         backend.check_room(graph_module, serves)
     backend.build(graph_module, weight_source(text, context, settled), folder, options, progress)
@@ -213,7 +213,7 @@ def _write_served(
     progress: Progress,
 ) -> Manifest:
     """Run `write_program` for options that are used immediately."""
-    asked: Any = {name: getattr(options, name) for name in ("compute", "parallel", "rank")}
+    requested: Any = {name: getattr(options, name) for name in ("compute", "parallel", "rank")}
     return write_program(
         model,
         precision,
@@ -222,7 +222,7 @@ def _write_served(
         max_context=options.max_context,
         progress=progress,
         serves=options,
-        **asked,
+        **requested,
     )
 
 

@@ -44,14 +44,14 @@ def own_part(folder: Path, manifest: Manifest, options: CompileOptions) -> Path:
             f"{folder}: programs of {group.tensor} ranks for {parallel.tensor}; allowed: "
             f"--tensor-parallel-size {group.tensor}"
         )
-    for name, asked, held in (
+    for name, requested, held in (
         ("expert-parallel", parallel.expert, group.expert),
         ("shares", parallel.shares or None, group.shares),
         ("wire", parallel.wire, group.wire),
     ):
-        if asked is not None and asked != held:
+        if requested is not None and requested != held:
             raise ConfigError(
-                f"--{name} {_shown(asked)} with {folder}, which was compiled with "
+                f"--{name} {_shown(requested)} with {folder}, which was compiled with "
                 f"{_shown(held) or 'none'}; allowed: without --{name}"
             )
     if group.sources != (own := sources_digest()):

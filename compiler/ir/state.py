@@ -9,12 +9,14 @@ PER_TOKEN, PER_SEQUENCE = "per_token", "per_sequence"
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What one operator remembers of a sequence: a name, a shape and a format.
+    """State of an operator for a sequence.
 
-    ``kind``: ``per_token`` (a row is added with every position: keys and values) or
-    ``per_sequence`` (rewritten in place: a convolution window, a delta-rule matrix).
-    ``shape``: of one position, or of one sequence. ``format``: the format asked for.
-    ``window``: positions that must be kept (0: all).
+    Attributes:
+        kind: ``per_token`` (keys and values, by position) or ``per_sequence`` (a convolution window
+            or a delta-rule matrix, rewritten in place).
+        shape: Shape for a position or for a sequence.
+        format: Requested format.
+        window: Retained positions. 0: all.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""Targets: what a graph is compiled for. Each imports its own libraries, when asked for."""
+"""Targets: compilers from a graph to an executable. A target imports its libraries on first use."""

@@ -1,4 +1,4 @@
-"""The targets there are, by name; the libraries of one are imported when it is asked for."""
+"""Targets by name. A target imports its libraries on first use."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.conftest import Refused
 from tilewright import LLM
-from tilewright.cli.arguments.ask import Sign, read_asked
+from tilewright.cli.arguments.ask import Sign, read_args
 from tilewright.cli.commands import chat
 from tilewright.cli.main import main
 from tilewright.models.tokenizer.chat_template import Message
@@ -91,7 +91,7 @@ def test_a_model_without_a_template_is_refused(refused: Refused, tiny_folder: Pa
 @pytest.fixture
 def talk(tiny_gguf: Path) -> Iterator[chat.Talk]:
     argv = [str(tiny_gguf)]
-    asked = read_asked(argv, chat._ChatArgs, Sign(), prog="tilewright chat", description="")
+    asked = read_args(argv, chat._ChatArgs, Sign(), prog="tilewright chat", description="")
     with LLM(tiny_gguf, max_num_seqs=1, use_cache=False) as llm:
         yield chat.Talk(llm, asked, Sign())
 

@@ -30,7 +30,7 @@ from tilewright.models.tokenizer.load import load_tokenizer
 from tilewright.models.tokenizer.vocabulary import Vocabulary, write_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-ASKED = ("--prompt", "hello", "--max-generated-tokens", "5", "--no-stop-at-eos")
+COMMANDS = ("--prompt", "hello", "--max-generated-tokens", "5", "--no-stop-at-eos")
 
 
 def result_of(run: Run, *argv: str | Path) -> Result:
@@ -44,18 +44,18 @@ def test_a_folder_runs_without_its_checkpoint(
     target: str, run: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
     choices = ("--target", target, "--precision", "all-bfp8")
-    first = result_of(run, "--model", checkpoint, *choices, *ASKED)
-    text = run("bench", "--no-results", "--model", checkpoint, *choices, *ASKED).splitlines()[0]
+    first = result_of(run, "--model", checkpoint, *choices, *COMMANDS)
+    text = run("bench", "--no-results", "--model", checkpoint, *choices, *COMMANDS).splitlines()[0]
     out = run("compile", checkpoint, "-o", tmp_path / "out", *choices)
     assert "manifest.json" in out and f"tilewright run {tmp_path / 'out'}" in out
     checkpoint.unlink()
     moved = (tmp_path / "out").rename(tmp_path / "moved")
-    second = result_of(run, "--model", moved, *ASKED)
+    second = result_of(run, "--model", moved, *COMMANDS)
     for name in ("model", "model_hash", "target", "compute", "heading", "context", "contract"):
         assert getattr(second, name) == getattr(first, name), name
     for name in ("precision_name", "precision_id", "effective_id", "resident_bytes", "cache_bytes"):
         assert getattr(second, name) == getattr(first, name), name
-    out = run("bench", "--no-results", "--explain", "--model", moved, *ASKED)
+    out = run("bench", "--no-results", "--explain", "--model", moved, *COMMANDS)
     assert text in out.splitlines()
     assert "numeric contract" in out and "one decode step" in out and "all-bfp8" in out
 
@@ -69,7 +69,7 @@ def test_a_folder_measures_accuracy_by_a_reference_in_the_cache(
 ) -> None:
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
     run("compile", checkpoint, "-o", tmp_path / "out", "--precision", "all-bfp8")
-    accuracy = ("--token-accuracy", *ASKED)
+    accuracy = ("--token-accuracy", *COMMANDS)
     message = refused("--model", str(tmp_path / "out"), *accuracy)
     assert "a compiled folder has no checkpoint" in message
     whole = result_of(run, "--model", checkpoint, "--precision", "all-bfp8", *accuracy)
@@ -200,9 +200,11 @@ def test_dumps_show_every_pass(run: Run, checkpoint: Path, tmp_path: Path) -> No
     run("compile", checkpoint, "-o", tmp_path / "out", *onnx, "--dump", tmp_path / "dump" / "it")
     names = sorted(path.name for path in (tmp_path / "dump" / "it").iterdir())
     assert names[0] == "01_canonicalize_graph.txt" and names[-1].endswith("fuse_rope_attention.txt")
-    run("bench", "--no-results", "--model", checkpoint, *ASKED, *onnx, "--dump", tmp_path / "run")
+    run(
+        "bench", "--no-results", "--model", checkpoint, *COMMANDS, *onnx, "--dump", tmp_path / "run"
+    )
     again = ("--dump", tmp_path / "again")
-    run("bench", "--no-results", "--model", checkpoint, *ASKED, *onnx, *again)
+    run("bench", "--no-results", "--model", checkpoint, *COMMANDS, *onnx, *again)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names
     assert sorted(path.name for path in (tmp_path / "again").iterdir()) == names, "not cached"
 

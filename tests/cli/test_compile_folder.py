@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import Refused, Run
 from tilewright.compiler.artifacts.manifest import FORMAT
 
-ASKED = ("--prompt", "hello", "--max-generated-tokens", "5", "--no-stop-at-eos")
+COMMANDS = ("--prompt", "hello", "--max-generated-tokens", "5", "--no-stop-at-eos")
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def compiled(run: Run, checkpoint: Path, tmp_path: Path) -> Path:
 def test_choices_that_a_folder_has_made(
     option: str, value: str, refused: Refused, compiled: Path
 ) -> None:
-    message = refused("--model", str(compiled), *ASKED, option, value)
+    message = refused("--model", str(compiled), *COMMANDS, option, value)
     assert message.startswith(f"{option} with the compiled folder {compiled}")
     assert not Path("dump").exists()
 
@@ -46,18 +46,18 @@ def test_a_damaged_folder_is_refused(name: str, refused: Refused, compiled: Path
     data = bytearray((compiled / name).read_bytes())
     data[len(data) // 3] ^= 1
     (compiled / name).write_bytes(data)
-    message = refused("--model", str(compiled), *ASKED)
+    message = refused("--model", str(compiled), *COMMANDS)
     assert message == (
         f"{compiled / name}: not the file that was compiled (its hash differs); compile again"
     )
     (compiled / name).unlink()
-    assert "cannot be read (No such file" in refused("--model", str(compiled), *ASKED)
+    assert "cannot be read (No such file" in refused("--model", str(compiled), *COMMANDS)
 
 
 @pytest.mark.parametrize("name", ["planted", "tokenizer/chat_template.jinja", "a\nb"])
 def test_a_file_that_was_added_is_refused(name: str, refused: Refused, compiled: Path) -> None:
     (compiled / name).write_text("PLANTED")
-    message = refused("--model", str(compiled), *ASKED)
+    message = refused("--model", str(compiled), *COMMANDS)
     assert "which is no file that was compiled" in message
 
 
@@ -77,7 +77,7 @@ def test_manifests_that_are_none(refused: Refused, compiled: Path) -> None:
         (json.dumps({**whole, "compute": "quick"}), "compute 'quick'"),
     ):
         path.write_text(text)
-        assert message in refused("--model", str(compiled), *ASKED), text[:40]
+        assert message in refused("--model", str(compiled), *COMMANDS), text[:40]
 
 
 def test_a_program_that_is_none_is_refused(
@@ -90,9 +90,9 @@ def test_a_program_that_is_none_is_refused(
         facts = {"num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         manifest["files"]["model.onnx"] = facts
         (compiled / "manifest.json").write_text(json.dumps(manifest))
-        assert "not a program of the cpu target" in refused("--model", str(compiled), *ASKED)
+        assert "not a program of the cpu target" in refused("--model", str(compiled), *COMMANDS)
 
 
 def test_a_folder_without_its_tokenizer(refused: Refused, compiled: Path) -> None:
     shutil.rmtree(compiled / "tokenizer")
-    assert "tokenizer" in refused("--model", str(compiled), *ASKED)
+    assert "tokenizer" in refused("--model", str(compiled), *COMMANDS)

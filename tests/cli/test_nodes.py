@@ -146,7 +146,7 @@ def test_what_makes_no_difference_is_said(model: Path, capfd: pytest.CaptureFixt
     said = capfd.readouterr()
     assert sum(counts(said.out)) == 512
     for words in (
-        "tilewright: 4096 positions asked for; the model has 512",
+        "tilewright: 4096 positions requested; the model has 512",
         "tilewright: 600 steps end at 512 positions (--max-seq-len)",
         "tilewright: --buffer-float-type q80: one node sends nothing",
     ):

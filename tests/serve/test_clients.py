@@ -36,7 +36,7 @@ GOLDEN = {
         f'data: {TEXT}[{{"index":0,"text":"",{LAST}\n\ndata: {TEXT}{USAGE}\n\ndata: [DONE]\n\n'
     ),
 }
-ASKED: dict[str, dict[str, Any]] = {
+COMMANDS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": chat("x", max_tokens=3),
     "/v1/completions": {"prompt": "x\n", "max_tokens": 3},
 }
@@ -57,14 +57,14 @@ def plain(text: str) -> str:
 
 @pytest.mark.parametrize("path", GOLDEN)
 def test_a_stream_is_these_bytes(front: Running, path: str) -> None:
-    body = {**ASKED[path], "stream": True, "stream_options": {"include_usage": True}}
+    body = {**COMMANDS[path], "stream": True, "stream_options": {"include_usage": True}}
     status, data, headers = front.ask("POST", path, json.dumps(body).encode())
     assert status == 200 and headers["content-type"].startswith("text/event-stream")
     assert plain(data.decode()) == GOLDEN[path]
 
 
 def test_a_whole_answer_is_these_bytes(front: Running) -> None:
-    body = ASKED["/v1/chat/completions"]
+    body = COMMANDS["/v1/chat/completions"]
     _, data, headers = front.ask("POST", "/v1/chat/completions", json.dumps(body).encode())
     message = '{"role":"assistant","content":"abc"}'
     rest = f'"logprobs":null,"finish_reason":"length","stop_reason":null}}],{USAGE[3:]}'
@@ -75,7 +75,7 @@ def test_a_whole_answer_is_these_bytes(front: Running) -> None:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl_streams(front: Running) -> None:
     path = "/v1/completions"
-    body = {**ASKED[path], "stream": True, "stream_options": {"include_usage": True}}
+    body = {**COMMANDS[path], "stream": True, "stream_options": {"include_usage": True}}
     command = ["curl", "-sN", f"{front.url}{path}", "-H", "content-type: application/json"]
     found = subprocess.run(
         [*command, "-d", json.dumps(body)], capture_output=True, check=True, timeout=60

@@ -1,4 +1,4 @@
-"""A file of lines that are read one at a time, however many and however long they are."""
+"""Files of lines, read line by line without a limit on number or length."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MARK = b"\xef\xbb\xbf"  # of UTF-8, as some editors write it
 
 
 class LineFile:
-    """The lines of a file that are not blank, by their number from 0; found once, read when asked.
+    """Nonblank lines of a file, numbered from 0. The file is scanned once and read on demand.
 
     Raises:
-        ConfigError: where the file cannot be read.
+        ConfigError: The file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:

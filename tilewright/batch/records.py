@@ -1,4 +1,4 @@
-"""What a batch hands around: a row as an engine is asked, and what became of it."""
+"""Records of a batch: requests and results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OK = 200
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A row of a data set as the engine is asked: the body of a chat or of a completion."""
+    """A request of a data set, with the body of a chat or completion."""
 
     row: int
     is_chat: bool
@@ -22,8 +22,8 @@ class Item:
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a row: ``body`` is the answer as the server would send it, and with another
-    ``status`` than 200 its error.
+    """The result of a request. ``body`` is the response of a server, or its error if ``status`` is
+    not 200.
     """
 
     row: int

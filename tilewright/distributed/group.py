@@ -133,7 +133,7 @@ class Leader:
         for member in self.members:
             message = self.hear(member, LOADING_SECONDS)
             if message.kind != GATHER:
-                self.fail(member.rank, f"said something else than was asked ({message.kind})")
+                self.fail(member.rank, f"sent an unexpected message ({message.kind})")
                 raise self._failed()
             found.append(message.payload)
         self.tell(GATHER, msgspec.msgpack.encode(found))

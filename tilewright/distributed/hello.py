@@ -1,4 +1,4 @@
-"""What ranks compare before they work together: hashes of all that must be equal."""
+"""Handshake of ranks: comparison of code, checkpoint, precision, options and mesh by hash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MESH, TORCH, KERNELS = "mesh", "torch", "kernels"
 
 
 class RanksDifferError(ConfigError):
-    """Ranks that were asked to work together are not of one kind; each of them notices it."""
+    """Raised on every rank if the ranks of a group differ."""
 
 
 def check_equal(facts: Sequence[Mapping[str, str]]) -> None:

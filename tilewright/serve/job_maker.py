@@ -23,8 +23,8 @@ from tilewright.serve.prompt.prepare import TokenizedPrompt, check_prompt, encod
 from tilewright.serve.prompt.structured import behind_reasoning, read_grammar
 from tilewright.serve.prompt.template import TemplateFacts
 from tilewright.serve.prompt.texts import TextCoder
-from tilewright.serve.tools.asked import RequestedTools, read_tools
 from tilewright.serve.tools.grammars import call_grammar
+from tilewright.serve.tools.tool_request import RequestedTools, read_tools
 from tilewright.serve.web.errors import ApiError, unsupported
 from tilewright.serve.web.requests import (
     ChatRequest,

@@ -23,8 +23,8 @@ from tilewright.serve.output.stops import StopMatcher
 from tilewright.serve.output.tool_calls import CallReader
 from tilewright.serve.prompt.prepare import TokenizedPrompt, sampling_for
 from tilewright.serve.prompt.texts import TextCoder
-from tilewright.serve.tools.asked import RequestedTools
 from tilewright.serve.tools.base import ToolFormat
+from tilewright.serve.tools.tool_request import RequestedTools
 from tilewright.serve.web.requests import Common
 from tilewright.serve.web.responses import CompletionTask
 

@@ -306,7 +306,7 @@ def _before_start(parent: int, max_bytes: int | None, cores: Sequence[int]) -> C
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own where the child is Python
         if sys.platform == "linux":
             library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died before we asked
+            if os.getppid() != parent:  # the parent ended before the call
                 os._exit(1)
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                 file.write("1000")

@@ -101,7 +101,7 @@ class CudaExecutable(Executable):
         reserved = copy_bytes(plan, copies)
         self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
         self.device, self._weights, self.logit_columns = device, weights, plan.logit_columns
-        self._asked = options.parallel.exchange
+        self._requested = options.parallel.exchange
         exact = options.compute == "exact"
         is_free = not (exact or options.is_strict or options.parallel.wire)
         prompt_wire = PROMPT_WIRE if is_free else None
@@ -148,7 +148,7 @@ class CudaExecutable(Executable):
         )
 
     def join(self, peers: SetupCollectives) -> None:
-        group = meet(peers, self.logit_columns, self.device, asked=self._asked)
+        group = meet(peers, self.logit_columns, self.device, requested=self._requested)
         self.notes = (*self.notes, *group.notes)
         self.unite(group)
 

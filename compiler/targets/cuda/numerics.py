@@ -129,16 +129,16 @@ def meanings(*, exact: bool, fp8: bool = False, bfp8_pages: bool = False) -> Mea
             return Meaning(HONOURED, name)
         return Meaning(EMULATED, f"{name} values in bf16, blocks along {axis}")
 
-    def fidelity(format_name: str, axis: str, asked: str, phase: str) -> Meaning:
+    def fidelity(format_name: str, axis: str, requested: str, phase: str) -> Meaning:
         if exact:
             return Meaning(NOT_HONOURED, "fp32")
-        if fp8 and (format_name, axis, asked) == ("bfp4", "in", "lofi"):
+        if fp8 and (format_name, axis, requested) == ("bfp4", "in", "lofi"):
             return Meaning(HONOURED, _LOFI)
         if format_name in CODED_TILES:
             return Meaning(EMULATED, "bf16 codes x bf16, fp32 sums and scales")
         return Meaning(EMULATED, "bf16 x bf16, fp32 sums")
 
-    def attention(asked: str, phase: str) -> Meaning:
+    def attention(requested: str, phase: str) -> Meaning:
         if exact:
             return Meaning(NOT_HONOURED, "fp32")
         of_bfp8 = " (bfp8 pages: fp16 x fp16)" if bfp8_pages and phase == "decode" else ""

@@ -221,7 +221,7 @@ def _place(
         withhold_workspace()
     device = open_device(options)
     options = with_batch_that_fits(plan, options, device)
-    asked, options = most_shared(plan, options), with_passes_that_fit(plan, options, device)
+    requested, options = most_shared(plan, options), with_passes_that_fit(plan, options, device)
     room = check_room(plan, options, device)
     kept = replace(options, copies="none") if room.copies == NO_COPIES else options
     weights = get_weights(plan, device)
@@ -230,7 +230,7 @@ def _place(
         plan, weights, options, promised, device, num_pages=room.num_pages, copies=room.copies
     )
     found = most_shared(plan, options)
-    if found < asked:
-        note = f"prompts share passes of up to {found:,} tokens: memory is short for {asked:,}"
+    if found < requested:
+        note = f"prompts share passes of up to {found:,} tokens: memory is short for {requested:,}"
         executable.notes = (*executable.notes, note)
     return executable

@@ -19,11 +19,11 @@ class Keys:
         self.values = values
         self.where = where
         self.prefix = prefix
-        self._asked: set[str] = set()
+        self._read: set[str] = set()
 
     def get(self, key: str) -> object:
         """Return a key's value, or None if it is missing. The key counts as read."""
-        self._asked.add(key)
+        self._read.add(key)
         return self.values.get(self.prefix + key)
 
     def section(self, key: str, value: Mapping[str, object]) -> Keys:
@@ -33,7 +33,7 @@ class Keys:
 
     def unread(self, key: str) -> object:
         """Return the value of an unread key, or None."""
-        return None if key in self._asked else self.values.get(self.prefix + key)
+        return None if key in self._read else self.values.get(self.prefix + key)
 
     def refuse_unread(self, neutral: Mapping[str, Iterable[object]]) -> None:
         """Reject unread keys in ``neutral`` unless their value is missing, null or neutral."""
@@ -48,8 +48,8 @@ class Keys:
         """Reject every unread key with the prefix, unless it is null."""
         for name, value in self.values.items():
             key = name.removeprefix(self.prefix)
-            if name.startswith(self.prefix) and key not in self._asked and value is not None:
-                raise self.error(key, value, "allowed: keys " + ", ".join(sorted(self._asked)))
+            if name.startswith(self.prefix) and key not in self._read and value is not None:
+                raise self.error(key, value, "allowed: keys " + ", ".join(sorted(self._read)))
 
     def error(self, key: str, value: object, tail: str) -> CheckpointError:
         """Return an error for a key's value. ``tail`` lists the allowed values."""

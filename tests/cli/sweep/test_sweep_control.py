@@ -236,10 +236,10 @@ def test_cancel_by_name_by_id_and_by_prefix(
     before = num_lines(journal)
     fourth = cells(NAMES[3])
     text = run(capsys, "cancel", journal.path, fourth[0].id, fourth[1].id[:8])
-    assert text.startswith("asked to cancel 2 cells\n")
+    assert text.startswith("requested: cancel 2 cells\n")
     assert f"{fourth[0].id} {NAMES[3]} performance-top-1\n" in text
     text = run(capsys, "cancel", journal.path, NAMES[3])
-    assert text.startswith("asked to cancel 2 cells (2 cells ended, or cancelled, already)\n")
+    assert text.startswith("requested: cancel 2 cells (2 cells ended, or cancelled, already)\n")
     events = appended(journal, before)
     assert [event["cell"] for event in events] == [cell.id for cell in fourth]
     assert all((event["event"], event["what"]) == ("asked", "cancel") for event in events)
@@ -253,7 +253,7 @@ def test_cancel_what_runs(journal: SweepJournal, capsys: pytest.CaptureFixture[s
     running = cells(NAMES[2])[3]
     with journal.hold():
         text = run(capsys, "cancel", journal.path, running.id)
-        assert text.startswith("asked to cancel 1 cell; the running sweep stops it\n")
+        assert text.startswith("requested: cancel 1 cell; the running sweep stops it\n")
         assert status(capsys, journal)["statuses"]["stopping"] == 1
         text = run(capsys, "cancel", journal.path, running.id)
         assert text == "nothing to cancel: 1 cell ended, or cancelled, already\n"
@@ -273,13 +273,13 @@ def test_restart_by_name_and_of_all_that_failed(
 ) -> None:
     before = num_lines(journal)
     text = run(capsys, "restart", journal.path, "--failed")
-    assert text.startswith("asked to restart 1 cell; the next run of the sweep takes it up\n")
+    assert text.startswith("requested: restart 1 cell; the next run of the sweep takes it up\n")
     assert appended(journal, before) == [
         {"event": "asked", "cell": cells(NAMES[2])[2].id, "what": "restart"}
     ]
     with journal.hold():
         text = run(capsys, "restart", journal.path, NAMES[0])
-    assert text.startswith("asked to restart 4 cells; the running sweep takes them up\n")
+    assert text.startswith("requested: restart 4 cells; the running sweep takes them up\n")
     assert status(capsys, journal)["rows"][0]["done"] == "0/4 queued"
     text = run(capsys, "restart", journal.path, NAMES[0])
     assert text == "nothing to restart: 4 cells to be run, already\n"
@@ -296,7 +296,7 @@ def test_every_kind_of_failure_is_restarted(
     for cell, outcome in zip(found, outcomes, strict=True):
         journal.append(*failed(cell, outcome=outcome))
     assert status(capsys, journal)["rows"][0]["done"] == "0/4 failed"
-    assert "asked to restart 3 cells" in run(capsys, "restart", journal.path, "--failed")
+    assert "requested: restart 3 cells" in run(capsys, "restart", journal.path, "--failed")
 
 
 @pytest.mark.parametrize(

@@ -195,5 +195,5 @@ def test_a_search_resumed_without_options_is_the_search_it_was(
 
 
 def same_search(one: SweepOptions, other: SweepOptions) -> bool:
-    names = (name for name in SweepOptions.__slots__ if name not in ("resume", "asked"))
+    names = (name for name in SweepOptions.__slots__ if name not in ("resume", "requested"))
     return all(getattr(one, name) == getattr(other, name) for name in names)

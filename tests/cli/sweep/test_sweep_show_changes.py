@@ -45,7 +45,7 @@ def test_x_cancels_after_a_yes(journal: SweepJournal) -> None:
             assert app.screen is app.table_screen and journal.path.read_bytes() == before
             await press(pilot, "x")
         await press(pilot, "y")
-        assert "asked to cancel 4 cells" in screen(app)[22]
+        assert "requested: cancel 4 cells" in screen(app)[22]
         assert "0/4 cancelled" in line_of(app, "wo-bfp4...-mixed")
         await press(pilot, "x")
         assert "nothing to cancel: 4 cells ended, or cancelled, already" in screen(app)[22]
@@ -65,7 +65,7 @@ def test_r_restarts_after_a_yes_and_says_what_is_lost(journal: SweepJournal) -> 
         assert f"Restart 2 cells of {NAMES[9]}? The figures of 1 will be replaced." in question
         await press(pilot, "y")
         assert (
-            "asked to restart 2 cells; the next run of the sweep takes them up" in screen(app)[22]
+            "requested: restart 2 cells; the next run of the sweep takes them up" in screen(app)[22]
         )
         assert "0/4 interrupted" in line_of(app, "wo-")
 

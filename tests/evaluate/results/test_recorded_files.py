@@ -48,7 +48,7 @@ EVENT_KEYS = {
     "ADDED": "cell",
     "STARTED": "cell timestamp",
     "FINISHED": "cell outcome reason result seconds",
-    "ASKED": "cell what",
+    "COMMANDS": "cell what",
 }
 
 

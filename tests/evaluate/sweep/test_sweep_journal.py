@@ -78,7 +78,7 @@ def test_cancel_and_restart(tmp_path: Path) -> None:
     journal.append(TrialCommand(A.id, "restart"))
     assert journal.state.cells[A.id].status == "queued"
     journal.append(TrialStarted(A.id, TIME), TrialCommand(A.id, "cancel"))
-    assert journal.state.cells[A.id].is_cancel_asked
+    assert journal.state.cells[A.id].is_cancel_requested
     journal.append(done(A, speed_result(A, [1.0])), TrialCommand(A.id, "cancel"))
     assert journal.state.cells[A.id].status == "done", "what is finished is not cancelled"
     journal.append(TrialCommand(A.id, "restart"))

@@ -30,7 +30,7 @@ SCHEMA = {
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
 ]
-ASKED: dict[str, Any] = {
+COMMANDS: dict[str, Any] = {
     "model": "any",
     "messages": [{"role": "user", "content": "hello"}],
     "max_tokens": 150,
@@ -59,7 +59,7 @@ def run_node(url: str) -> dict[str, Any]:
 
 
 def test_python_client_streams(python_client: openai.OpenAI) -> None:
-    asked = {**ASKED, "max_tokens": 12}
+    asked = {**COMMANDS, "max_tokens": 12}
     whole = python_client.chat.completions.create(**asked).choices[0].message.content
     chunks = list(python_client.chat.completions.create(**asked, stream=True))
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
@@ -67,7 +67,7 @@ def test_python_client_streams(python_client: openai.OpenAI) -> None:
 
 
 def test_python_client_calls_tools(python_client: openai.OpenAI) -> None:
-    asked = {**ASKED, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    asked = {**COMMANDS, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     (call,) = python_client.chat.completions.create(**asked).choices[0].message.tool_calls
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
     with python_client.chat.completions.stream(**asked) as stream:
@@ -77,7 +77,7 @@ def test_python_client_calls_tools(python_client: openai.OpenAI) -> None:
 
 def test_python_client_obeys_a_schema(python_client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
-    choice = python_client.chat.completions.create(**ASKED, response_format=form).choices[0]
+    choice = python_client.chat.completions.create(**COMMANDS, response_format=form).choices[0]
     jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
 
 

@@ -10,9 +10,9 @@ import pytest
 from tests.serve.scripted import END, byte_coder
 from tilewright.runtime.grammar.matchers import Grammars
 from tilewright.runtime.grammar.spec import JSON_SCHEMA, REGEX, GrammarSpec
-from tilewright.serve.tools.asked import read_tools
 from tilewright.serve.tools.formats.table import FORMATS
 from tilewright.serve.tools.grammars import call_grammar
+from tilewright.serve.tools.tool_request import read_tools
 from tilewright.serve.web.errors import ApiError
 
 SCHEMA = {

@@ -58,7 +58,7 @@ class PromptArgs:
     sampling: Mapping[str, Any]
 
 
-def read_asked(
+def read_args(
     argv: Sequence[str], extra: type, sign: Sign, *, prog: str, description: str
 ) -> PromptArgs:
     """Read a command line with a path, the options of ``extra`` and the options of this module.

@@ -67,11 +67,11 @@ _WHAT, _SEARCH, _RUN = "what is measured", "the search", "running"
 class SweepOptions:
     """The checked command line of a sweep. None: the plan has the default.
 
-    ``asked`` contains the plan's given options as text. A resumed sweep needs equal options.
+    ``requested`` contains the plan's given options as text. A resumed sweep needs equal options.
     """
 
     plan: str
-    asked: dict[str, str]
+    requested: dict[str, str]
     models: tuple[str, ...] = option(
         "model paths, as for tilewright bench (default: smollm2)",
         group=_WHAT,
@@ -293,7 +293,7 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         found[key] = None if found[key] is None else _size(option_name, found[key])
     found |= {
         "plan": plan,
-        "asked": _option_texts(given),
+        "requested": _option_texts(given),
         "levels": tuple(map(Level.parse, found["levels"] or usual_levels)),
         "jobs": min(found["jobs"], os.cpu_count() or 1),
         "timeout_s": found["timeout_s"] or (_BOARD_TIMEOUT if has_board else _TIMEOUT),

@@ -21,7 +21,7 @@ from tilewright.cli.arguments.ask import (
     cost_line,
     messages_of,
     open_model,
-    read_asked,
+    read_args,
 )
 from tilewright.cli.arguments.sampling import SAMPLING_NAMES
 from tilewright.compiler.sampling.params import range_of, sampling_of
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     """Run ``tilewright chat``. Return the exit code."""
     sign, words = Sign(), "Talk with a model, turn by turn."
     try:
-        args = read_asked(argv, _ChatArgs, sign, prog="tilewright chat", description=words)
+        args = read_args(argv, _ChatArgs, sign, prog="tilewright chat", description=words)
         source = open_model(args, sign)
         if not source.tokenizer.has_chat_template:
             raise RequestError(

@@ -313,7 +313,7 @@ def _notes(given: _NodesArgs, prompts: Sequence[_NodesPrompt], max_context: int)
         others = [f"{n} {actual[n]} in place of {own[n]}" for n in own if actual[n] != own[n]]
         notes += [f"task {given.task} with {'; '.join(others)}"] if others else []
     if (given.max_seq_len or 0) > max_context:
-        notes.append(f"{given.max_seq_len} positions asked for; the model has {max_context}")
+        notes.append(f"{given.max_seq_len} positions requested; the model has {max_context}")
     for steps in sorted({each.steps for each in prompts if each.steps > max_context}):
         notes.append(f"{steps} steps end at {max_context} positions (--max-seq-len)")
     if given.buffer_float_type is not None and _num_nodes(given) == 1:

@@ -16,7 +16,7 @@ from tilewright.cli.arguments.ask import (
     cost_line,
     messages_of,
     open_model,
-    read_asked,
+    read_args,
 )
 from tilewright.cli.commands import nodes
 from tilewright.errors import ConfigError, RequestError
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         "(distributed-llama)."
     )
     try:
-        args = read_asked(argv, _RunArgs, sign, prog="tilewright run", description=words)
+        args = read_args(argv, _RunArgs, sign, prog="tilewright run", description=words)
         prompt = _prompt(args.arguments.prompt)
         source = open_model(args, sign)
         tokens, images = _prompt_of(source, prompt, args.arguments)

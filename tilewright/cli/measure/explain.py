@@ -37,7 +37,7 @@ _SHOWN_CHARACTERS = 160
 _CONTRACT: Columns[ContractEntry] = {
     "field": lambda entry: entry.field,
     "layers": lambda entry: entry.layers,
-    "asked": lambda entry: entry.requested,
+    "requested": lambda entry: entry.requested,
     "status": lambda entry: entry.meaning.status,
     "used": lambda entry: entry.meaning.effective,
 }

@@ -113,7 +113,7 @@ def _steer(what: What, given: argparse.Namespace, *, is_failed: bool) -> int:
 
 def affected(states: Sequence[CellState], what: What) -> list[CellState]:
     """Return the cells for a command: open cells for cancel, finished cells for restart."""
-    return [s for s in states if (s.is_open and not s.is_cancel_asked) is (what == "cancel")]
+    return [s for s in states if (s.is_open and not s.is_cancel_requested) is (what == "cancel")]
 
 
 def ask(journal: SweepJournal, states: Sequence[CellState], what: What) -> list[str]:
@@ -132,7 +132,7 @@ def ask(journal: SweepJournal, states: Sequence[CellState], what: What) -> list[
     names = [f"  {tables.describe(each)}" for each in chosen]
     is_held = journal.is_held()
     journal.append(*(TrialCommand(each.cell.id, what) for each in chosen))
-    found = f"asked to {what} {cells_text(len(chosen))}"
+    found = f"requested: {what} {cells_text(len(chosen))}"
     if what == "restart":
         taken = "the running sweep" if is_held else "the next run of the sweep"
         found += f"; {taken} takes {'it' if len(chosen) == 1 else 'them'} up"

@@ -60,9 +60,9 @@ def open_journal(options: SweepOptions) -> SweepJournal:
     """
     journal = open_sweep(options.results)
     held = journal.state.planned
-    takes_any = options.resume and not options.asked
-    if held.plan != options.plan or (options.asked != held.options and not takes_any):
-        differing = {key for key, _ in options.asked.items() ^ held.options.items()}
+    takes_any = options.resume and not options.requested
+    if held.plan != options.plan or (options.requested != held.options and not takes_any):
+        differing = {key for key, _ in options.requested.items() ^ held.options.items()}
         what = ", ".join(sorted(differing)) or "the plan"
         raise ConfigError(
             f"sweep file {options.results}: holds plan {held.plan!r} and differs in {what}; "
@@ -107,7 +107,7 @@ def planned(options: SweepOptions, cells: Sequence[Cell]) -> Planned:
     return Planned(
         version=VERSION,
         plan=options.plan,
-        options=options.asked,
+        options=options.requested,
         base=" ".join(dict.fromkeys(bases.values())) or None,
         timestamp=surroundings.timestamp,
         commit=surroundings.commit,

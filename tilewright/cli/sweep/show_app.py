@@ -95,7 +95,7 @@ class SweepScreen(Screen[None]):
             trouble = plain_line(str(error))
         self._put("said", trouble or self._deed)
         states = self.journal.state.cells.values()
-        seen = [(s.status, s.is_cancel_asked, s.started, s.seconds) for s in states]
+        seen = [(s.status, s.is_cancel_requested, s.started, s.seconds) for s in states]
         if (self.is_held, seen) != self._seen:
             self._seen = (self.is_held, seen)
             self.draw()

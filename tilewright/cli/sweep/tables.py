@@ -65,7 +65,7 @@ def shown_status(state: CellState, *, is_held: bool) -> str:
         return state.status
     if not is_held:
         return "interrupted"
-    return "stopping" if state.is_cancel_asked else "running"
+    return "stopping" if state.is_cancel_requested else "running"
 
 
 def configurations(state: SweepState, *, is_held: bool) -> Listing:

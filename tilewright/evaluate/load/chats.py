@@ -23,7 +23,7 @@ async def chats(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     system = shape.words(random.Random(shape.seed), shape.long_tokens)
     seen: list[list[int]] = []
     turns: list[list[Heard]] = [[] for _ in range(shape.turns)]
-    possible, shared, cached, asked = 0, 0, 0, 0
+    possible, shared, cached, num_prompt_tokens = 0, 0, 0, 0
     histories = [[{"role": "system", "content": system}] for _ in range(shape.concurrency)]
     choosers = [random.Random(shape.seed + 1 + user) for user in range(shape.concurrency)]
     body, bodies = {"max_tokens": shape.output_tokens, "temperature": 0}, list[dict[str, Any]]()
@@ -44,7 +44,7 @@ async def chats(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
             possible += most
             shared += min(most, each.num_cached)
             cached += each.num_cached
-            asked += each.num_prompt
+            num_prompt_tokens += each.num_prompt
             seen.append(prompt)
             history.append({"role": "assistant", "content": each.text})
         turns[turn] = list(heard)
@@ -54,7 +54,7 @@ async def chats(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
         "chats": shape.concurrency,
         "turns": shape.turns,
         "cached_percent_of_shareable": 100 * shared / possible if possible else 0.0,
-        "cached_percent_of_prompts": 100 * cached / asked if asked else 0.0,
+        "cached_percent_of_prompts": 100 * cached / num_prompt_tokens if num_prompt_tokens else 0.0,
         "first_turn_ttft_ms_p50": 1e3 * first,
         **times("later_ttft", later),
         "later_of_first": statistics.median(later) / first if later else 0.0,

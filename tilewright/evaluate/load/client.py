@@ -85,10 +85,10 @@ class Client:
         """Send a request and receive the stream. Close the connection after ``most`` chunks with
         text.
         """
-        asked = {"stream": True, "stream_options": {"include_usage": True}}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
         heard = Heard(began=time.perf_counter())
         try:
-            async with self._post(path, {**body, **asked}) as answer:
+            async with self._post(path, {**body, **options}) as answer:
                 if answer.status != 200:
                     heard.error = f"status {answer.status}: {(await answer.text())[:200]}"
                     return heard
@@ -128,8 +128,8 @@ class Client:
 
     async def told(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return a JSON response: to a POST with ``body``, or to a GET without."""
-        asked = self._session.get(self.url + path) if body is None else self._post(path, body)
-        async with asked as answer:
+        options = self._session.get(self.url + path) if body is None else self._post(path, body)
+        async with options as answer:
             return msgspec.json.decode(await answer.read())
 
     async def status(self, path: str, data: bytes) -> int:

@@ -20,13 +20,13 @@ _SUMS = ("What is 17 + 25? Answer with the number.", "What is 8 * 12? Answer wit
 async def contest(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     """Two warm-up requests, then 64 unstreamed chats a level behind a semaphore of its width.
 
-    Prompts are ``input_tokens`` words, answers up to ``output_tokens`` long. Where weights are
-    random no answer ends by itself: lengths are drawn, exponential with a mean of 320, by the seed
-    and the level alone, so that servers whose tokenizers want other numbers of words are asked for
-    the same. A server that does not say so of its weights is asked alike with ``drawn_lengths``.
+    Prompts have ``input_tokens`` words and outputs have up to ``output_tokens`` tokens. Outputs of
+    random weights have no end. Their lengths are drawn from the seed and the level, exponentially
+    with a mean of 320, and are equal for all tokenizers. ``drawn_lengths`` selects the same lengths
+    if the server does not declare random weights.
 
     Raises:
-        TilewrightError: where the prefix cache is to be emptied and the server does not do it.
+        TilewrightError: The server does not clear its prefix cache.
     """
     words = random.Random(shape.seed)
     prompts = [shape.words(words, shape.input_tokens) for _ in range(_NUM_PROMPTS)]

@@ -85,11 +85,11 @@ def _free(client: Client, shape: LoadConfig, number: int) -> Callable[[], Awaita
 
 
 def _bound(client: Client, shape: LoadConfig) -> Callable[[], Awaitable[Heard]]:
-    asked = {"name": "row", "schema": SCHEMA}
+    schema = {"name": "row", "schema": SCHEMA}
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": "Name something, with a number and colours."}],
         "max_tokens": max(128, shape.output_tokens),
         "temperature": 0,
-        "response_format": {"type": "json_schema", "json_schema": asked},
+        "response_format": {"type": "json_schema", "json_schema": schema},
     }
     return partial(client.stream, CHAT, body)

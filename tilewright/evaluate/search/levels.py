@@ -167,13 +167,13 @@ def fidelities_in(
         here = [g for g, layers in groups.items() if layer in layers] if groups else list(chosen)
         sharing = [group for group in here if OP_GROUP_OF.get(group) == family]
         for phase in PHASES if sharing else ():
-            asked = [
+            levels = [
                 chosen[group].fidelity
                 if group in chosen
                 else usual.fidelity(family, phase, layer=layer)
                 for group in sharing
             ]
-            found[f"{family}_{phase}"] = max(asked, key=rank)
+            found[f"{family}_{phase}"] = max(levels, key=rank)
     return found
 
 

@@ -276,8 +276,8 @@ class _Hunt:
             f"Found by `tilewright sweep search` for {self.bounds}: "
             f"{winner.cell.model_name} ({winner.cell.model_hash[:12]}) on {self.search.target},",
             f"{planned.timestamp[:10]}, commit {planned.commit or 'unknown'}.",
-            f"Measured: top-1 {top1_text(accuracy)} on the text that was searched on (asked for "
-            f"{GUARD:g} standard error above the bound there),",
+            f"Measured: top-1 {top1_text(accuracy)} on the text of the search (required: "
+            f"{GUARD:g} standard error above the bound),",
             f"{top1_text(held_out)} on the held-out text; KL {kl_text(accuracy)}; "
             f"{(winner.num_bytes or 0) / 1e6:.0f} MB of weights.",
             *([f"Calibrated: {calibrated}."] if (calibrated := winner.cell.calibration) else []),

@@ -90,13 +90,13 @@ def _is_probe(each: SweptRow) -> bool:
 def _introduction(state: SweepState) -> str:
     planned, cells = state.planned, state.cells.values()
     rounds = 1 + max((each.cell.round for each in cells), default=0)
-    asked = "".join(f", {key} {value}" for key, value in planned.options.items())
+    options = "".join(f", {key} {value}" for key, value in planned.options.items())
     versions = ", ".join(f"{name} {v}" for name, v in sorted(planned.versions.items()))
     is_extended = planned.plan == "sensitivity"
     predicted = ", but those in columns that say predicted" if is_extended else ""
     kinds = sorted({each.result.kind for each in cells if each.result is not None})
     lines = [
-        f"- Planned {planned.timestamp}, commit {planned.commit or 'unknown'}{asked}.",
+        f"- Planned {planned.timestamp}, commit {planned.commit or 'unknown'}{options}.",
         f"- Versions: {versions or 'unknown'}.",
         f"- Cells: {state.count('done')} of {len(cells)} done; "
         f"speed in {rounds} round{'s' if rounds > 1 else ''}, all configurations in turn.",

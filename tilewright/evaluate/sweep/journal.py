@@ -91,7 +91,7 @@ class TrialFinished(_JournalEvent, frozen=True, tag="finished", rename=keys.FINI
     result: dict[str, Any] | None = None
 
 
-class TrialCommand(_JournalEvent, frozen=True, tag="asked", rename=keys.ASKED):
+class TrialCommand(_JournalEvent, frozen=True, tag="asked", rename=keys.COMMANDS):
     """A request to cancel or restart a cell."""
 
     cell: str
@@ -108,8 +108,8 @@ class CellState:
 
     Attributes:
         seconds: time for the last finished run.
-        is_cancel_asked: whether the running cell is to be stopped.
-        is_restart_asked: whether it is to run again after that.
+        is_cancel_requested: whether the running cell is to be stopped.
+        is_restart_requested: whether it is to run again after that.
     """
 
     cell: Cell
@@ -118,8 +118,8 @@ class CellState:
     reason: str = ""
     result: Result | None = None
     started: str | None = None
-    is_cancel_asked: bool = False
-    is_restart_asked: bool = False
+    is_cancel_requested: bool = False
+    is_restart_requested: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -168,18 +168,18 @@ class SweepState:
             raise ConfigError(f"event {event.cell[:40]!r} of a cell that was not added")
         if isinstance(event, TrialStarted):
             state.status, state.started, state.reason = "running", event.timestamp, ""
-            state.is_cancel_asked = state.is_restart_asked = False
+            state.is_cancel_requested = state.is_restart_requested = False
             state.result = None
         elif isinstance(event, TrialFinished):
             _finish(state, event)
         elif event.what == "restart":
-            state.is_restart_asked = state.is_cancel_asked
+            state.is_restart_requested = state.is_cancel_requested
             if not state.is_open:
                 state.status, state.reason, state.result = "queued", "", None
         elif state.status == "queued":
             state.status, state.reason = "cancelled", "before it ran"
         elif state.status == "running":
-            state.is_cancel_asked = True
+            state.is_cancel_requested = True
 
     def open_cells(self) -> list[CellState]:
         """Return the cells to run, in order."""
@@ -197,10 +197,10 @@ def _finish(state: CellState, event: TrialFinished) -> None:
     if result is not None and result.decode_tsu is not None and result.decode_tsu <= 0:
         raise ConfigError(f"cell {event.cell}: decode_tsu {result.decode_tsu}; allowed: above 0")
     state.status, state.seconds, state.reason = event.outcome, event.seconds, event.reason
-    state.result, state.is_cancel_asked = result, False
-    if state.is_restart_asked and event.outcome == "cancelled":
+    state.result, state.is_cancel_requested = result, False
+    if state.is_restart_requested and event.outcome == "cancelled":
         state.status, state.reason = "queued", ""
-    state.is_restart_asked = False
+    state.is_restart_requested = False
 
 
 class SweepJournal:

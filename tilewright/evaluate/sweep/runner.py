@@ -114,7 +114,7 @@ class Runner:
     def _start_some(self) -> None:
         waiting = (s for s in self.journal.state.open_cells() if s.cell.id not in self._running)
         for state in waiting:
-            if state.is_cancel_asked:  # cancelled without a runner
+            if state.is_cancel_requested:  # cancelled without a runner
                 self.journal.append(
                     TrialFinished(cell=state.cell.id, outcome="cancelled", seconds=0.0)
                 )
@@ -141,7 +141,7 @@ class Runner:
     def _collect(self) -> None:
         for cell_id, child in list(self._running.items()):
             state = self.journal.state.cells[cell_id]
-            is_cancelled = state.is_cancel_asked
+            is_cancelled = state.is_cancel_requested
             ended = child.stop() if is_cancelled else child.poll()
             if ended is not None:
                 end = finished(state.cell, ended, child.output(), is_cancelled=is_cancelled)

@@ -15,7 +15,7 @@ from tilewright.images.prompt import PromptImage
 from tilewright.runtime.messages import EngineReady
 from tilewright.serve.prompt.template import TemplateFacts
 from tilewright.serve.prompt.texts import TextCoder
-from tilewright.serve.tools.asked import RequestedTools
+from tilewright.serve.tools.tool_request import RequestedTools
 from tilewright.serve.web.errors import invalid, refuse
 from tilewright.serve.web.requests import ChatMessage, Common, sampling_values
 

@@ -25,16 +25,16 @@ async def _completions(request: web.Request) -> web.StreamResponse:
 
 
 async def _chat_job(request: web.Request) -> tuple[CompletionTask, dict[str, str]]:
-    """What is asked, and the headers of the answer. The body is not kept while it waits."""
+    """Return the task and the response headers. The task does not contain the body."""
     front = request.app[FRONT]
-    asked, ignored = decode(await read_body(request, front), ChatRequest)
-    return await front.chat_job(asked), ignored_fields(ignored)
+    body, ignored = decode(await read_body(request, front), ChatRequest)
+    return await front.chat_job(body), ignored_fields(ignored)
 
 
 async def _completion_job(request: web.Request) -> tuple[CompletionTask, dict[str, str]]:
     front = request.app[FRONT]
-    asked, ignored = decode(await read_body(request, front), CompletionRequest)
-    return await front.completion_job(asked), ignored_fields(ignored)
+    body, ignored = decode(await read_body(request, front), CompletionRequest)
+    return await front.completion_job(body), ignored_fields(ignored)
 
 
 async def _answer(

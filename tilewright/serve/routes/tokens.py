@@ -10,7 +10,7 @@ from tilewright.errors import RequestError
 from tilewright.serve.output.choice import token_text
 from tilewright.serve.prompt.prepare import TokenizedPrompt, encode
 from tilewright.serve.prompt.texts import TextCoder
-from tilewright.serve.tools.asked import read_tools
+from tilewright.serve.tools.body import read_tools
 from tilewright.serve.web.errors import invalid, refuse
 from tilewright.serve.web.http_io import FRONT, Route, json_response, read_body
 from tilewright.serve.web.requests import (
@@ -57,10 +57,10 @@ def _pieces(coder: TextCoder, tokens: Sequence[int]) -> list[str]:
 
 async def _detokenize(request: web.Request) -> web.Response:
     front = request.app[FRONT]
-    asked, _ = decode(await read_body(request, front), DetokenizeRequest)
+    body, _ = decode(await read_body(request, front), DetokenizeRequest)
     _, coder = front.up()
     try:
-        text = await front.aside(len(asked.tokens), coder.decode, asked.tokens, False)
+        text = await front.aside(len(body.tokens), coder.decode, body.tokens, False)
     except RequestError as error:
         raise refuse(error, param="tokens") from None
     return json_response({"prompt": text, "content": text})
@@ -68,8 +68,8 @@ async def _detokenize(request: web.Request) -> web.Response:
 
 async def _apply_template(request: web.Request) -> web.Response:
     front = request.app[FRONT]
-    asked, _ = decode(await read_body(request, front), TemplateRequest)
-    text = await front.render(asked, read_tools(asked.tools))
+    body, _ = decode(await read_body(request, front), TemplateRequest)
+    text = await front.render(body, read_tools(body.tools))
     return json_response({"prompt": text})
 
 

@@ -10,9 +10,9 @@ from tilewright.runtime.grammar.spec import JSON_SCHEMA, LARK, GrammarSpec
 from tilewright.serve.output.reasoning import CLOSE, begins_in_reasoning
 from tilewright.serve.prompt.structured import behind_reasoning
 from tilewright.serve.prompt.texts import TextCoder
-from tilewright.serve.tools.asked import RequestedTools
 from tilewright.serve.tools.base import ToolFormat, ToShape
 from tilewright.serve.tools.shapes import CallGrammar, Term, json_term, quoted
+from tilewright.serve.tools.tool_request import RequestedTools
 from tilewright.serve.web.errors import unsupported
 
 _GAP = r"GAP: /[ \n]{1,4}/"

@@ -20,14 +20,14 @@ from tilewright.serve.web.server_log import say, say_fault
 
 _OPEN = frozenset(("/health", "/v1/health", "/live", *PAGE))
 _NOT_HERE = {
-    "/v1/messages": "chats are asked for at /v1/chat/completions",
+    "/v1/messages": "use /v1/chat/completions",
     "/v1/images": "images are not made",
     "/v1/audio": "audio is neither read nor made",
     "/v1/load_lora_adapter": "adapters are not loaded",
     "/v1/unload_lora_adapter": "adapters are not loaded",
     "/lora-adapters": "adapters are not loaded",
-    "/slots": "told with --admin alone",
-    "/reset_prefix_cache": "done with --admin alone",
+    "/slots": "needs --admin",
+    "/reset_prefix_cache": "needs --admin",
 }
 _EXPOSED = "x-request-id, x-ignored-fields, x-unconstrained-tools, retry-after, allow"
 _PREFLIGHT = {

@@ -1,4 +1,4 @@
-"""Whether a server answers: asked by those who wait for one that they have started."""
+"""Health check of a started server."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import http.client
 
 
 def is_healthy(host: str, port: int, *, timeout_s: float = 5.0) -> bool:
-    """Whether a server on this machine answers ``GET /health`` with 200 within ``timeout_s``.
+    """Return whether a local server answers ``GET /health`` with 200 within ``timeout_s``.
 
-    ``host`` is what it listens on; where that is every address, the machine's own is asked.
+    ``host`` is the listening address. The loopback address replaces a wildcard address.
     """
     where = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     connection = http.client.HTTPConnection(where, port, timeout=timeout_s)

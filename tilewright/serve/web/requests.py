@@ -327,7 +327,7 @@ def check_common(request: Common) -> None:
     if isinstance(request.stop, list) and len(request.stop) > MAX_STOPS:
         raise invalid(f"stop: {len(request.stop)} strings; allowed: up to {MAX_STOPS}", "stop")
     if request.best_of is not None and request.best_of > 1:
-        raise unsupported("best_of", "allowed: 1; choices are asked for with n")
+        raise unsupported("best_of", "allowed: 1; n requests several choices")
     if request.use_beam_search:
         raise unsupported("use_beam_search", "there is no beam search")
     if request.seed is not None and not -(1 << 63) <= request.seed < 1 << 63:

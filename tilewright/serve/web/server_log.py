@@ -1,4 +1,4 @@
-"""What a server says of itself, on its standard error; a full disk does not end it."""
+"""Server log on standard error. Write errors are ignored."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LINE_CHARACTERS = 2000
 
 
 def say(text: str) -> None:
-    """One line, or none where nothing can be written."""
+    """Write a line to standard error. Write errors are ignored."""
     write(f"tilewright: {' '.join(text.split())[:_LINE_CHARACTERS]}\n")
 
 
 def tell(text: str) -> None:
-    """One line of what was asked for, on standard output; none where nothing can be written."""
+    """Write a line of requested output to standard output. Write errors are ignored."""
     write(f"{text}\n", to=sys.stdout)
 
 

@@ -52,10 +52,10 @@ def held_kind(recipe: WeightRecipe) -> str:
 
 def arithmetic(kind: str, fidelity: str, *, exact: bool) -> str:
     """Return the operand type for matmuls with a weight. Sums are fp32."""
-    asked = FIDELITIES[fidelity]
-    if exact or kind in (FP32, FP16) or asked.fp32_outputs:
+    requested = FIDELITIES[fidelity]
+    if exact or kind in (FP32, FP16) or requested.fp32_outputs:
         return AS_FP32
-    if kind in BLOCK_KINDS and kind not in FLOAT_CODES and asked.num_phases < 3:
+    if kind in BLOCK_KINDS and kind not in FLOAT_CODES and requested.num_phases < 3:
         return AS_INT8
     return AS_FP32 if kind in HAVE_MINIMUMS else AS_BF16  # minimums are not codes
 
@@ -81,16 +81,16 @@ def meanings(*, exact: bool) -> Meanings:
         where = f", blocks along {axis}" if get_format(name).block > 1 else ""
         return Meaning(EMULATED, f"{name} values in {held}{where}")
 
-    def fidelity(format_name: str, axis: str, asked: str, phase: str) -> Meaning:
+    def fidelity(format_name: str, axis: str, requested: str, phase: str) -> Meaning:
         kind = held_kind(WeightRecipe((), (1, 1), format_name, axis))
-        found = arithmetic(kind, asked, exact=exact)
+        found = arithmetic(kind, requested, exact=exact)
         if found == AS_INT8:
             return Meaning(EMULATED, INT8_IN_16 if kind in SCALES_OF_16 else "int8 activations")
         if found == AS_BF16:
             return Meaning(EMULATED, "bf16 x bf16, fp32 sums")
         return Meaning(NOT_HONOURED, "fp32")
 
-    def attention(asked: str, phase: str) -> Meaning:
+    def attention(requested: str, phase: str) -> Meaning:
         if exact:
             return Meaning(NOT_HONOURED, "fp32")
         return Meaning(EMULATED, "as the cache, fp32 sums and softmax")

@@ -121,7 +121,7 @@ def expert_layout(weights: Sequence[NodeInfo], *, exact: bool) -> ExpertLayout |
         recipe, compute = weight.recipe, weight.compute
         assert recipe is not None and recipe.format is not None and compute is not None
         products.append((recipe.format, recipe.block_axis, compute.decode))
-    if not all(is_native(name, axis, asked, exact=exact) for name, axis, asked in products):
+    if not all(is_native(name, axis, requested, exact=exact) for name, axis, requested in products):
         return None
     return ExpertLayout(
         bits=max(NATIVE_BITS[name] for name, _, _ in products),
@@ -196,7 +196,9 @@ def holding(
     fidelities = facts.compute.prefill, facts.compute.decode
     if phases_differ(name, recipe.block_axis, fidelities, exact=exact):
         raise CompileError(f"{group} is {_why_not_held(fidelities)}")
-    products = [dataclasses.replace(asked, recipe=own) for own, asked in ((recipe, facts), *block)]
+    products = [
+        dataclasses.replace(requested, recipe=own) for own, requested in ((recipe, facts), *block)
+    ]
     shared = expert_layout(products, exact=exact)
     if shared is None:
         return Holding("float32", 4 * num_elements, "[in, out]")
@@ -222,15 +224,15 @@ def meanings(exact: bool) -> Meanings:
     def weight(name: str, axis: str) -> Meaning:
         return Meaning(HONOURED, name if axis == "in" else f"{name} blocks along out")
 
-    def fidelity(format_name: str, axis: str, asked: str, phase: str) -> Meaning:
-        if is_native(format_name, axis, asked, exact=exact):
+    def fidelity(format_name: str, axis: str, requested: str, phase: str) -> Meaning:
+        if is_native(format_name, axis, requested, exact=exact):
             return Meaning(EMULATED, "int8 activations")
         return Meaning(NOT_HONOURED, "fp32")
 
     return Meanings(
         weight=weight,
         fidelity=fidelity,
-        attention=lambda asked, phase: Meaning(NOT_HONOURED, "fp32"),
+        attention=lambda requested, phase: Meaning(NOT_HONOURED, "fp32"),
         kv_cache=lambda name: Meaning(HONOURED if name == "fp32" else NOT_HONOURED, "fp32"),
         activation=lambda name: Meaning(NOT_HONOURED, "fp32"),
         together=_of_experts,

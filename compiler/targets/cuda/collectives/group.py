@@ -175,12 +175,12 @@ def alone(rank: int, count: int, sizes: tuple[int, ...], device: torch.device) -
 
 
 def meet(
-    met: Met, sizes: tuple[int, ...], device: torch.device, *, asked: str | None = None
+    met: Met, sizes: tuple[int, ...], device: torch.device, *, requested: str | None = None
 ) -> RankGroup:
     """Connect this rank's GPU to those of its peers. All ranks must call it.
 
     Args:
-        asked: An entry of `EXCHANGES`. None: peer memory if GPUs can access it, else NCCL.
+        requested: An entry of `EXCHANGES`. None: peer memory if GPUs can access it, else NCCL.
 
     Raises:
         CompileError: The ranks cannot communicate by the selected method.
@@ -188,13 +188,13 @@ def meet(
     from tilewright.compiler.targets.cuda.collectives.peer_memory import UnreachedError
 
     why = f"--collective-backend {NCCL}"
-    if asked is None and met.size > MOST_GPUS:
+    if requested is None and met.size > MOST_GPUS:
         why = f"{met.size} ranks are more than {MOST_GPUS}"
-    elif asked != NCCL:
+    elif requested != NCCL:
         try:
             group = _through_memory(met, sizes, device)
         except UnreachedError as error:
-            if asked == PEERS:
+            if requested == PEERS:
                 raise
             why = str(error)
         else:

@@ -39,8 +39,8 @@ class Buckets:
     """Captured decode steps, prompts and mixed batches, with ascending sizes. Sizes include
     padding.
 
-    ``table`` and ``num_choosable`` say how wide the choices are that go with them. What ranks agree
-    on when they meet is asked for when it is captured.
+    ``table`` and ``num_choosable`` give the sampling width. A capture reads the values agreed by
+    the ranks.
     ``prepared_rows``: Maximum rows of the decode steps that :meth:`prepare` captures. Larger ones
     and mixed batches are left to :meth:`prepare_next`. None: :meth:`prepare` captures all.
     ``max_drafts``: of the decode steps with drafts that :meth:`prepare` captures. 0: none.

@@ -38,12 +38,12 @@ class Buffers:
         self._part = slice(None)
 
     def alias(self, place: BufferView, source: BufferView) -> None:
-        """Let ``place`` be the values of ``source`` in this step."""
+        """Let ``place`` read the values of ``source`` in this step."""
         self._aliases[place] = source
 
     def put(self, place: BufferView, values: Tensor) -> None:
-        """Let ``values [rows, width]``, of all rows, be those of ``place``: not copied where they
-        lie as its rows would, until other columns of its buffer are asked for.
+        """Set ``place`` to ``values [rows, width]``. Values with the buffer's layout are copied only
+        before a read of its other columns.
         """
         assert self._part == slice(None)
         place = self._aliases.get(place, place)

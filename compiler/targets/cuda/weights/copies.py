@@ -140,9 +140,9 @@ class DequantizedCopies:
         """Total size on the device in bytes."""
         return sum(each.num_bytes for each in self._copies.values())
 
-    def said(self, asked: str = "auto") -> tuple[str, ...]:
+    def said(self, requested: str = "auto") -> tuple[str, ...]:
         """Return notes about the copies for the user. Without copies, a note is returned only for
-        ``asked``.
+        ``requested``.
         """
         parts = []
         if self.num_lofi:
@@ -151,7 +151,7 @@ class DequantizedCopies:
         if values := sum(each.scales is None for each in self._copies.values()):
             parts.append(f"{values} weights in blocks, in bf16")
         if not parts:
-            return (_NOTHING.format(asked),) if asked in ("codes", "all") else ()
+            return (_NOTHING.format(requested),) if requested in ("codes", "all") else ()
         size = f"{self.num_bytes / 1e9:.1f} GB"
         return (f"held once more, for many rows: {', '.join(parts)}; {size}",)
 
