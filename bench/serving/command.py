@@ -156,7 +156,7 @@ async def _ask(url: str, plan: str, shape: LoadConfig) -> dict[str, float | str]
 
 async def _num_pages(url: str) -> float:
     async with connected(url, "") as client:
-        return float((await client.told("/props"))["num_pages"])
+        return float((await client.fetch("/props"))["num_pages"])
 
 
 def _offline(options: _Options, pair: Pair) -> float:

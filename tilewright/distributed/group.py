@@ -87,7 +87,7 @@ class Leader:
         self._heard: list[deque[Frame]] = [deque() for _ in members]
         self._last = [time.monotonic()] * len(members)
         self._is_loading = self._is_at_work = True
-        self._is_told = self._is_closing = False
+        self._is_notified = self._is_closing = False
         self._changed = threading.Condition()
         self._aborts: list[Callable[[], object]] = []
         self._since: float | None = None
@@ -217,7 +217,7 @@ class Leader:
 
     def _failed(self) -> TilewrightError:
         assert self.failure is not None
-        self._is_told = True
+        self._is_notified = True
         return self.failure
 
     def _state_of(self, member: Member) -> str:
@@ -268,7 +268,7 @@ class Leader:
         began = time.monotonic()
         while time.monotonic() - began < _RETURN_SECONDS:
             time.sleep(LOOK_SECONDS)
-            if self._is_told or self._is_closing:
+            if self._is_notified or self._is_closing:
                 return
             if not self._is_at_work:
                 began = time.monotonic()

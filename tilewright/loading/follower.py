@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
 
 
 def _follow(place: RankInfo, path: str | None) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and tells us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets the signal and sends the end
     follower = join(place)
     follower.ends_process = True
     try:

@@ -42,11 +42,11 @@ def shard(graph_module: GraphModule, ctx: PassContext) -> int:
         sharder.visit(node)
     for node, placement in (sharder.places | sharder.weights).items():
         set_info(node, placement=placement)
-    ctx.places.extend(dict.fromkeys(_told(sharder.weights)))
+    ctx.places.extend(dict.fromkeys(_shard_notes(sharder.weights)))
     return sum(placement != WHOLE for placement in sharder.weights.values())
 
 
-def _told(weights: Mapping[Node, Placement]) -> Iterator[tuple[str, str, str]]:
+def _shard_notes(weights: Mapping[Node, Placement]) -> Iterator[tuple[str, str, str]]:
     """Yield each weight's group, sharded axis and shard sizes."""
     for weight, placement in weights.items():
         group = info(weight).tensor_group

@@ -175,7 +175,7 @@ class HostExecutable(Executable):
                 parts.append(part)
         return StepOutput(tuple(parts))
 
-    def told(self, step: Step) -> Step:
+    def step_for_followers(self, step: Step) -> Step:
         held = {
             slot: self._slot_states[slot].token for slot in step.decode if slot in self._slot_states
         }

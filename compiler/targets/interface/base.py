@@ -138,7 +138,7 @@ class Executable(ABC):
         step.
         """
 
-    def told(self, step: Step) -> Step:
+    def step_for_followers(self, step: Step) -> Step:
         """Return the step to send to the followers. The default sends the step unchanged."""
         return step
 
@@ -146,7 +146,7 @@ class Executable(ABC):
         """Run a step as a follower. The output is not read."""
         self.step(step)
 
-    def follow_choice(self) -> None:  # noqa: B027 (most followers are told the tokens)
+    def follow_choice(self) -> None:  # noqa: B027 (most followers receive the tokens)
         """Run :meth:`choose` as a follower."""
 
     def emitted_counts(self) -> bytes:

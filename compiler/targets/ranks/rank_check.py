@@ -51,10 +51,10 @@ class StepChecksum:
         self.num_steps = 0
         self._sum = 0
 
-    def add(self, told: bytes) -> None:
+    def add(self, data: bytes) -> None:
         """Add a step."""
         self.num_steps += 1
-        self._sum = zlib.crc32(told, self._sum)
+        self._sum = zlib.crc32(data, self._sum)
 
     def summary(self, executable: Executable) -> bytes:
         """Return a text for comparison. It is equal on all ranks between the same two steps."""

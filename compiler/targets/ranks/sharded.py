@@ -66,16 +66,16 @@ class ShardedExecutable(Executable):
         done = self._trace.num_steps
         if self._between and done and done % self._between == 0:
             self._compare()
-        told = self.own.told(step)
-        is_plain = told == Step(decode=told.decode)
-        if is_plain and told.decode is self._last:
+        sent = self.own.step_for_followers(step)
+        is_plain = sent == Step(decode=sent.decode)
+        if is_plain and sent.decode is self._last:
             self._leader.tell(_AGAIN)
             self._trace.add(b"")
         else:
-            data = step_bytes(told)
+            data = step_bytes(sent)
             self._leader.tell(_STEP, data)
             self._trace.add(data)
-            self._last = told.decode if is_plain else None
+            self._last = sent.decode if is_plain else None
         output: StepOutput = self._limited(self.own.step, step)
         if step.drafts and (counts := self.own.emitted_counts()):
             self._leader.tell(_COUNTS, counts)

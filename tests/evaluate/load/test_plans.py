@@ -101,7 +101,7 @@ class _Forgetful(Client):
         await asyncio.sleep(1)
         return Heard()
 
-    async def told(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def fetch(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return {"invariant": "greedy"}
 
     async def metrics(self) -> dict[str, float]:
@@ -114,7 +114,7 @@ class _Remembering(Client):
     def __init__(self) -> None:
         self.known: list[list[int]] = []
 
-    async def told(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def fetch(self, path: str, body: dict[str, Any] | None = None) -> Any:
         assert body is not None
         return {"tokens": self.tokens(body["messages"])}
 
@@ -205,7 +205,7 @@ def test_the_contest_asks_the_same_at_each_level(is_told: bool) -> None:
     asked: list[dict[str, object]] = []
 
     class Told:
-        async def told(self, path: str) -> object:
+        async def fetch(self, path: str) -> object:
             return {"data": [{} if is_told else {"meta": {"weights": "random"}}]}
 
         async def whole(self, path: str, body: dict[str, object]) -> Heard:
@@ -232,7 +232,7 @@ def test_the_contest_empties_the_cache_before_every_level(said: int) -> None:
     flushed: list[str] = []
 
     class Told:
-        async def told(self, path: str) -> object:
+        async def fetch(self, path: str) -> object:
             return {"data": [{}]}
 
         async def status(self, path: str, data: bytes) -> int:

@@ -79,7 +79,7 @@ async def _beside_cold(client: Client, bodies: list[dict[str, Any]], warm: list[
 
 
 async def _tokens(client: Client, messages: list[dict[str, Any]]) -> list[int]:
-    found: list[int] = (await client.told("/tokenize", {"messages": messages})).get("tokens", [])
+    found: list[int] = (await client.fetch("/tokenize", {"messages": messages})).get("tokens", [])
     return found
 
 

@@ -114,19 +114,19 @@ class Client:
         heard = Heard(began=time.perf_counter())
         try:
             async with self._post(path, body) as answer:
-                told = msgspec.json.decode(await answer.read())
+                response = msgspec.json.decode(await answer.read())
                 if answer.status != 200:
-                    heard.error = f"status {answer.status}: {str(told)[:200]}"
+                    heard.error = f"status {answer.status}: {str(response)[:200]}"
                     return heard
-                choice = told["choices"][0]
+                choice = response["choices"][0]
                 heard.text = choice["text"] if "text" in choice else choice["message"]["content"]
-                heard.take_usage(told["usage"])
+                heard.take_usage(response["usage"])
                 heard.times.append(time.perf_counter() - heard.began)
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
             heard.error = str(error) or type(error).__name__
         return heard
 
-    async def told(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def fetch(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return a JSON response: to a POST with ``body``, or to a GET without."""
         options = self._session.get(self.url + path) if body is None else self._post(path, body)
         async with options as answer:
@@ -157,8 +157,8 @@ class Client:
         """Select the first model of the server for later requests, or ``model`` if none is
         listed.
         """
-        told = await self.told("/v1/models")
-        names = [each.get("id") for each in told.get("data", []) if isinstance(each, dict)]
+        response = await self.fetch("/v1/models")
+        names = [each.get("id") for each in response.get("data", []) if isinstance(each, dict)]
         self._model = next(iter(names), None) or "model"
 
     async def metrics(self) -> dict[str, float]:

@@ -30,7 +30,7 @@ async def contest(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     """
     words = random.Random(shape.seed)
     prompts = [shape.words(words, shape.input_tokens) for _ in range(_NUM_PROMPTS)]
-    models = await client.told("/v1/models")
+    models = await client.fetch("/v1/models")
     weights = models["data"][0].get("meta", {}).get("weights")
     is_random = shape.drawn_lengths or weights == "random"
     rows: list[Figures] = []

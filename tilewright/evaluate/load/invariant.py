@@ -36,7 +36,7 @@ async def invariant(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]
     failed = [each.error for each in (*alone, *found, *warm) if each.error]
     num_different = sum(one.text != together[at].text for at, one in enumerate(alone))
     num_warm = sum(one.text != other.text for one, other in zip(alone, warm, strict=True))
-    props = await client.told("/props")
+    props = await client.fetch("/props")
     promised = props.get("invariant", "none")
     if (most := props.get("invariant_requests")) and shape.concurrency + 1 > most:
         promised = "none"  # beside the request that disturbs
@@ -63,7 +63,7 @@ def _body(shape: LoadConfig, chooser: random.Random, number: int) -> dict[str, A
 
 
 async def _disturb(client: Client, shape: LoadConfig) -> None:
-    """Others that come and leave in the middle of their answers, until it is told to end."""
+    """Run other requests, with cancellations, until the task is canceled."""
     chooser = random.Random(shape.seed + 1)
     while True:
         await client.stream(COMPLETIONS, shape.body(chooser), most=chooser.randint(1, 4))

@@ -88,7 +88,7 @@ def unplaced(results: Iterable[Result]) -> list[Result]:
 
 
 def group_results(results: list[Result]) -> list[ResultGroup]:
-    """Return current results by effective configuration, in row order; see `told_apart`."""
+    """Return current results by effective configuration, in row order."""
     found: dict[tuple[object, ...], list[Result]] = {}
     for result in _current(distinct(results)):
         found.setdefault((*_place(result), result.effective_id), []).append(result)

@@ -19,8 +19,8 @@ _COSTS = ("KL lost (nats)", "Rank", "Top-1 lost (points)", "vs base", "Saved (MB
 _LEGEND = """\
 Each part is lowered alone, the rest stays as in the base. `KL lost`: mean divergence from the fp32
 reference beyond the base's, +- its standard error; where that is less than 1.96 standard errors it
-is marked `~` and may be nothing. `Rank` by KL lost: the places a part may have; parts whose ranges
-overlap are not told apart by these positions. `vs base`: positions that only the lowered model (+)
+is marked `~` and may be nothing. `Rank` by KL lost: the places a part may have; overlapping ranges
+are not distinguished by these positions. `vs base`: positions that only the lowered model (+)
 and only the base (-) got right, with McNemar's exact p. A negative `Saved (MB)`: the target holds
 the lowered part in more bytes than before.
 """
@@ -126,7 +126,7 @@ def _row(part: Lowered, rank: stats.Rank) -> tuple[str, ...]:
 
 
 def _cost_model(model: CostModel) -> str:
-    """What the predictions rest on, and how far they were off where it could be told."""
+    """Return the basis and the errors of the predictions."""
     rates = ", ".join(
         f"{1e9 * rate:.2f} ms for 10^9 bytes held as {kind}"
         for kind, rate in model.ms_per_byte.items()

@@ -83,8 +83,8 @@ class NativeRank(NativeExecutable):
         wire = self._reductions[0][1] if self._reductions else "fp32"
         self.device_detail = f"{self.device_detail}, {peers.size} ranks, {wire} in {hops}"
 
-    def told(self, step: Step) -> Step:
-        return replace(super().told(step), want_logits=self._needs_rows(step))
+    def step_for_followers(self, step: Step) -> Step:
+        return replace(super().step_for_followers(step), want_logits=self._needs_rows(step))
 
     def step(self, step: Step) -> StepOutput:
         self._wants_rows = step.want_logits if self.follows else self._needs_rows(step)

@@ -53,7 +53,7 @@ def emit_model(
     emitter: Emitter,
     on_node: Callable[[int, int], None] = lambda done, total: None,
 ) -> onnx.ModelProto:
-    """Express a graph in ONNX; ``on_node`` is told how many nodes are emitted, and of how many.
+    """Express a graph in ONNX. ``on_node`` receives the number of emitted nodes and of all nodes.
 
     Raises:
         CompileError: for a node that ONNX Runtime's operators cannot express.

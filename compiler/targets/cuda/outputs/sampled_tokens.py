@@ -43,7 +43,7 @@ from tilewright.compiler.targets.interface.token_masks import Allowed
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _LeaderChoice:
     """Slots on a follower whose tokens rank 0 selects."""
 
     slots: tuple[Slot, ...]
@@ -70,7 +70,7 @@ class Answers:
         self._leave, self._width = leave, width
         self._ring = PinnedRing(max_rows, table.device)
         self._ends: dict[Slot, frozenset[int]] = {}
-        self._waiting: list[HostChoice | DeviceChoice | _Told] = []
+        self._waiting: list[HostChoice | DeviceChoice | _LeaderChoice] = []
         self._is_one_pass = True
         self.group: RankGroup | None = None
 
@@ -222,7 +222,7 @@ class Answers:
         """
         logits = self._whole(logits)
         if self.follows:
-            return self._told_later(slots, step)
+            return self._from_leader(slots, step)
         by_host = any(needs_host(self._slot_states[slot].sampling) for slot in slots)
         if step.masked and step.logprobs is None and echo is None and not by_host:
             return self._masked(slots, logits, step)
@@ -245,12 +245,12 @@ class Answers:
             self._finish(choice, allowed)
         self._waiting.clear()
 
-    def _told_later(self, slots: tuple[Slot, ...], step: Step) -> SamplerOutput:
-        told = _Told(slots)
+    def _from_leader(self, slots: tuple[Slot, ...], step: Step) -> SamplerOutput:
+        choice = _LeaderChoice(slots)
         if step.masked:
-            self._waiting.append(told)
+            self._waiting.append(choice)
         else:
-            self._finish(told, Allowed())
+            self._finish(choice, Allowed())
         return _nothing(slots)
 
     def _masked(self, slots: tuple[Slot, ...], logits: Tensor, step: Step) -> SamplerOutput:
@@ -283,7 +283,7 @@ class Answers:
         self._waiting.append(late)
         return SamplerOutput(slots, late.read, None if kept is None else lambda: kept.to("cpu"))
 
-    def _finish(self, choice: HostChoice | DeviceChoice | _Told, allowed: Allowed) -> None:
+    def _finish(self, choice: HostChoice | DeviceChoice | _LeaderChoice, allowed: Allowed) -> None:
         if isinstance(choice, HostChoice):
             choice.choose(self._slot_states, allowed)
         if not choice.slots:

@@ -240,8 +240,8 @@ def _cubin(source: KernelSource, capability: tuple[int, int]) -> bytes:
     path, text = source.path, source.text()
     names = [name.encode() for name in source.headers]
     headers = [header_path(path, name).read_bytes() for name in source.headers]
-    check(told := nvrtc.nvrtcVersion())
-    version = tuple(told[1:])  # major, minor
+    check(parts := nvrtc.nvrtcVersion())
+    version = tuple(parts[1:])  # major, minor
     options = [b"--std=c++17", b"--gpu-architecture=sm_%d%da" % capability]
     if version >= (13, 0):
         options.append(b"--split-compile=0")  # Uses all cores. The machine code is the same.

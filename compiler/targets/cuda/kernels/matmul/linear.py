@@ -290,7 +290,7 @@ def linear(
 def product_arguments(
     out: Tensor, held: PackedWeight, *, epilogue: int, num_tokens: int, bias: Tensor | None
 ) -> Product:
-    """All that a kernel is told of a product but its x."""
+    """Arguments of a matmul kernel, without its input."""
     return Product(
         weight=held.data.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
