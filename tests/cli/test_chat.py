@@ -99,7 +99,7 @@ def talk(tiny_gguf: Path) -> Iterator[chat.Talk]:
 def test_ctrl_c_stops_an_answer_and_not_the_program(
     talk: chat.Talk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    talk.hear("/set max_tokens 200")
+    talk.process("/set max_tokens 200")
     pushed = 0
     push = StreamDecoder.push
 
@@ -112,11 +112,11 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(
 
     monkeypatch.setattr(StreamDecoder, "push", count)
     before = signal.getsignal(signal.SIGINT)
-    assert talk.hear("hello")
+    assert talk.process("hello")
     assert signal.getsignal(signal.SIGINT) is before
     assert 3 <= pushed < 20 and "stopped" in capfd.readouterr().err
     assert talk.messages[0] == {"role": "user", "content": "hello"}, "what was said stays said"
-    assert talk.hear("/set max_tokens 2") and talk.hear("again")
+    assert talk.process("/set max_tokens 2") and talk.process("again")
     assert "2 tokens" in capfd.readouterr().err
 
 

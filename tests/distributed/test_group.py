@@ -225,14 +225,14 @@ def test_a_step_that_waits_for_ranks_that_live_ends_the_group() -> None:
 def test_what_a_rank_says_of_its_failure_is_passed_on() -> None:
     ranks = process_group("follower.fail('its weights are wrong'); " + EARLY)
     with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) its weights are wrong; its process r"):
-        ranks.leader.hear(ranks.leader.members[0], 10)
+        ranks.leader.receive(ranks.leader.members[0], 10)
     ranks.close()
 
 
 def test_what_a_rank_refuses_is_said_as_a_user_s_error() -> None:
     ranks = process_group("follower.refuse('9 heads over 10 ranks'); " + EARLY)
     with pytest.raises(RankRefusedError, match=r"^rank 1: 9 heads over 10 ranks$") as caught:
-        ranks.leader.hear(ranks.leader.members[0], 10)
+        ranks.leader.receive(ranks.leader.members[0], 10)
     assert caught.value.exit_code == 2
     ranks.close()
 
@@ -301,7 +301,7 @@ def test_a_worker_ends_a_rank_that_was_stopped() -> None:
 
 @pytest.mark.parametrize("hears", [True, False])
 def test_followers_end_when_rank_0_is_stopped_in_loading(hears: bool) -> None:
-    """Whether they wait for it, or compute and hear nothing."""
+    """Whether they wait for it, or compute and receive nothing."""
     follower = (
         "from tilewright.distributed import group\n"
         "group.PATIENCE_SECONDS, group._BEAT_SECONDS = 0.2, 0.1\n"

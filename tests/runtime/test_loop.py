@@ -146,11 +146,11 @@ def test_a_request_cancelled_while_it_is_heard_ends_there(executable: Executable
     params = SamplingParams(max_tokens=20)
     first, second = (RequestState(index, (1, 2), params) for index in range(2))
 
-    def hear(request: RequestState, token: int) -> None:
+    def on_token(request: RequestState, token: int) -> None:
         if request is first and len(request.output) == 3:
             llm.cancel(request)
 
-    llm.generate([first, second], hear)
+    llm.generate([first, second], on_token)
     assert (len(first.output), first.finish_reason) == (3, "cancelled")
     assert (len(second.output), second.finish_reason) == (20, LENGTH)
 

@@ -110,7 +110,7 @@ class Leader:
                 self.fail(member.rank, f"is gone ({error})")
                 self.check()
 
-    def hear(self, member: Member, seconds: float) -> Frame:
+    def receive(self, member: Member, seconds: float) -> Frame:
         """Return a follower's next message, except heartbeats.
 
         Raises:
@@ -131,7 +131,7 @@ class Leader:
         """See `Peers`."""
         found = [data]
         for member in self.members:
-            message = self.hear(member, LOADING_SECONDS)
+            message = self.receive(member, LOADING_SECONDS)
             if message.kind != GATHER:
                 self.fail(member.rank, f"sent an unexpected message ({message.kind})")
                 raise self._failed()

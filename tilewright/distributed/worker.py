@@ -52,7 +52,7 @@ def serve_worker(host: str, port: int, follow: Sequence[str]) -> int:
             came = listener.accept(time.monotonic() + _FOREVER)
             if came is None:
                 continue
-            place = _hear(Channel(came[1]), token)
+            place = _receive(Channel(came[1]), token)
             if place is None:
                 continue
             with start(place, follow) as child:
@@ -78,7 +78,7 @@ def wait_for(child: Child, limit_s: float = 2 * ALONE.peer_limit) -> ChildExit:
     return ended
 
 
-def _hear(channel: Channel, token: bytes) -> RankInfo | None:
+def _receive(channel: Channel, token: bytes) -> RankInfo | None:
     """Receive this machine's rank from rank 0."""
     try:
         message = channel.receive(_SECONDS)

@@ -74,7 +74,7 @@ class Served:
         self.executable = executable
         self.heard: list[tuple[int, int, tuple[int, ...]]] = []
 
-    def hear(self, repeat: int, request: RequestState, token: int) -> None:
+    def on_token(self, repeat: int, request: RequestState, token: int) -> None:
         self.heard.append((repeat, request.request_id, request.prompt))
 
 
@@ -92,7 +92,7 @@ def make_jobs(*wanted: int) -> list[TimedRequest]:
 
 def test_jobs_run_as_often_as_asked_after_a_warm_up(served: Served) -> None:
     jobs = make_jobs(5, 2, 12)
-    runs = time_jobs(served.executable, jobs, num_repeats=2, on_token=served.hear)
+    runs = time_jobs(served.executable, jobs, num_repeats=2, on_token=served.on_token)
     assert len(runs) == 2
     for run in runs:
         assert [len(output) for output in run.outputs] == [5, 2, 12]
@@ -104,7 +104,7 @@ def test_jobs_run_as_often_as_asked_after_a_warm_up(served: Served) -> None:
 
 def test_rotation_hands_each_prompt_to_the_next_user(served: Served) -> None:
     jobs = make_jobs(1, 2, 3)
-    runs = time_jobs(served.executable, jobs, num_repeats=4, rotate=True, on_token=served.hear)
+    runs = time_jobs(served.executable, jobs, num_repeats=4, rotate=True, on_token=served.on_token)
     prompts = [job.prompt for job in jobs]
     seen = {(repeat, user): prompts.index(prompt) for repeat, user, prompt in served.heard}
     assert seen == {(n, user): (user + n) % 3 for n in range(4) for user in range(3)}
@@ -116,7 +116,7 @@ def test_rotation_hands_each_prompt_to_the_next_user(served: Served) -> None:
 
 def test_without_rotation_every_user_keeps_its_prompt(served: Served) -> None:
     jobs = make_jobs(1, 1, 1)
-    time_jobs(served.executable, jobs, num_repeats=3, on_token=served.hear)
+    time_jobs(served.executable, jobs, num_repeats=3, on_token=served.on_token)
     assert {(user, prompt) for _, user, prompt in served.heard} == {
         (user, job.prompt) for user, job in enumerate(jobs)
     }

@@ -84,7 +84,7 @@ class Talk:
         self._sampling: dict[str, Any] = dict(args.sampling)
         self.messages: list[dict[str, str]] = messages_of(args.arguments.system)
 
-    def hear(self, line: str) -> bool:
+    def process(self, line: str) -> bool:
         """Process a line of the user. Return False if it ends the conversation.
 
         Raises:
@@ -195,7 +195,7 @@ def _talk_typed(talk: Talk, sign: Sign) -> None:
     """Read lines until the user leaves. Errors are printed and do not end the conversation."""
     while True:
         try:
-            if not talk.hear(input("> ")):
+            if not talk.process(input("> ")):
                 return
         except EOFError:
             print()
@@ -211,7 +211,7 @@ def _talk_piped(talk: Talk) -> None:
     """Read lines from standard input. The first error ends the conversation.
 
     Raises:
-        TilewrightError: see `Talk.hear`.
+        TilewrightError: see `Talk.process`.
     """
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
@@ -220,7 +220,7 @@ def _talk_piped(talk: Talk) -> None:
             raise ConfigError(
                 f"line {number} of standard input is not valid UTF-8; allowed: UTF-8 text"
             ) from None
-        if not talk.hear(text):
+        if not talk.process(text):
             return
 
 
@@ -232,13 +232,13 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
     """
     stopped = False
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def process(number: int, frame: FrameType | None) -> None:
         nonlocal stopped
         if stopped:
             raise KeyboardInterrupt
         stopped = True
 
-    before = signal.signal(signal.SIGINT, hear)
+    before = signal.signal(signal.SIGINT, process)
     try:
         yield lambda: stopped
     finally:

@@ -67,7 +67,7 @@ class TextPrinter:
         self._streams = self._shown and options.case.batch_size == 1
         self._stream = tokenizer.stream(after=prompts[0])
 
-    def hear(self, repeat: int, request: object, token: int) -> None:
+    def on_token(self, repeat: int, request: object, token: int) -> None:
         """Receive a token from a measured run. Only the first repeat is shown."""
         if self._streams and repeat == 0:
             self._write(self._stream.push(token))

@@ -211,7 +211,7 @@ class _Board:
         )
         requests = [RequestState(user, job.prompt, job.sampling) for user, job in enumerate(jobs)]
         EngineLoop(compiled.executable).generate(
-            requests, lambda request, token: printer.hear(0, request, token)
+            requests, lambda request, token: printer.on_token(0, request, token)
         )
         printer.close([request.output for request in requests])
 

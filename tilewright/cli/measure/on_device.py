@@ -58,7 +58,7 @@ def run_here(source: ModelHandle, options: RunOptions, screen: Console) -> int:
         plan.jobs,
         num_repeats=case.num_repeats,
         rotate=case.rotate_prompts,
-        on_token=printer.hear,
+        on_token=printer.on_token,
     )
     printer.close(runs[0].outputs)
     result = measure.make_result(source, options, compiled, runs, plan=plan)

@@ -71,11 +71,11 @@ def time_jobs(
         shift = number if rotate else 0
         order = [(index + shift) % len(jobs) for index in range(len(jobs))]
 
-        def hear(request: RequestState, token: int, number: int = number) -> None:
+        def notify(request: RequestState, token: int, number: int = number) -> None:
             if on_token is not None:
                 on_token(number, request, token)
 
-        runs.append(time_once(executable, jobs, order, hear))
+        runs.append(time_once(executable, jobs, order, notify))
     return runs
 
 

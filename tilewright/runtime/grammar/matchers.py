@@ -232,13 +232,13 @@ class Matcher:
 
     def _take(self, token: int) -> None:
         if self._is_free:
-            self._hear(token)
+            self._accept(token)
         elif token == self.opener:
             self._is_free = True
         elif token not in self.end_tokens and not self._matcher.consume_token(token):
             self._note_error()
 
-    def _hear(self, token: int) -> None:
+    def _accept(self, token: int) -> None:
         """Consume a token before the grammar. It may complete the mark and contain further text."""
         heard = self._heard + self._tokens.decode_bytes([token])
         at = heard.find(self._mark)

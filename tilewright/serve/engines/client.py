@@ -190,7 +190,7 @@ class EngineClient:
         self._has_begun |= all(each.state == READY for each in self.engines)
         self._start_waiting()
 
-    def hear(self, engine: int, message: Answer) -> None:
+    def on_message(self, engine: int, message: Answer) -> None:
         """See `EngineEvents`."""
         if isinstance(message, NewTokens):  # the most frequent message
             self._tracker.on_message(message)

@@ -52,7 +52,7 @@ class EngineEvents(Protocol):
     def began(self, engine: int) -> None:
         """Handle that the engine accepts requests."""
 
-    def hear(self, engine: int, message: Answer) -> None:
+    def on_message(self, engine: int, message: Answer) -> None:
         """Handle a message about a request."""
 
     def lost(self, engine: int, said: str) -> None:
@@ -180,7 +180,7 @@ class EngineProcess:
 
     def _receive(self, message: FromEngine, folder: Path) -> None:
         if isinstance(message, NewTokens):  # the most frequent message
-            self._listener.hear(self.number, message)
+            self._listener.on_message(self.number, message)
         elif isinstance(message, Heartbeat):
             self.beat, self._last_beat = message, time.monotonic()
         elif isinstance(message, EngineReady):
@@ -190,7 +190,7 @@ class EngineProcess:
         elif isinstance(message, EngineStartFailed):
             self.give_up(f"2 {message.message}")
         else:
-            self._listener.hear(self.number, message)
+            self._listener.on_message(self.number, message)
 
     async def _begin(self, ready: EngineReady, folder: Path) -> None:
         try:

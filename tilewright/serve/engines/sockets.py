@@ -59,11 +59,11 @@ class SocketTransport:
 
 
 class FrontSocket:
-    """The API server's end. The event loop calls ``hear`` for each frame, without a task.
+    """The API server's end. The event loop calls ``on_message`` for each frame, without a task.
 
     Args:
         folder: the socket's directory.
-        hear: receives a frame.
+        on_message: receives a frame.
     """
 
     def __init__(self, folder: Path, on_frame: Callable[[bytes], None]) -> None:
