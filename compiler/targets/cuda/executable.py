@@ -468,7 +468,7 @@ class CudaExecutable(Executable):
 
     def memory(self) -> MemoryUse:
         copies = self._steps.copies.num_bytes
-        return MemoryUse(self._weights.num_bytes + copies, self._state.num_bytes_held(), copies)
+        return MemoryUse(self._weights.num_bytes + copies, self._state.num_used_bytes(), copies)
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         return self._state.num_bytes(num_positions, num_sequences)

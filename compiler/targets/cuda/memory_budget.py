@@ -19,7 +19,7 @@ from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
 from tilewright.compiler.targets.cuda.state.token_batch import MAX_ROWS
 from tilewright.compiler.targets.cuda.steps.mixers import draft_input_bytes, mixer_bytes
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
-from tilewright.compiler.targets.cuda.weights.experts import held_sizes
+from tilewright.compiler.targets.cuda.weights.experts import packed_sizes
 from tilewright.compiler.targets.cuda.weights.stream import wanted_by
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
@@ -316,7 +316,7 @@ def check_fits(plan: KernelProgram, options: CompileOptions, free: int, copies: 
     """
     sizes = {
         "of weights": weight_bytes(plan),
-        "of weights held once more": copies,
+        "of dequantized weight copies": copies,
         "of cache": state_bytes(plan, options),
         "to work": work_bytes(plan, options),
     }
@@ -360,7 +360,7 @@ def weight_bytes(plan: KernelProgram) -> int:
         if wanted.kind == "fp32":
             total += 4 * torch.Size(recipe.shape).numel()
         else:
-            total += tiles(wanted.kind, held_sizes(recipe, paired=wanted.is_paired)).num_bytes
+            total += tiles(wanted.kind, packed_sizes(recipe, paired=wanted.is_paired)).num_bytes
     return total
 
 

@@ -39,7 +39,7 @@ _LOFI = (
 )
 
 
-def held_kind(recipe: WeightRecipe, group: str | None) -> str:
+def storage_format(recipe: WeightRecipe, group: str | None) -> str:
     """Return the storage format of a matmul weight: its own blocks or codes, or bfloat16 (exact).
 
     Raises:
@@ -90,7 +90,7 @@ def holding(recipe: WeightRecipe, group: str | None) -> Holding:
     if group is None:
         return Holding("float32", 4 * math.prod(recipe.shape))
     *experts, num_rows, num_columns = recipe.shape
-    return tiles(held_kind(recipe, group), (math.prod(experts), num_rows, num_columns))
+    return tiles(storage_format(recipe, group), (math.prod(experts), num_rows, num_columns))
 
 
 def tiles(kind: str, sizes: tuple[int, int, int]) -> Holding:

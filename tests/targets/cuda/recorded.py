@@ -30,7 +30,7 @@ from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps import attention as steps_attention
 from tilewright.compiler.targets.cuda.steps import matmul as steps_matmul
 from tilewright.compiler.targets.cuda.steps.run import Steps
-from tilewright.compiler.targets.cuda.weights.experts import held_sizes
+from tilewright.compiler.targets.cuda.weights.experts import packed_sizes
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.stream import (
     CudaTensorSpec,
@@ -204,7 +204,7 @@ def _weights(plan: KernelProgram) -> Weights:
 def _placed(wanted: CudaTensorSpec) -> Placed:
     if wanted.kind == "fp32":
         return torch.empty(wanted.recipe.shape, device=CUDA)
-    num_experts, rows, columns = held_sizes(wanted.recipe, paired=wanted.is_paired)
+    num_experts, rows, columns = packed_sizes(wanted.recipe, paired=wanted.is_paired)
     given = wanted.kind, rows, columns
     rest = wanted.is_paired, 1.0, num_experts
     empty = PackedWeight(*given, torch.empty(0), *rest)

@@ -194,7 +194,7 @@ def test_copies_are_held_where_every_context_fits_beside_them(no_workspace: None
     assert copies_in(plan, OPTIONS, least - 1) == NO_COPIES
     check_fits(plan, OPTIONS, least, size)
     asked = replace(OPTIONS, copies="all")
-    with pytest.raises(CompileError, match=r"of weights held once more, .*, or no copies$"):
+    with pytest.raises(CompileError, match=r"of dequantized weight copies, .*, or no copies$"):
         check_fits(plan, asked, least - 1, copy_bytes(plan, copies_in(plan, asked, least - 1)))
 
 

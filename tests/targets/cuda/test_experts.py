@@ -55,7 +55,7 @@ def test_values_are_the_format_s_and_come_back_from_files(
     for each in plan.instructions:
         if not isinstance(each, ExpertLinearOp | ExpertSum):
             continue
-        held, again = (source.held(product_of(each)) for source in (weights, back))
+        held, again = (source.packed(product_of(each)) for source in (weights, back))
         assert torch.equal(held.data, again.data) and held.num_experts == again.num_experts == 6
         dense = torch.stack([_values(get, each.weight, expert) for expert in range(6)])
         want = get_format(name).round_trip(dense, axis=-1 if axis == "in" else -2)

@@ -183,13 +183,13 @@ def test_what_is_held_twice(
     plan, weights, copies = made(name, fidelity, kinds)
     assert {copy.values.dtype for copy in copies._copies.values()} == types
     for wanted, copy in copies._copies.items():
-        held = unpack(weights.held(wanted))
+        held = unpack(weights.packed(wanted))
         found = copy.values.float() * (1.0 if copy.scales is None else copy.scales)
         assert torch.equal(found, held)
     assert copies.num_bytes == copy_bytes(plan, kinds)
     assert copies.num_inexact == 0 and bool(copies.said()) == bool(types)
     asked = [" ".join(copies.said(each)) for each in ("none", "codes", "all")]
-    nothing = [f"copies {each}: no weight is held once more; " for each in ("codes", "all")]
+    nothing = [f"copies {each}: no weight is copied; " for each in ("codes", "all")]
     assert types or (not asked[0] and all(map(str.startswith, asked[1:], nothing)))
     assert not types or asked == [*copies.said() * 3]
 
@@ -221,7 +221,7 @@ def test_products_of_many_rows_have_the_bits_of_rounded_operands(
         out = torch.ones(num_rows, rows // 2 if each.swiglu else rows, device=HERE)
         out = out.bfloat16() if each.swiglu else out
         products.run(each, out, x, decodes=decodes)
-        held = weights.held(product_of(each))
+        held = weights.packed(product_of(each))
         norm = None if each.norm is None else (weights.vector(vector_of(each.norm)), each.eps)
         read = products._norm(x, norm, decodes)
         read = (
@@ -254,7 +254,7 @@ def test_copies_of_values_are_the_librarys(
         x = torch.randn(rows, each.weight.shape[1], device=HERE).bfloat16()
         out = torch.zeros(rows, each.weight.shape[0], device=HERE)
         products.run(each, out, x, decodes=True)
-        wanted = x.double() @ unpack(weights.held(product_of(each))).double().T
+        wanted = x.double() @ unpack(weights.packed(product_of(each))).double().T
         torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -268,7 +268,7 @@ def test_strict_prompts_have_the_librarys_bits_with_copies_and_without(rows: int
     found = []
     for kinds in (NO_COPIES, VALUES):
         products = products_of(plan, weights, kinds, strict=True)
-        held = weights.held(product_of(each))
+        held = weights.packed(product_of(each))
         copied = products.copies.values_of(each)
         lies = products._dense(held, held.num_rows) if copied is None else copied
         out = torch.zeros(room, each.weight.shape[0], device=HERE)[:rows]

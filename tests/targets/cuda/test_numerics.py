@@ -12,7 +12,12 @@ from tests.tiny import lowered, precision_of, tiny_model
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.contract.record import EMULATED, HONOURED, NOT_HONOURED
-from tilewright.compiler.targets.cuda.numerics import cache_kind, format_values, held_kind, meanings
+from tilewright.compiler.targets.cuda.numerics import (
+    cache_kind,
+    format_values,
+    meanings,
+    storage_format,
+)
 from tilewright.compiler.targets.interface.base import CompileOptions, Holding
 from tilewright.compiler.targets.table import get_target
 from tilewright.errors import CompileError
@@ -36,7 +41,7 @@ def recipe(name: str, axis: str = "in") -> WeightRecipe:
     ],
 )
 def test_blocks_along_in_are_held_as_blocks(name: str, axis: str, group: str, kind: str) -> None:
-    assert held_kind(recipe(name, axis), group) == kind
+    assert storage_format(recipe(name, axis), group) == kind
 
 
 @pytest.mark.parametrize("name", ["bf16", "bfp8", "bfp4", "bfp2"])
@@ -53,17 +58,17 @@ def test_the_values_are_exact_in_bfloat16(name: str, axis: str) -> None:
 def test_other_formats_are_refused_wherever_they_are_asked_for(name: str) -> None:
     message = rf"w: format {name}.* on target cuda, .*; allowed: bf16, bfp8, bfp4, bfp2"
     with pytest.raises(CompileError, match=message):
-        held_kind(recipe(name, "out"), "ff2")
+        storage_format(recipe(name, "out"), "ff2")
     experts = replace(recipe(name), shape=(2, 16, 48))
     with pytest.raises(CompileError, match=message):
-        held_kind(experts, "experts_ff2")
+        storage_format(experts, "experts_ff2")
     assert meanings(exact=False).weight(name, "out").status == NOT_HONOURED
 
 
 @pytest.mark.parametrize("group", ["ff2", "embedding"])
 def test_codes_are_held_as_codes_and_honored(group: str) -> None:
     for name in ("q40", "q80", "q6_k"):
-        assert held_kind(recipe(name), group) == name
+        assert storage_format(recipe(name), group) == name
         found = meanings(exact=False).weight(name, "in")
         assert (found.status, found.effective) == (HONOURED, name)
 

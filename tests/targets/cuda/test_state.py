@@ -47,19 +47,19 @@ def test_bytes() -> None:
     state = make()
     assert sequence_bytes(OWN) == own == sum(each[0].nbytes for each in state.sequences.values())
     assert state.num_bytes(65) == 2 * PAGE_BYTES + own
-    assert state.num_bytes_held() == 0
+    assert state.num_used_bytes() == 0
     deal(state, AssignPages(A, 0, (5,)), AssignPages(B, 0, (0, 1)))
-    assert state.num_bytes_held() == 3 * PAGE_BYTES + 2 * own
+    assert state.num_used_bytes() == 3 * PAGE_BYTES + 2 * own
     deal(state, AssignPages(C, 0, (0, 2)))  # a page that is shared
-    assert state.num_bytes_held() == 4 * PAGE_BYTES + 3 * own
+    assert state.num_used_bytes() == 4 * PAGE_BYTES + 3 * own
     state.save(A, Snapshot(3), 10)
     state.save(B, Snapshot(3), 12)
-    assert state.num_bytes_held() == 4 * PAGE_BYTES + 4 * own
+    assert state.num_used_bytes() == 4 * PAGE_BYTES + 4 * own
     state.clear(A)
     state.clear(C)
-    assert state.num_bytes_held() == 2 * PAGE_BYTES + 2 * own
+    assert state.num_used_bytes() == 2 * PAGE_BYTES + 2 * own
     state.reset()
-    assert state.num_bytes_held() == 0
+    assert state.num_used_bytes() == 0
     assert make(()).num_bytes(65) == 2 * PAGE_BYTES
 
 

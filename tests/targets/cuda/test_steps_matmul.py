@@ -267,7 +267,7 @@ def test_only_attention_and_the_delta_rule_wait_for_a_product_to_end(
     """With so many rows: the product before them, no other."""
     plan, weights, products = products_of(precision, gpu=HOPPER, make=make)
     mixers = [one for one in plan.instructions if isinstance(one, AttentionOp | DeltaRuleOp)]
-    held = [weights.held(product_of(one)) for one in plan.products]
+    held = [weights.packed(product_of(one)) for one in plan.products]
 
     def alone(num_rows: int) -> list[bool]:
         pairs = zip(plan.products, held, strict=True)

@@ -96,7 +96,7 @@ def test_what_the_launch_is_handed(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers: Any = SimpleNamespace(view=views.__getitem__)
     routing = experts._route_native(each, buffers, positions, JOINED)
     (what, how) = seen.pop()
-    held = experts._weights.held(product_of(product))
+    held = experts._weights.packed(product_of(product))
     wanted = routing.weights, routing.experts, views[product.out], views[product.x], held, positions
     assert all(one is other for one, other in zip(what[:-1], wanted, strict=True))
     assert what[-1] is routing.tiles[0]

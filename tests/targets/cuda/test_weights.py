@@ -64,7 +64,7 @@ def test_values_are_the_format_s_bit_for_bit(name: str, axis: str) -> None:
         parts = [get(each) for each in linear.weight.names]
         dense = torch.cat(parts)
         expected = get_format(name).round_trip(dense, axis=-1 if axis == "in" else 0)
-        placed = weights.held(product_of(linear))
+        placed = weights.packed(product_of(linear))
         assert placed.kind == (name if axis == "in" else "bf16")
         if linear.swiglu:
             assert placed.is_paired
@@ -72,7 +72,7 @@ def test_values_are_the_format_s_bit_for_bit(name: str, axis: str) -> None:
         assert torch.equal(unpack(placed), expected)
     embed = plan.instructions[0]
     assert isinstance(embed, EmbedOp)
-    table = weights.held(table_of(embed))
+    table = weights.packed(table_of(embed))
     dense = get("model.embed_tokens.weight")
     expected = get_format(name).round_trip(dense, axis=-1 if axis == "in" else 0)
     assert table.kind == "bf16" and torch.equal(unpack(table), expected)

@@ -59,11 +59,11 @@ class SocketTransport:
 
 
 class FrontSocket:
-    """The API server's end. The event loop calls ``on_message`` for each frame, without a task.
+    """The API server's end. The event loop calls ``on_frame`` for each frame, without a task.
 
     Args:
         folder: the socket's directory.
-        on_message: receives a frame.
+        on_frame: Receives a frame.
     """
 
     def __init__(self, folder: Path, on_frame: Callable[[bytes], None]) -> None:

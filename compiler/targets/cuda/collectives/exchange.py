@@ -398,9 +398,9 @@ class PeerAllReduce:
     def _reduce(
         self, arguments: _Reduce, wire: str, kind: torch.dtype, shape: AllReduceConfig
     ) -> None:
-        held = "bf16" if kind == torch.bfloat16 else "fp32"
-        assert shape.units in _UNITS[wire, held], f"{shape} of {held} sent as {wire}"
-        name = f"reduce_{wire}_{held}_{shape.units}_{self._ranks}"
+        values = "bf16" if kind == torch.bfloat16 else "fp32"
+        assert shape.units in _UNITS[wire, values], f"{shape} of {values} sent as {wire}"
+        name = f"reduce_{wire}_{values}_{shape.units}_{self._ranks}"
         most = self._most_blocks // shape.num_blocks * shape.num_blocks
         num_blocks = min(most, arguments.num_rows * shape.num_blocks)
         self._launch(name, arguments, num_blocks, shape.num_threads, shape.num_blocks)

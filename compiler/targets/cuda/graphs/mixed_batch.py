@@ -46,17 +46,17 @@ class Joined:
         for chunk in chunks:
             slot_state = self._check(chunk)
             slot_state.length, slot_state.token = chunk.end, None
-        held = self._go_on(decoding)
-        ends = {slot: at + 1 for slot, at in held.items()}
+        positions = self._go_on(decoding)
+        ends = {slot: at + 1 for slot, at in positions.items()}
         ends |= {chunk.slot: chunk.end for chunk in chunks if chunk.chooses}
         may_be_captured = self._answers.may_be_captured(tuple(ends), step)
         found = self._buckets.batch(num_tokens_of(chunks), len(ends)) if may_be_captured else None
         if found is None:
-            return self._uncaptured(chunks, step, held, ends)
+            return self._uncaptured(chunks, step, positions, ends)
         bucket, size = found
         drawing = drawing_of([self._slot_states[slot].sampling for slot in ends])
         now = None if step.masked else drawing
-        bucket.run(size, chunks, held, ends, now, self._state.marks(chunks))
+        bucket.run(size, chunks, positions, ends, now, self._state.marks(chunks))
         self._state.keep(chunks)
         slots = tuple(ends)
         if not slots:
@@ -69,16 +69,16 @@ class Joined:
         self,
         chunks: Sequence[PrefillChunk],
         step: Step,
-        held: dict[Slot, int],
+        positions: dict[Slot, int],
         ends: dict[Slot, int],
     ) -> list[SamplerOutput]:
         """A batch that is larger than those captured, or whose tokens are chosen late."""
-        decoding = tuple(held)
+        decoding = tuple(positions)
         ragged = join(
             chunks,
             self._device_slots.device,
             slots=decoding,
-            positions=tuple(held.values()),
+            positions=tuple(positions.values()),
             marks=self._state.marks(chunks),
         )
         if decoding:
@@ -107,8 +107,8 @@ class Joined:
         if not slots:
             return {}
         self._leave()
-        held = [self._slot_states[slot].length for slot in slots]
-        self._state.check_all(slots, np.array(held) + 1)
-        for slot, at in zip(slots, held, strict=True):
+        positions = [self._slot_states[slot].length for slot in slots]
+        self._state.check_all(slots, np.array(positions) + 1)
+        for slot, at in zip(slots, positions, strict=True):
             self._slot_states[slot].length = at + 1
-        return dict(zip(slots, held, strict=True))
+        return dict(zip(slots, positions, strict=True))

@@ -96,7 +96,7 @@ class _MixedGraph:
     def upload(
         self,
         chunks: Sequence[PrefillChunk],
-        held: Mapping[Slot, int],
+        positions: Mapping[Slot, int],
         ends: Mapping[Slot, int],
         none: int,
         marks: Marks,
@@ -105,7 +105,7 @@ class _MixedGraph:
 
         Args:
             chunks: Prefill chunks.
-            held: Decode slots and their number of positions.
+            positions: Decode slots and their number of positions.
             ends: Slots that get a token, with its position. Decode slots come first.
             none: Table row for padding.
             marks: Snapshot positions of the chunks.
@@ -115,8 +115,8 @@ class _MixedGraph:
         first, tokens = self.num_tokens, words.reshape(4, -1)
         tokens[1], tokens[3] = -1, -1
         pieces = lay_out(tokens, chunks, SHORT_BLOCK, marks)
-        among = slice(first, first + len(held))
-        tokens[1, among], tokens[2, among] = [*held.values()], [*held]
+        among = slice(first, first + len(positions))
+        tokens[1, among], tokens[2, among] = [*positions.values()], [*positions]
         starts[: len(pieces)], starts[len(pieces) :] = [piece.start for piece in pieces], first
         wanted, at, where = each.reshape(3, -1)
         both = zip(chunks, pieces, strict=True)
@@ -168,7 +168,7 @@ class BatchBucket(Bucket):
         self,
         num_tokens: int,
         chunks: Sequence[PrefillChunk],
-        held: Mapping[Slot, int],
+        positions: Mapping[Slot, int],
         ends: Mapping[Slot, int],
         drawing: Drawing | None,
         marks: Marks = NO_MARKS,
@@ -178,7 +178,7 @@ class BatchBucket(Bucket):
         The next step of each slot in ``ends`` reads its selected token.
         """
         found = self._pass(num_tokens)
-        found.upload(chunks, held, ends, self._table.padding, marks)
+        found.upload(chunks, positions, ends, self._table.padding, marks)
         assert found.captured is not None
         found.captured()
         if drawing is not None:
@@ -200,8 +200,8 @@ class BatchBucket(Bucket):
 
     def _run(self, made: _MixedGraph) -> None:
         """Run the forward. Padding rows may read any token, because they have no position."""
-        held = self._table.tokens
-        torch.index_select(held, 0, made.at, out=made.rows.tokens[made.decoding])
+        positions = self._table.tokens
+        torch.index_select(positions, 0, made.at, out=made.rows.tokens[made.decoding])
         logits = self._steps.prefill(
             made.rows,
             logit_rows=made.wanted,

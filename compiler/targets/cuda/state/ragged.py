@@ -44,10 +44,10 @@ class Ragged:
     last: Tensor
     decoding: slice
 
-    def take_tokens(self, held: Tensor) -> None:
-        """Copy the decode rows' tokens from ``held [S]``, the device table."""
+    def take_tokens(self, tokens: Tensor) -> None:
+        """Copy the decode rows' tokens from ``tokens [S]``, the device table."""
         among = self.decoding
-        torch.index_select(held, 0, self.rows.slots[among], out=self.rows.tokens[among])
+        torch.index_select(tokens, 0, self.rows.slots[among], out=self.rows.tokens[among])
 
 
 def num_tokens_of(chunks: Sequence[PrefillChunk]) -> int:

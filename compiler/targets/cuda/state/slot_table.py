@@ -74,8 +74,8 @@ class SlotTable:
         if not opened:
             return
         first = min(opened)
-        held = self._words[first : max(opened) + 1]
-        words = held.copy()
+        stored = self._words[first : max(opened) + 1]
+        words = stored.copy()
         for slot, c in opened.items():
             row = words[slot - first]
             fractions = row.view(np.float64)
@@ -85,9 +85,9 @@ class SlotTable:
             ends = c.stop_token_ids[: self.num_ends]
             row[_NUM_NUMBERS : _NUM_NUMBERS + len(ends)] = ends
             row[_NUM_NUMBERS + len(ends) :] = -1
-        if words.tobytes() != held.tobytes():
+        if words.tobytes() != stored.tobytes():
             send_into(self.parameters.words[first : first + len(words)], words)
-            held[:] = words
+            stored[:] = words
 
     def index(self, slots: Sequence[Slot], size: int | None = None) -> Tensor:
         """Return the slots as int64 on the device, padded to ``size`` with the padding entry."""

@@ -71,7 +71,7 @@ class PagedState:
         }
         self._first_mark, self.num_marks = options.max_batch, num_marks
         self._sequence_bytes = sequence_bytes(sequence_specs)
-        self._held: dict[Slot, list[int]] = {}
+        self._pages_of_slot: dict[Slot, list[int]] = {}
         # capacity of a slot's pages in positions
         self._room = np.zeros(options.max_batch, dtype=np.int64)
         self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
@@ -79,12 +79,12 @@ class PagedState:
 
     def note(self, edit: AssignPages) -> None:
         """Record the pages of a slot. :meth:`deal` writes them to the device."""
-        held = self._held.setdefault(edit.slot, [])
-        assert edit.first <= len(held), f"slot {edit.slot} has no page before {edit.first}"
-        held[edit.first :] = edit.ids
+        page_ids = self._pages_of_slot.setdefault(edit.slot, [])
+        assert edit.first <= len(page_ids), f"slot {edit.slot} has no page before {edit.first}"
+        page_ids[edit.first :] = edit.ids
         width = self.tables.shape[1]
-        assert len(held) <= width, f"slot {edit.slot} has {len(held)} pages of {width}"
-        self._room[edit.slot] = PAGE * len(held)
+        assert len(page_ids) <= width, f"slot {edit.slot} has {len(page_ids)} pages of {width}"
+        self._room[edit.slot] = PAGE * len(page_ids)
 
     def deal(self, edits: Sequence[AssignPages]) -> None:
         """Write page assignments to the page tables in one copy. Later assignments take
@@ -129,7 +129,7 @@ class PagedState:
 
     def clear(self, slot: Slot) -> None:
         """Remove a slot's pages. Queued device work may still use them."""
-        self._held.pop(slot, None)
+        self._pages_of_slot.pop(slot, None)
         self._room[slot] = 0
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class PagedState:
         """Copy a sequence's partial last page and fixed-size state to another slot."""
         if num_positions % PAGE:
             at = num_positions // PAGE
-            old, new = self._held[source][at], self._held[target][at]
+            old, new = self._pages_of_slot[source][at], self._pages_of_slot[target][at]
             for pool in self._pools():
                 pool[new] = pool[old]
         _copy_all(self._own(source), self._own(target))
@@ -174,7 +174,7 @@ class PagedState:
 
     def put_out(self, slot: Slot, place: HostPlace, num_positions: int) -> None:
         """Copy the pages of a slot's first positions, and its fixed-size state, to host memory."""
-        ids = self._ids(self._held[slot][: pages_of(num_positions)])
+        ids = self._ids(self._pages_of_slot[slot][: pages_of(num_positions)])
         kept = [_to_host(each.index_select(0, ids)) for each in self._pools()]
         kept += [_to_host(state) for state in self._own(slot)]
         self._places[place] = kept
@@ -182,7 +182,7 @@ class PagedState:
     def take_back(self, place: HostPlace, slot: Slot, num_positions: int) -> None:
         """Copy the state from :meth:`put_out` back to a slot and free the host memory."""
         kept = iter(self._places.pop(place))
-        ids = self._ids(self._held[slot][: pages_of(num_positions)])
+        ids = self._ids(self._pages_of_slot[slot][: pages_of(num_positions)])
         for pool in self._pools():
             pool.index_copy_(0, ids, next(kept).to(self.device, non_blocking=True))
         for state in self._own(slot):
@@ -194,7 +194,7 @@ class PagedState:
 
     def reset(self) -> None:
         """Remove all page assignments, snapshots and host copies."""
-        self._held.clear()
+        self._pages_of_slot.clear()
         self._room.fill(0)
         self._snapshots.clear()
         self._places.clear()
@@ -216,10 +216,10 @@ class PagedState:
         a_page = sum(page_bytes(each, self._kinds[each.name]) for each in self._specs)
         return pages_of(num_positions) * a_page + num_sequences * self._sequence_bytes
 
-    def num_bytes_held(self) -> int:
+    def num_used_bytes(self) -> int:
         """Return the device bytes in use by slots and snapshots. Shared pages count once."""
-        pages = {page for held in self._held.values() for page in held}
-        return self.num_bytes(PAGE * len(pages), len(self._held) + len(self._snapshots))
+        pages = {page for page_ids in self._pages_of_slot.values() for page in page_ids}
+        return self.num_bytes(PAGE * len(pages), len(self._pages_of_slot) + len(self._snapshots))
 
 
 def _copy_all(sources: list[Tensor], targets: list[Tensor]) -> None:

@@ -20,14 +20,14 @@ class BoundMatmul:
 
     Attributes:
         each: Instruction of the plan.
-        held, bias, norm: Weight, bias, and the norm before the matmul with its epsilon.
+        packed, bias, norm: Weight, bias, and the norm before the matmul with its epsilon.
         codes: e4m3 copy of the weight. None: there is none, or the fidelity does not permit it.
         values: bfloat16 copy of a weight in blocks. None: there is none.
         aligned, unaligned: Kernels by rows, with and without those that the copy engine feeds.
     """
 
     each: LinearOp
-    held: PackedWeight
+    packed: PackedWeight
     bias: Tensor | None
     norm: tuple[Tensor, float] | None
     codes: DequantizedCopy | None

@@ -143,9 +143,11 @@ class ExpertsRunner:
                 if each.logits.width > native_route.MAX_EXPERTS:
                     return f"{each.logits.width} experts"
             elif isinstance(each, ExpertLinearOp | ExpertSum):
-                held, is_sum = self._weights.weight_of(each), isinstance(each, ExpertSum)
-                if not native_experts.takes(held, num_tokens=max_rows, top_k=top_k, is_sum=is_sum):
-                    return f"{held.num_experts} experts of {held.num_columns} columns"
+                packed, is_sum = self._weights.weight_of(each), isinstance(each, ExpertSum)
+                if not native_experts.takes(
+                    packed, num_tokens=max_rows, top_k=top_k, is_sum=is_sum
+                ):
+                    return f"{packed.num_experts} experts of {packed.num_columns} columns"
         return self._gpu.why_no_cpp if top_k else ""
 
     def _find_shared(self, plan: KernelProgram) -> dict[int, LinearOp]:
@@ -165,8 +167,8 @@ class ExpertsRunner:
             if not plain or down.residual or up.swiglu != first.swiglu:
                 continue
             pairs = ((first, up), (last, down))
-            held = [[self._weights.weight_of(each) for each in pair] for pair in pairs]
-            if all(native_experts.takes_shared(shared, own) for own, shared in held):
+            packed = [[self._weights.weight_of(each) for each in pair] for pair in pairs]
+            if all(native_experts.takes_shared(shared, own) for own, shared in packed):
                 found |= {id(expert): shared for expert, shared in pairs}
         return found
 
@@ -236,9 +238,9 @@ class ExpertsRunner:
         if kernel != JOINED:
             return routed(each, logits, positions)
         router = self._routers[id(each)]
-        held = self._weights.weight_of(router)
+        packed = self._weights.weight_of(router)
         return routed_with_product(
-            each, step.view(router.out), step.view(router.x), held, positions
+            each, step.view(router.out), step.view(router.x), packed, positions
         )
 
     def _route(
@@ -281,7 +283,7 @@ class ExpertsRunner:
         return tile_size(num_pairs, num_experts, site=self._site, is_bf16=self._is_bf16)
 
     def _products(self, each: ExpertLinearOp, step: Buffers) -> None:
-        routing, held = self._routing, self._weights.weight_of(each)
+        routing, packed = self._routing, self._weights.weight_of(each)
         assert routing is not None
         out, x = step.view(each.out), step.view(each.x)
         top_k, swiglu = routing.top_k, each.swiglu
@@ -294,13 +296,13 @@ class ExpertsRunner:
                 shared_x, shared_out = step.view(given.x)[part], step.view(given.out)[part]
                 shared = native_experts.Shared(shared_x, weight, shared_out)
             native_experts.expert_linear(
-                out[part], x[part], held, tiles, top_k=top_k, swiglu=swiglu, shared=shared,
+                out[part], x[part], packed, tiles, top_k=top_k, swiglu=swiglu, shared=shared,
                 choice=routing.choice,
             )  # fmt: skip
         for part, groups in routing.parts():
             finish = Finish(self._vector(each.bias), each.limit, each.alpha)
             expert_linear(
-                out[part], x[part], held, groups, top_k=top_k, swiglu=swiglu, finish=finish
+                out[part], x[part], packed, groups, top_k=top_k, swiglu=swiglu, finish=finish
             )
 
     def _sum_native(
@@ -334,7 +336,7 @@ class ExpertsRunner:
         )
 
     def _sum(self, each: ExpertSum, step: Buffers) -> None:
-        routing, held = self._routing, self._weights.weight_of(each)
+        routing, packed = self._routing, self._weights.weight_of(each)
         assert routing is not None
         for part, tiles in routing.native_parts():
             self._sum_native(each, step, routing, part, tiles)
@@ -345,11 +347,11 @@ class ExpertsRunner:
         if each.shared is not None:
             shared = step.view(each.shared[0]), step.view(each.shared[1])
         most = min(steps_routes.PART_TOKENS, len(out))
-        products = x.new_empty(most, routing.top_k * held.num_rows)  # in the operands' type
+        products = x.new_empty(most, routing.top_k * packed.num_rows)  # in the operands' type
         for part, groups in routing.parts():
             results = products[: len(x[part])]
             finish = Finish(self._vector(each.bias))
-            expert_linear(results, x[part], held, groups, top_k=routing.top_k, finish=finish)
+            expert_linear(results, x[part], packed, groups, top_k=routing.top_k, finish=finish)
             sum_experts(
                 out[part],
                 results,

@@ -78,7 +78,7 @@ class Products:
     ``max_rows``: of a decode step. ``gpu`` and ``arithmetic``: of the op table. Strict prompts take
     the library regardless of their rows. Strict decode steps take our kernels if these take
     ``max_rows``, else the library: operands and results have room for :data:`LEAST_STRICT` rows.
-    ``copies``: which weights are held once more.
+    ``copies``: dequantized copies of weights.
     """
 
     def __init__(
@@ -130,40 +130,40 @@ class Products:
         are of a decode step, where in strict ones a row's bits do not depend on how many there are.
         """
         bound = self._bound(each, decodes)
-        held, bias, norm, kernel = bound.held, bound.bias, bound.norm, bound.kernel(out, x)
+        packed, bias, norm, kernel = bound.packed, bound.bias, bound.norm, bound.kernel(out, x)
         if kernel in (E4M3, DENSE_E4M3):
             self._lofi_product(bound, out, x, decodes, is_ours=kernel == DENSE_E4M3)
         elif kernel == SWIGLU:
             x = self._norm(x, norm, decodes)
-            weight = held.data if bound.values is None else bound.values
-            alone = self._is_alone(each, held, len(x))
-            native_many.swiglu(out, x, weight, held, bias=bias, alone=alone)
+            weight = packed.data if bound.values is None else bound.values
+            alone = self._is_alone(each, packed, len(x))
+            native_many.swiglu(out, x, weight, packed, bias=bias, alone=alone)
         elif kernel == DENSE:
-            self._dense_product(each, out, self._norm(x, norm, decodes), held, bias, decodes)
+            self._dense_product(each, out, self._norm(x, norm, decodes), packed, bias, decodes)
         elif kernel == CUBLAS:
             if self._strict:
                 out, x = _at_least(out, LEAST_STRICT), _at_least(x, LEAST_STRICT)
-            self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
+            self._library_product(each, out, self._norm(x, norm, decodes), packed, bias)
         elif kernel == CODED:
             # Strict steps use one order of summation, regardless of the number of rows.
             coded_linear(
                 out,
                 self._norm(x, norm, decodes),
-                held,
+                packed,
                 bias=bias,
                 residual=each.residual,
                 swiglu=each.swiglu,
                 is_small_m=decodes if self._strict else None,
             )
         elif kernel == BLOCK:
-            if norm is not None and not native.takes_norm(held.num_columns):
+            if norm is not None and not native.takes_norm(packed.num_columns):
                 x, norm = self._norm(x, norm, decodes), None
-            self._wide_product(each, out, x, held, bias, norm, decodes)
+            self._wide_product(each, out, x, packed, bias, norm, decodes)
         elif kernel == GEMV:
-            self._native_product(each, out, x, held, bias, norm, decodes)
+            self._native_product(each, out, x, packed, bias, norm, decodes)
         else:
             triton_linear(
-                out, x, held, bias=bias, norm=norm, residual=each.residual, swiglu=each.swiglu
+                out, x, packed, bias=bias, norm=norm, residual=each.residual, swiglu=each.swiglu
             )
 
     def _bound(self, each: LinearOp, decodes: bool) -> BoundMatmul:
@@ -173,7 +173,7 @@ class Products:
         return found
 
     def _bind(self, each: LinearOp, decodes: bool) -> BoundMatmul:
-        held, norm = self._weights.weight_of(each), None
+        packed, norm = self._weights.weight_of(each), None
         if each.norm is not None:
             norm = self._weights.constant(each.norm), each.eps
         codes = None
@@ -183,51 +183,51 @@ class Products:
         reader = self._readers.get(id(each))
         fed = () if reader is None else self._bound(reader, decodes).unaligned.rows_with(BLOCK)
         site = MatmulSite(
-            held,
+            packed,
             decodes,
             self._arithmetic,
             self._gpu,
             has_values=values is not None,
             has_codes=codes is not None,
-            has_one_order=self._has_one_order(held),
+            has_one_order=self._has_one_order(packed),
             fed=fed,
         )
         aligned, unaligned = bind_matmul(site), bind_matmul(replace(site, is_aligned=False))
         bias = self._weights.bias_of(each)
-        return BoundMatmul(each, held, bias, norm, codes, values, aligned, unaligned)
+        return BoundMatmul(each, packed, bias, norm, codes, values, aligned, unaligned)
 
     def takes_few(self, each: LinearOp) -> bool:
         """Whether one row's product in a decode step is by the kernels of few rows."""
         return self._bound(each, True).aligned.at(1) == GEMV
 
-    def _is_ours(self, held: PackedWeight) -> bool:
-        return self._is_native and held.num_columns % 4 == 0
+    def _is_ours(self, packed: PackedWeight) -> bool:
+        return self._is_native and packed.num_columns % 4 == 0
 
-    def _has_one_order(self, held: PackedWeight) -> bool:
+    def _has_one_order(self, packed: PackedWeight) -> bool:
         """Whether our kernels take a weight in all decode steps, where they give a row the same
         bits in any number of rows. Bfloat16 of more rows than one launch takes is the library's.
         """
-        in_blocks = held.kind != "bf16"
-        return self._is_ours(held) and (in_blocks or self._max_rows <= native.most_tokens(held))
+        in_blocks = packed.kind != "bf16"
+        return self._is_ours(packed) and (in_blocks or self._max_rows <= native.most_tokens(packed))
 
-    def _is_alone(self, each: LinearOp, held: PackedWeight, num_rows: int) -> bool:
+    def _is_alone(self, each: LinearOp, packed: PackedWeight, num_rows: int) -> bool:
         """Whether the kernel behind a product begins when that has ended: where it mixes positions,
         and where that was measured faster on an H200.
         """
         mixer = self._before_mixers.get(id(each))
-        is_late = held.kind == "bf16" and isinstance(mixer, AttentionOp)
+        is_late = packed.kind == "bf16" and isinstance(mixer, AttentionOp)
         least = tuning()["matmul"]["min_rows_before_mixer"]
         return mixer is not None and num_rows >= least["bf16" if is_late else "blocks"]
 
-    def _way(self, held: PackedWeight, num_rows: int) -> native_wide.BlockTileConfig:
-        return native_wide.choose_way(held, num_rows, same_bits=self._strict)
+    def _way(self, packed: PackedWeight, num_rows: int) -> native_wide.BlockTileConfig:
+        return native_wide.choose_way(packed, num_rows, same_bits=self._strict)
 
     def _wide_product(
         self,
         each: LinearOp,
         out: Tensor,
         x: Tensor,
-        held: PackedWeight,
+        packed: PackedWeight,
         bias: Tensor | None,
         norm: tuple[Tensor, float] | None,
         decodes: bool,
@@ -238,15 +238,15 @@ class Products:
         native_wide.linear(
             out,
             x,
-            held,
+            packed,
             epilogue=epilogue_of(each),
             arranged=self._fed if is_there else self._arranged,
             bias=bias,
             norm=norm,
-            way=self._way(held, len(x)),
+            way=self._way(packed, len(x)),
             is_there=is_there,
             feeds=feeds,
-            alone=self._is_alone(each, held, len(x)),
+            alone=self._is_alone(each, packed, len(x)),
         )
 
     def _fed_by(
@@ -262,14 +262,14 @@ class Products:
         if bound.unaligned.at(num_rows) != BLOCK:
             return out, 0
         self._is_fed = True
-        return self._fed, native_wide.num_places(self._way(bound.held, num_rows), num_rows)
+        return self._fed, native_wide.num_places(self._way(bound.packed, num_rows), num_rows)
 
     def _native_product(
         self,
         each: LinearOp,
         out: Tensor,
         x: Tensor,
-        held: PackedWeight,
+        packed: PackedWeight,
         bias: Tensor | None,
         norm: tuple[Tensor, float] | None,
         decodes: bool,
@@ -277,8 +277,8 @@ class Products:
         """Launch a product for as many rows at a time as the kernels take, reading the weight each
         time.
         """
-        num_rows, most = len(x), native.most_tokens(held)
-        if norm is not None and (num_rows > 1 or not native.takes_norm(held.num_columns)):
+        num_rows, most = len(x), native.most_tokens(packed)
+        if norm is not None and (num_rows > 1 or not native.takes_norm(packed.num_columns)):
             x, norm = self._norm(x, norm, decodes), None
         epilogue = epilogue_of(each)
         for first in range(0, num_rows, most):
@@ -286,12 +286,12 @@ class Products:
             native.linear(
                 out[part],
                 x[part],
-                held,
+                packed,
                 epilogue=epilogue,
                 num_tokens=part.stop - first,
                 bias=bias,
                 norm=norm,
-                alone=part.stop == num_rows and self._is_alone(each, held, num_rows),
+                alone=part.stop == num_rows and self._is_alone(each, packed, num_rows),
             )
 
     def _norm(self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool) -> Tensor:
@@ -314,12 +314,12 @@ class Products:
         self, bound: BoundMatmul, out: Tensor, x: Tensor, decodes: bool, *, is_ours: bool
     ) -> None:
         """Run a matmul of e4m3 operands, by `DENSE_E4M3` if ``is_ours``."""
-        each, held, bias, copy = bound.each, bound.held, bound.bias, bound.codes
+        each, packed, bias, copy = bound.each, bound.packed, bound.bias, bound.codes
         assert copy is not None and copy.scales is not None
         codes, scales = self._codes(x, bound.norm, decodes)
         if is_ours:
             operands = native_dense.BlockCodes(copy.values, copy.scales, codes, scales)
-            self._dense_product(each, out, operands, held, bias, decodes)
+            self._dense_product(each, out, operands, packed, bias, decodes)
             return
         if not each.swiglu:
             found = codes_product(codes, copy.values, self._one)
@@ -328,14 +328,14 @@ class Products:
         gate_up = scaled_product((codes, scales), (copy.values, copy.scales))
         if bias is not None:
             gate_up += bias
-        swiglu(out, gate_up, paired=held.is_paired)
+        swiglu(out, gate_up, paired=packed.is_paired)
 
     def _dense_product(
         self,
         each: LinearOp,
         out: Tensor,
         x: Tensor | native_dense.BlockCodes,
-        held: PackedWeight,
+        packed: PackedWeight,
         bias: Tensor | None,
         decodes: bool,
     ) -> None:
@@ -343,11 +343,11 @@ class Products:
         native_dense.linear(
             out,
             x,
-            held,
+            packed,
             epilogue=epilogue_of(each),
             bias=bias,
             feeds=feeds,
-            alone=self._is_alone(each, held, len(x)),
+            alone=self._is_alone(each, packed, len(x)),
         )
 
     def _codes(
@@ -361,20 +361,20 @@ class Products:
         return round_rows(self._norm(x, norm, decodes))
 
     def _library_product(
-        self, each: LinearOp, out: Tensor, x: Tensor, held: PackedWeight, bias: Tensor | None
+        self, each: LinearOp, out: Tensor, x: Tensor, packed: PackedWeight, bias: Tensor | None
     ) -> None:
         stride = out.stride(0)
         # With the weight's rows of zeros: the library is slow at odd widths.
-        is_whole = held.kind == "bf16" and stride == len(held.data) > held.num_rows
+        is_whole = packed.kind == "bf16" and stride == len(packed.data) > packed.num_rows
         is_whole = is_whole and not (each.swiglu or each.residual)
         weight = self._bound(each, False).values
         if weight is None:
-            weight = self._dense(held, stride if is_whole else held.num_rows)
+            weight = self._dense(packed, stride if is_whole else packed.num_rows)
         if each.swiglu:
             gate_up = torch.mm(x, weight.T)
             if bias is not None:
                 gate_up += bias
-            swiglu(out, gate_up, paired=held.is_paired)
+            swiglu(out, gate_up, paired=packed.is_paired)
             return
         if each.residual:
             add_product(out, x, weight)
@@ -386,17 +386,17 @@ class Products:
         if bias is not None:
             out += bias
 
-    def _dense(self, held: PackedWeight, num_rows: int) -> Tensor:
+    def _dense(self, packed: PackedWeight, num_rows: int) -> Tensor:
         """``[num_rows, in]`` in the operands' type; blocks, of all rows, are dequantised into fresh
         memory.
         """
-        columns = held.num_columns
-        if held.kind == "bf16":
-            return held.data[:num_rows, :columns].to(self._operand)
+        columns = packed.num_columns
+        if packed.kind == "bf16":
+            return packed.data[:num_rows, :columns].to(self._operand)
         shape = num_rows, padded(columns)
         dense = torch.empty(shape, dtype=self._operand, device=self.device)[:, :columns]
-        if held.format in CODED_TILES:
-            decode_rows(dense, held)
+        if packed.format in CODED_TILES:
+            decode_rows(dense, packed)
         else:
-            dequantise(dense, held)
+            dequantise(dense, packed)
         return dense

@@ -61,7 +61,9 @@ class Norms:
         is_cpp = gpu.has_cpp and arithmetic != EXACT
         self._before: dict[int, NormOp] = {}  # by identity of the next matmul
         for norm, reader in norms_before(plan) if is_cpp else ():
-            if native.leaves_norm(weights.held(product_of(reader))) and products.takes_few(reader):
+            if native.leaves_norm(weights.packed(product_of(reader))) and products.takes_few(
+                reader
+            ):
                 self._before[id(reader)] = norm
         inside = {id(norm) for norm in self._before.values()}
         self._norms: dict[int, _Phases] = {}

@@ -72,8 +72,8 @@ def joined_routers(plan: KernelProgram, weights: Weights) -> dict[int, LinearOp]
         is_plain = product.norm is None is product.bias
         is_plain = is_plain and not (product.residual or product.swiglu)
         places = [(one.buffer, one.first, one.stride or one.width) for one in (out, logits)]
-        held = weights.held(product_of(product))
-        if is_plain and places[0] == places[1] and native_router.takes(held, each.logits.width):
+        packed = weights.packed(product_of(product))
+        if is_plain and places[0] == places[1] and native_router.takes(packed, each.logits.width):
             found[id(each)] = product
     return found
 
@@ -96,12 +96,12 @@ def routed(each: TopKRouteOp, logits: Tensor, positions: Tensor) -> Routing:
 
 
 def routed_with_product(
-    each: TopKRouteOp, logits: Tensor, x: Tensor, held: PackedWeight, positions: Tensor
+    each: TopKRouteOp, logits: Tensor, x: Tensor, packed: PackedWeight, positions: Tensor
 ) -> Routing:
     """What router.cu makes of x and a router's weight, whose product is left in ``logits``."""
     routing = _empty(each, logits)
     native_router.router(
-        routing.weights, routing.experts, logits, x, held, positions, routing.tiles[0],
+        routing.weights, routing.experts, logits, x, packed, positions, routing.tiles[0],
         renormalise=each.renormalise, num_experts=each.logits.width, first=each.first,
         count=each.num_experts,
     )  # fmt: skip

@@ -38,7 +38,7 @@ class Kinds:
 
 NO_COPIES = Kinds()
 _NOTHING = (
-    "copies {}: no weight is held once more; there are copies of weights in blocks, in FP8 of bfp4 "
+    "copies {}: no weight is copied; there are copies of weights in blocks, in FP8 of bfp4 "
     "at lofi, with --compute fast, and in FP8 where rows' bits are not promised"
 )
 
@@ -127,13 +127,13 @@ class DequantizedCopies:
                 continue
             tried.add(wanted)
             if wants_codes(each, kinds):
-                copy = _codes(weights.held(wanted))
+                copy = _codes(weights.packed(wanted))
                 self.num_lofi += 1
                 self.num_inexact += copy is None
                 if copy is not None:
                     self._copies[wanted] = copy
             elif wants_values(each, kinds):
-                self._copies[wanted] = DequantizedCopy(_dense(weights.held(wanted)))
+                self._copies[wanted] = DequantizedCopy(_dense(weights.packed(wanted)))
 
     @property
     def num_bytes(self) -> int:
@@ -153,7 +153,7 @@ class DequantizedCopies:
         if not parts:
             return (_NOTHING.format(requested),) if requested in ("codes", "all") else ()
         size = f"{self.num_bytes / 1e9:.1f} GB"
-        return (f"held once more, for many rows: {', '.join(parts)}; {size}",)
+        return (f"dequantized copies, for many rows: {', '.join(parts)}; {size}",)
 
     def codes_for(self, each: LinearOp, num_rows: int, *, decodes: bool) -> DequantizedCopy | None:
         """Return the e4m3 copy for a matmul with ``num_rows`` rows. None: the matmul does not use
@@ -170,20 +170,20 @@ class DequantizedCopies:
         return None if copy is None or copy.scales is not None else copy.values
 
 
-def _dense(held: PackedWeight) -> Tensor:
+def _dense(packed: PackedWeight) -> Tensor:
     """Dequantize a weight as for a single matmul, so that cuBLAS gives the same bits."""
-    shape = held.num_rows, padded(held.num_columns)
-    values = torch.empty(shape, dtype=torch.bfloat16, device=held.data.device)
-    values = values[:, : held.num_columns]
-    dequantise(values, held)
+    shape = packed.num_rows, padded(packed.num_columns)
+    values = torch.empty(shape, dtype=torch.bfloat16, device=packed.data.device)
+    values = values[:, : packed.num_columns]
+    dequantise(values, packed)
     return values
 
 
-def _codes(held: PackedWeight) -> DequantizedCopy | None:
+def _codes(packed: PackedWeight) -> DequantizedCopy | None:
     """Return the e4m3 copy, or None if inexact. Rows are converted in parts: scratch is 12 bytes a
     value.
     """
-    dense, found = _dense(held), []
+    dense, found = _dense(packed), []
     for part in dense.chunk(_PIECES):
         exact = exact_rows(part)
         if exact is None:

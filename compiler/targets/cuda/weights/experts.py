@@ -18,7 +18,7 @@ _TOGETHER = 1 << 24
 """Maximum number of values converted together. Experts are small, and launches are costly."""
 
 
-def held_sizes(recipe: WeightRecipe, *, paired: bool) -> tuple[int, int, int]:
+def packed_sizes(recipe: WeightRecipe, *, paired: bool) -> tuple[int, int, int]:
     """Return the expert count in a packed weight, and an expert's rows and columns.
 
     If ``paired``, gate rows and up rows are padded to multiples of 8.
@@ -47,9 +47,9 @@ def place_experts(
             error for unsupported values.
     """
     get = _source(get_weight, device)
-    num_experts, num_rows, num_columns = held_sizes(recipe, paired=paired)
+    num_experts, num_rows, num_columns = packed_sizes(recipe, paired=paired)
     step = max(1, _TOGETHER // max(1, num_rows * num_columns))
-    scale, held, first = 1.0, None, 0
+    scale, packed, first = 1.0, None, 0
     while first < num_experts:
         last = min(first + step, num_experts)
         some = _some(recipe, first, last)
@@ -65,14 +65,14 @@ def place_experts(
             for index, values in enumerate(dense):
                 check(values, scale, _some(some, index, index + 1).names)
         part = hold(_below_one_another(dense, paired), kind, paired=False, scale=scale).data
-        if held is None:
+        if packed is None:
             data = part.new_empty((len(part) // len(dense) * num_experts, *part.shape[1:]))
-            held = PackedWeight(kind, num_rows, num_columns, data, paired, scale, num_experts)
-        rows = len(held.data) // num_experts
-        held.data[first * rows : last * rows] = part
+            packed = PackedWeight(kind, num_rows, num_columns, data, paired, scale, num_experts)
+        rows = len(packed.data) // num_experts
+        packed.data[first * rows : last * rows] = part
         first = last
-    assert held is not None
-    return dataclasses.replace(held, scale=scale)
+    assert packed is not None
+    return dataclasses.replace(packed, scale=scale)
 
 
 def _source(get_weight: Callable[[str], Tensor], device: torch.device) -> Callable[[str], Tensor]:

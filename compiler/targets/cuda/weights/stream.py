@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tilewright.compiler.ir.recipe import WeightRecipe, load_dense
-from tilewright.compiler.targets.cuda.numerics import TABLES, format_values, held_kind
+from tilewright.compiler.targets.cuda.numerics import TABLES, format_values, storage_format
 from tilewright.compiler.targets.cuda.weights.coded import pack_coded
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
-from tilewright.compiler.targets.cuda.weights.experts import held_sizes, on_device, place_experts
+from tilewright.compiler.targets.cuda.weights.experts import on_device, packed_sizes, place_experts
 from tilewright.compiler.targets.cuda.weights.packed_weight import EXPONENTS, PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import GROUP, fits, hold
 from tilewright.compiler.targets.host.tensor_files import save_tensors
@@ -63,12 +63,12 @@ def wanted_by(plan: KernelProgram) -> dict[CudaTensorSpec, None]:
 def product_of(linear: LinearOp | ExpertLinearOp | ExpertSum) -> CudaTensorSpec:
     """Return the tensor that a matmul reads."""
     is_paired = not isinstance(linear, ExpertSum) and linear.swiglu
-    return CudaTensorSpec(linear.weight, held_kind(linear.weight, linear.group), is_paired)
+    return CudaTensorSpec(linear.weight, storage_format(linear.weight, linear.group), is_paired)
 
 
 def table_of(embed: EmbedOp) -> CudaTensorSpec:
     """Return the tensor that an embedding reads."""
-    return CudaTensorSpec(embed.table, held_kind(embed.table, TABLES[0]))
+    return CudaTensorSpec(embed.table, storage_format(embed.table, TABLES[0]))
 
 
 def vector_of(recipe: WeightRecipe, *, is_paired: bool = False) -> CudaTensorSpec:
@@ -120,7 +120,7 @@ class Weights:
         self._by_instruction: dict[int, tuple[object, PackedWeight]] = {}
         self._by_recipe: dict[int, tuple[WeightRecipe, Tensor]] = {}
 
-    def held(self, wanted: CudaTensorSpec) -> PackedWeight:
+    def packed(self, wanted: CudaTensorSpec) -> PackedWeight:
         """Return a packed weight or table."""
         found = self._placed[wanted]
         assert isinstance(found, PackedWeight)
@@ -147,7 +147,7 @@ class Weights:
         found = self._by_instruction.get(id(each))
         if found is None or found[0] is not each:
             wanted = table_of(each) if isinstance(each, EmbedOp) else product_of(each)
-            found = self._by_instruction[id(each)] = each, self.held(wanted)
+            found = self._by_instruction[id(each)] = each, self.packed(wanted)
         return found[1]
 
     def constant(self, recipe: WeightRecipe) -> Tensor:
@@ -275,12 +275,12 @@ def _as_placed(wanted: CudaTensorSpec, data: Tensor, scale: float, path: Path) -
         if tuple(data.shape) != shape or data.dtype != torch.float32:
             raise CheckpointError(f"{path}: not a weight of this program; compile it again")
         return data
-    num_experts, rows, columns = held_sizes(wanted.recipe, paired=wanted.is_paired)
-    held = PackedWeight(wanted.kind, rows, columns, data, wanted.is_paired, scale, num_experts)
+    num_experts, rows, columns = packed_sizes(wanted.recipe, paired=wanted.is_paired)
+    packed = PackedWeight(wanted.kind, rows, columns, data, wanted.is_paired, scale, num_experts)
     is_power = scale > 0 and math.frexp(scale)[0] == 0.5
-    if tuple(data.shape) != held.data_shape or data.dtype != held.data_type or not is_power:
+    if tuple(data.shape) != packed.data_shape or data.dtype != packed.data_type or not is_power:
         raise CheckpointError(f"{path}: not a weight of this program; compile it again")
-    return held
+    return packed
 
 
 def _file(folder: Path, index: int) -> Path:

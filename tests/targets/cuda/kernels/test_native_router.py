@@ -43,7 +43,7 @@ class Routed(Step):
     def __init__(self, num_tokens: int, num_experts: int, top_k: int, columns: int, more: int):
         super().__init__(num_tokens, num_experts, top_k)
         dense = torch.randn(num_experts + more, columns, device=CUDA) / columns**0.5
-        self.held = hold(dense.bfloat16(), "bf16", paired=False)
+        self.packed = hold(dense.bfloat16(), "bf16", paired=False)
         self.exact = dense.bfloat16().double()
         self.x = torch.randn(num_tokens, columns + 8, device=CUDA).bfloat16()[:, :columns]
         self.around = torch.full((num_tokens + 1, num_experts + more + 3), NAN, device=CUDA)
@@ -52,7 +52,7 @@ class Routed(Step):
 
     def run(self, **given: Any) -> None:
         native_router.router(
-            self.weights, self.experts, self.all, self.x, self.held, self.positions, self.tiles,
+            self.weights, self.experts, self.all, self.x, self.packed, self.positions, self.tiles,
             renormalise=True, num_experts=self.logits.shape[1], **given,
         )  # fmt: skip
 

@@ -95,8 +95,8 @@ class Captured:
 def shown(tensor: Tensor) -> Tensor:
     """Return a tensor without ownership, because graphs of a pool share memory."""
     place = {"data": (tensor.data_ptr(), False), "typestr": "|u1", "version": 3}
-    held = SimpleNamespace(__cuda_array_interface__={"shape": (tensor.nbytes,), **place})
-    return torch.as_tensor(held, device=tensor.device).view(tensor.dtype).view(tensor.shape)
+    view = SimpleNamespace(__cuda_array_interface__={"shape": (tensor.nbytes,), **place})
+    return torch.as_tensor(view, device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
 @cache
@@ -399,8 +399,8 @@ class CudaExecutor(CudaKernels):
             return to.copy_(values)
         slot, event = next(self._messages)
         event.synchronize()
-        held = slot[: values.numel()].view(values.shape)
-        to.copy_(held.copy_(values), non_blocking=True)
+        view = slot[: values.numel()].view(values.shape)
+        to.copy_(view.copy_(values), non_blocking=True)
         event.record()
         return to
 

@@ -150,8 +150,8 @@ def launch(
     """Run a kernel. ``cluster``: blocks with common memory. ``chained``: early launch."""
     wanted = [(6, 1, 0, 0)] * chained + [(4, *cluster)] * (cluster != (1, 1, 1))
     attributes = b"".join(struct.pack("@Q3I52x", *each) for each in wanted)  # CUlaunchAttribute
-    held, stream = ctypes.create_string_buffer(attributes), torch.cuda.current_stream().cuda_stream
-    sizes = *blocks, threads, 1, 1, shared, stream, ctypes.addressof(held), len(wanted)
+    array, stream = ctypes.create_string_buffer(attributes), torch.cuda.current_stream().cuda_stream
+    sizes = *blocks, threads, 1, 1, shared, stream, ctypes.addressof(array), len(wanted)
     config = ctypes.create_string_buffer(struct.pack("@7I2PI4x", *sizes))  # CUlaunchConfig
     places = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
     call("cuLaunchKernelEx", config, kernel, places, None)

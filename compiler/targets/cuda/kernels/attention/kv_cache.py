@@ -141,14 +141,14 @@ def store_rows(
         block = tl.arange(0, E // 16)[None, :, None]
         own = (rows * BLOCKS)[:, None, None] + block
         tl.store(exponents + own, shared.to(tl.uint8), mask=keep[:, None, None] & (block < BLOCKS))
-        held = tl.reshape(exact_values(mantissas, shared), [R, E])
+        stored = tl.reshape(exact_values(mantissas, shared), [R, E])
         flat = tl.reshape(mantissas, [R, E]).to(tl.int8)
         tl.store(values + here, flat, mask=keep[:, None] & (d < D)[None, :])
     else:
         rounded = x.to(values.dtype.element_ty)
         tl.store(values + here, rounded, mask=keep[:, None] & (d < D)[None, :])
-        held = rounded.to(tl.float32)
-    return held
+        stored = rounded.to(tl.float32)
+    return stored
 
 
 @triton.jit
@@ -200,10 +200,10 @@ def tile_values(
             # One conversion and one bf16 multiplication. The interpreter does not support this
             # arithmetic.
             power = (tl.maximum(shared - 6, 0) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-            held = tile.to(tl.bfloat16) * power
+            stored = tile.to(tl.bfloat16) * power
         else:
-            held = exact_values(tile.to(tl.int32), shared).to(tl.bfloat16)
-        tile = tl.reshape(held, [L, E])
+            stored = exact_values(tile.to(tl.int32), shared).to(tl.bfloat16)
+        tile = tl.reshape(stored, [L, E])
     return tile
 
 

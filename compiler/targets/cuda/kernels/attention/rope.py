@@ -76,9 +76,9 @@ def _rotate_tile(
     else:
         page = tl.load(tables + slot * table_width + position // L, mask=real, other=0)
         rows = ((page.to(tl.int64) * 2 + kind - 1) * G + head) * L + position % L
-        held = store_rows(values, exponents, x, rows, keep & real, HEADS, D, E, BFP8)
+        stored = store_rows(values, exponents, x, rows, keep & real, HEADS, D, E, BFP8)
         if COPIES:
-            copy = tl.where(real, held, 0.0).to(k_out.dtype.element_ty)
+            copy = tl.where(real, stored, 0.0).to(k_out.dtype.element_ty)
             if kind == 1:
                 tl.store(k_out + token * (G * D) + here, copy, mask=inside)
             else:

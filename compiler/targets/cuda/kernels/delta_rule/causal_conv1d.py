@@ -42,19 +42,19 @@ def _step_kernel(
     position, slot = tl.load(positions_ptr + row), tl.load(slots_ptr + row)
     x = tl.load(x_ptr + row * x_stride + channel, mask=inside, other=0.0)
     window = window_ptr + slot * num_channels * (W - 1) + channel[:, None] * (W - 1) + tap
-    held = inside[:, None] & (tap < W - 1)
-    old = tl.load(window, mask=held & (position > 0), other=0.0)
-    moved = tl.load(window + 1, mask=held & (tap < W - 2) & (position > 0), other=0.0)
+    in_window = inside[:, None] & (tap < W - 1)
+    old = tl.load(window, mask=in_window & (position > 0), other=0.0)
+    moved = tl.load(window + 1, mask=in_window & (tap < W - 2) & (position > 0), other=0.0)
     moved = tl.where(tap == W - 2, x[:, None], moved)
     weights = weight_ptr + channel * W
-    total = tl.sum(old * tl.load(weights[:, None] + tap, mask=held, other=0.0), 1)
+    total = tl.sum(old * tl.load(weights[:, None] + tap, mask=in_window, other=0.0), 1)
     total += x * tl.load(weights + W - 1, mask=inside, other=0.0)
     if SILU:
         total *= tl.sigmoid(total)
     out = tl.where(position >= 0, total, 0.0)
     tl.store(out_ptr + row * out_stride + channel, out, mask=inside)
     tl.debug_barrier()  # the window was read, by whichever threads
-    tl.store(window, moved, mask=held & (position >= 0))
+    tl.store(window, moved, mask=in_window & (position >= 0))
 
 
 def causal_conv1d_step(
@@ -138,13 +138,13 @@ def _move_window(
         count += tl.sum((found >= 0).to(tl.int32), 0)
     kept = tl.arange(0, TAPS)[None, :]
     before = count - (W - 1) + kept
-    held = inside[:, None] & (kept < W - 1)
+    in_window = inside[:, None] & (kept < W - 1)
     end = x_ptr + before.to(tl.int64) * x_stride + channel[:, None]
-    last = tl.load(end, mask=held & (before >= 0), other=0.0)
+    last = tl.load(end, mask=in_window & (before >= 0), other=0.0)
     place = window + channel[:, None] * (W - 1) + kept
-    last += tl.load(place + count, mask=held & (before < 0) & goes_on, other=0.0)
+    last += tl.load(place + count, mask=in_window & (before < 0) & goes_on, other=0.0)
     tl.debug_barrier()  # all threads have read the window
-    tl.store(place, last, mask=held & (count > 0))
+    tl.store(place, last, mask=in_window & (count > 0))
 
 
 @triton.jit
@@ -153,10 +153,10 @@ def _keep_window(
 ):
     """Store the window before a token as a snapshot."""
     tap = tl.arange(0, TAPS)[None, :]
-    held = inside[:, None] & (tap < W - 1)
+    in_window = inside[:, None] & (tap < W - 1)
     last = x_ptr + (token - (W - 1) + tap).to(tl.int64) * x_stride + channel[:, None]
     place = window + channel[:, None] * (W - 1) + tap
-    tl.store(place, tl.load(last, mask=held, other=0.0), mask=held)
+    tl.store(place, tl.load(last, mask=in_window, other=0.0), mask=in_window)
 
 
 @triton.jit

@@ -76,9 +76,9 @@ def _go_through(
     """Update some columns of a head's state over the chunks of a prompt from ``position``."""
     h, place, key = tl.program_id(0), tl.arange(0, C), tl.arange(0, KEYS)
     i, j = key[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    held = state_ptr + (slot * H + h) * (K * V) + i * V + j
+    state_at = state_ptr + (slot * H + h) * (K * V) + i * V + j
     inside = (i < K) & (j < V)
-    state = tl.load(held, mask=inside & (position > 0), other=0.0)
+    state = tl.load(state_at, mask=inside & (position > 0), other=0.0)
     states_ptr += h * (VALUES * KEYS) + j * KEYS + i
     from_state_ptr += h * (C * KEYS) + place[:, None] * KEYS + key[None, :]
     corrections_ptr += h * (VALUES * C) + j * C + place[:, None]
@@ -108,7 +108,7 @@ def _go_through(
         corrections_ptr += H * VALUES * C
         keys_ptr += G * KEYS * C
         totals_ptr += H * C
-    tl.store(held, state, mask=inside & (position >= 0))
+    tl.store(state_at, state, mask=inside & (position >= 0))
 
 
 @triton.jit

@@ -100,28 +100,28 @@ FEW = nvrtc.KernelSource(
 )
 
 
-def takes(held: PackedWeight, *, num_tokens: int, top_k: int, is_sum: bool) -> bool:
+def takes(packed: PackedWeight, *, num_tokens: int, top_k: int, is_sum: bool) -> bool:
     """Return whether the kernels support these experts and this number of tokens."""
-    if num_tokens > MAX_TOKENS or top_k > MAX_CHOSEN or held.num_experts > MAX_EXPERTS:
+    if num_tokens > MAX_TOKENS or top_k > MAX_CHOSEN or packed.num_experts > MAX_EXPERTS:
         return False
-    if held.num_columns % TILE_COLUMNS:
+    if packed.num_columns % TILE_COLUMNS:
         return False
-    depth = _DEPTHS[held.kind][-1 if is_sum else 0]
-    return _room(held, num_tokens, top_k, is_sum=is_sum, depth=depth) <= MOST_SHARED
+    depth = _DEPTHS[packed.kind][-1 if is_sum else 0]
+    return _room(packed, num_tokens, top_k, is_sum=is_sum, depth=depth) <= MOST_SHARED
 
 
-def takes_shared(shared: PackedWeight, held: PackedWeight) -> bool:
+def takes_shared(shared: PackedWeight, packed: PackedWeight) -> bool:
     """Return whether the weight of a shared expert can run in the same launch."""
-    is_alike = shared.kind == held.kind and shared.is_paired == held.is_paired
+    is_alike = shared.kind == packed.kind and shared.is_paired == packed.is_paired
     return is_alike and shared.num_columns % TILE_COLUMNS == 0
 
 
-def _room(held: PackedWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth: int) -> int:
+def _room(packed: PackedWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth: int) -> int:
     """Return a block's shared memory in bytes."""
     num_pairs = num_tokens * top_k
-    ring = (_SUM_WARPS if is_sum else _WARPS) * depth * (STEP_BYTES[held.kind] + _X_BYTES)
+    ring = (_SUM_WARPS if is_sum else _WARPS) * depth * (STEP_BYTES[packed.kind] + _X_BYTES)
     products = (num_pairs + num_tokens) * TILE_ROWS * 4 + -(-num_pairs // 4) * 16
-    table = most_tiles(num_pairs, held.num_experts, TILE_PAIRS) * (TILE_PAIRS * 2 + 4) + 4
+    table = most_tiles(num_pairs, packed.num_experts, TILE_PAIRS) * (TILE_PAIRS * 2 + 4) + 4
     return ring + table + (products if is_sum else 0)
 
 
@@ -131,19 +131,19 @@ class Shared:
 
     Attributes:
         x: Inputs, bfloat16 ``[B, >= C]``.
-        held: Packed weight in the experts' format; see :func:`takes_shared`.
+        packed: Packed weight in the experts' format; see :func:`takes_shared`.
         out: Results, in the same type as the experts' results. None for a sum.
     """
 
     x: Tensor
-    held: PackedWeight
+    packed: PackedWeight
     out: Tensor | None = None
 
 
 def expert_linear(
     out: Tensor,
     x: Tensor,
-    held: PackedWeight,
+    packed: PackedWeight,
     tiles: Tiles,
     *,
     top_k: int,
@@ -165,25 +165,25 @@ def expert_linear(
             are the same.
     """
     num_rows, rest = divmod(out.shape[1], top_k)
-    assert not rest and held.is_paired == swiglu and out.stride(1) == 1
+    assert not rest and packed.is_paired == swiglu and out.stride(1) == 1
     assert out.dtype == (torch.bfloat16 if swiglu else torch.float32)
-    arguments = _arguments(x, held, tiles, top_k, num_rows)
+    arguments = _arguments(x, packed, tiles, top_k, num_rows)
     arguments.out, arguments.out_stride = out.data_ptr(), out.stride(0)
     arguments.out_each = num_rows
     arguments.epilogue = SWIGLU if swiglu else STORE
     if shared is not None:
         y = shared.out
         assert y is not None and y.dtype == out.dtype and y.stride(1) == 1
-        _share(arguments, shared, held, y.shape[1])
+        _share(arguments, shared, packed, y.shape[1])
         arguments.shared_out, arguments.shared_out_stride = y.data_ptr(), y.stride(0)
     blocks = num_processors(out.device)
-    _launch(arguments, held, shared, blocks, is_sum=False, few=few, choice=choice)
+    _launch(arguments, packed, shared, blocks, is_sum=False, few=few, choice=choice)
 
 
 def expert_sum(
     out: Tensor,
     x: Tensor,
-    held: PackedWeight,
+    packed: PackedWeight,
     tiles: Tiles,
     weights: Tensor,
     *,
@@ -209,9 +209,9 @@ def expert_sum(
         choice, few: See :func:`expert_linear`.
     """
     top_k = weights.shape[1]
-    assert weights.is_contiguous() and weights.shape[0] == len(x) and not held.is_paired
+    assert weights.is_contiguous() and weights.shape[0] == len(x) and not packed.is_paired
     assert out.dtype == torch.float32 and out.stride(1) == 1
-    arguments = _arguments(x, held, tiles, top_k, out.shape[1])
+    arguments = _arguments(x, packed, tiles, top_k, out.shape[1])
     arguments.out, arguments.out_stride = out.data_ptr(), out.stride(0)
     arguments.weights, arguments.residual = weights.data_ptr(), residual
     assert (gate is None) == (shared is None)
@@ -219,23 +219,23 @@ def expert_sum(
         assert gate.shape == (len(out), 1) and gate.dtype == torch.float32
         arguments.gate, arguments.gate_stride = gate.data_ptr(), gate.stride(0)
     if isinstance(shared, Shared):
-        _share(arguments, shared, held, out.shape[1])
+        _share(arguments, shared, packed, out.shape[1])
     elif shared is not None:
         assert shared.shape == out.shape and shared.stride(1) == 1 and shared.dtype == out.dtype
         arguments.given, arguments.given_stride = shared.data_ptr(), shared.stride(0)
-    blocks = held.num_row_tiles
-    _launch(arguments, held, shared, blocks, is_sum=True, few=few, choice=choice)
+    blocks = packed.num_row_tiles
+    _launch(arguments, packed, shared, blocks, is_sum=True, few=few, choice=choice)
 
 
 def _arguments(
-    x: Tensor, held: PackedWeight, tiles: Tiles, top_k: int, num_rows: int
+    x: Tensor, packed: PackedWeight, tiles: Tiles, top_k: int, num_rows: int
 ) -> _ExpertsParams:
-    num_columns = held.num_columns
+    num_columns = packed.num_columns
     own = x.shape[1] == top_k * num_columns and top_k > 1
     assert own or x.shape[1] >= num_columns
-    _check_operand(x, held)
+    _check_operand(x, packed)
     return _ExpertsParams(
-        own=_weight(held, num_rows),
+        own=_weight(packed, num_rows),
         x=x.data_ptr(),
         tiles=tiles.tiles.data_ptr(),
         pairs=tiles.pairs.data_ptr(),
@@ -248,29 +248,29 @@ def _arguments(
     )
 
 
-def _share(arguments: _ExpertsParams, shared: Shared, held: PackedWeight, num_rows: int) -> None:
-    assert takes_shared(shared.held, held) and shared.x.shape[1] >= shared.held.num_columns
-    _check_operand(shared.x, shared.held)
-    arguments.shared = _weight(shared.held, num_rows)
+def _share(arguments: _ExpertsParams, shared: Shared, packed: PackedWeight, num_rows: int) -> None:
+    assert takes_shared(shared.packed, packed) and shared.x.shape[1] >= shared.packed.num_columns
+    _check_operand(shared.x, shared.packed)
+    arguments.shared = _weight(shared.packed, num_rows)
     arguments.shared_x, arguments.shared_x_stride = shared.x.data_ptr(), shared.x.stride(0)
 
 
-def _weight(held: PackedWeight, num_rows: int) -> _WeightParams:
+def _weight(packed: PackedWeight, num_rows: int) -> _WeightParams:
     """Return the parameters of a weight. ``num_rows`` excludes padding in the packed weight."""
-    held_rows = held.num_rows // 2 if held.is_paired else held.num_rows
-    assert held_rows - 8 < num_rows <= held_rows
-    sizes = (held.num_row_tiles, held.num_column_tiles, num_rows)
-    return _WeightParams(held.data.data_ptr(), *sizes, held.scale)
+    packed_rows = packed.num_rows // 2 if packed.is_paired else packed.num_rows
+    assert packed_rows - 8 < num_rows <= packed_rows
+    sizes = (packed.num_row_tiles, packed.num_column_tiles, num_rows)
+    return _WeightParams(packed.data.data_ptr(), *sizes, packed.scale)
 
 
-def _check_operand(x: Tensor, held: PackedWeight) -> None:
-    assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and held.num_columns % TILE_COLUMNS == 0
-    assert x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 == held.data.data_ptr() % 16
+def _check_operand(x: Tensor, packed: PackedWeight) -> None:
+    assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and packed.num_columns % TILE_COLUMNS == 0
+    assert x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 == packed.data.data_ptr() % 16
 
 
 def _launch(
     arguments: _ExpertsParams,
-    held: PackedWeight,
+    packed: PackedWeight,
     shared: Shared | Tensor | None,
     num_blocks: int,
     *,
@@ -279,12 +279,12 @@ def _launch(
     choice: TopKParams | None,
 ) -> None:
     sizes: dict[str, int] = {"num_tokens": arguments.num_tokens, "top_k": arguments.top_k}
-    along, blocks = shared.held if isinstance(shared, Shared) else None, (num_blocks, 1, 1)
+    along, blocks = shared.packed if isinstance(shared, Shared) else None, (num_blocks, 1, 1)
     if few is None:
         is_one = is_sum or (arguments.x_each == 0 and arguments.shared_x in (None, arguments.x))
         few = 0
         if is_one and not isinstance(shared, Tensor):
-            few = few_experts.depth_of(held, along, **sizes, is_sum=is_sum)
+            few = few_experts.depth_of(packed, along, **sizes, is_sum=is_sum)
     if few:
         assert arguments.most_tiles <= few_experts.MOST_TILES and not isinstance(shared, Tensor)
         given = _FewExperts(of=arguments)
@@ -292,16 +292,16 @@ def _launch(
             num_tokens, num_experts = choice.logits.shape
             assert num_tokens == 1 and num_experts <= few_experts.MOST_CHOSEN_AMONG
             given.route = arguments_of(choice, arguments.top_k)
-        room = few_experts.room(held, along, **sizes, is_sum=is_sum, depth=few)
+        room = few_experts.room(packed, along, **sizes, is_sum=is_sum, depth=few)
         assert room <= MOST_SHARED
         at = nvrtc.Launch(blocks, few_experts.num_threads(is_sum=is_sum), room)
-        name = few_experts.kernel(held.kind, few, is_sum=is_sum)
+        name = few_experts.kernel(packed.kind, few, is_sum=is_sum)
         nvrtc.launch(FEW, name, at=at, arguments=given)
         return
     assert choice is None
-    depths = _DEPTHS[held.kind] if is_sum else _DEPTHS[held.kind][:1]
-    rooms = {each: _room(held, **sizes, is_sum=is_sum, depth=each) for each in depths}
+    depths = _DEPTHS[packed.kind] if is_sum else _DEPTHS[packed.kind][:1]
+    rooms = {each: _room(packed, **sizes, is_sum=is_sum, depth=each) for each in depths}
     depth = next((each for each in depths if rooms[each] <= MOST_SHARED), depths[-1])
-    name = f"expert_{'sum' if is_sum else 'linear'}_{held.kind}_{depth}"
+    name = f"expert_{'sum' if is_sum else 'linear'}_{packed.kind}_{depth}"
     at = nvrtc.Launch(blocks, 32 * (_SUM_WARPS if is_sum else _WARPS), rooms[depth])
     nvrtc.launch(PRODUCTS, name, at=at, arguments=arguments)

@@ -57,18 +57,18 @@ def num_threads(*, is_sum: bool) -> int:
 
 
 def depth_of(
-    held: PackedWeight, shared: PackedWeight | None, *, num_tokens: int, top_k: int, is_sum: bool
+    packed: PackedWeight, shared: PackedWeight | None, *, num_tokens: int, top_k: int, is_sum: bool
 ) -> int:
     """Steps in flight of the kernel that takes a product, along with that of an expert of all
     tokens where there is one; 0 where none does.
     """
     if num_tokens > FEW_TOKENS or num_tokens * top_k > MOST_TILES:
         return 0
-    if not is_sum and shared is not None and shared.num_columns != held.num_columns:
+    if not is_sum and shared is not None and shared.num_columns != packed.num_columns:
         return 0
-    depth = DEPTHS[held.kind][is_sum]
+    depth = DEPTHS[packed.kind][is_sum]
     sizes = {"num_tokens": num_tokens, "top_k": top_k}
-    return depth if room(held, shared, **sizes, is_sum=is_sum, depth=depth) <= MOST_SHARED else 0
+    return depth if room(packed, shared, **sizes, is_sum=is_sum, depth=depth) <= MOST_SHARED else 0
 
 
 def takes_choice(
@@ -79,13 +79,13 @@ def takes_choice(
     """
     sizes = {"num_tokens": 1, "top_k": top_k}
     return num_experts <= MOST_CHOSEN_AMONG and all(
-        depth_of(held, shared, **sizes, is_sum=bool(index))
-        for index, (held, shared) in enumerate(products)
+        depth_of(packed, shared, **sizes, is_sum=bool(index))
+        for index, (packed, shared) in enumerate(products)
     )
 
 
 def room(
-    held: PackedWeight,
+    packed: PackedWeight,
     shared: PackedWeight | None,
     *,
     num_tokens: int,
@@ -94,8 +94,8 @@ def room(
     depth: int,
 ) -> int:
     """Bytes of shared memory of a block."""
-    ring = (SUM_WARPS if is_sum else WARPS) * depth * STEP_BYTES[held.kind]
-    steps = max(each.num_column_tiles for each in (held, shared) if each is not None)
+    ring = (SUM_WARPS if is_sum else WARPS) * depth * STEP_BYTES[packed.kind]
+    steps = max(each.num_column_tiles for each in (packed, shared) if each is not None)
     rows = num_tokens * (top_k + (shared is not None)) if is_sum else num_tokens
     x_bytes = rows * (steps * TILE_COLUMNS + X_PADDING) * 2
     products = rows * TILE_ROWS * 4 + MOST_TILES * 4 if is_sum else 0

@@ -191,14 +191,16 @@ def _expert_linear_kernel(
         token, choice = (pair // top_k).to(tl.int64), pair % top_k
         x_rows = x_ptr + token[None, :] * x_stride + choice[None, :] * x_each
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        held_row = expert * row_tiles * 16 + row
+        packed_row = expert * row_tiles * 16 + row
         order = tile_columns(KIND == "bfp4")
         sums = tl.zeros((ROWS, PAIRS), tl.float32)
         for step in range(STEPS):
             column = step * 128 + order[:, None]
             inside = (column < num_columns) & is_pair[None, :]
             x = tl.load(x_rows + column, mask=inside, other=0.0)
-            weights = tile_weights(data_ptr, words_ptr, held_row, step, all_row_tiles, STEPS, KIND)
+            weights = tile_weights(
+                data_ptr, words_ptr, packed_row, step, all_row_tiles, STEPS, KIND
+            )
             sums = product(weights, x, sums, CHAINED)
         _store_pairs(
             out_ptr, sums * scale, token, choice, is_pair, tl.program_id(0) * ROWS, num_rows,
@@ -216,7 +218,7 @@ def _expert_linear_large_kernel(
     tiles_ptr,
     num_rows,
     num_columns,
-    held_rows,
+    packed_rows,
     num_tiles,
     top_k,
     out_stride,
@@ -254,7 +256,7 @@ def _expert_linear_large_kernel(
         for step in range(STEPS):
             at = step * COLUMNS
             x = tl.load(x_rows + at + column, mask=at + column < num_columns, other=0.0)
-            sums = product(weights.load([expert * held_rows + row, at]), x, sums, CHAINED)
+            sums = product(weights.load([expert * packed_rows + row, at]), x, sums, CHAINED)
         _store_pairs(
             out_ptr, sums * scale, token, choice, place < last, row, num_rows,
             out_stride, out_each, bias_ptr, expert, limit, alpha,
@@ -265,7 +267,7 @@ def _expert_linear_large_kernel(
 def expert_linear(
     out: Tensor,
     x: Tensor,
-    held: PackedWeight,
+    packed: PackedWeight,
     groups: Groups,
     *,
     top_k: int,
@@ -281,52 +283,53 @@ def expert_linear(
         out: float32 or bfloat16 ``[T, K O]`` with any row stride.
         x: bfloat16 or float32, ``[T, >= C]`` for all experts or ``[T, K C]``. float32 selects
             float32 arithmetic.
-        held: Packed weights with C columns and O rows for each expert. Up to 7 rows are padding.
+        packed: Packed weights with C columns and O rows for each expert. Up to 7 rows are padding.
         swiglu: The weight has paired gate and up rows, and the result is silu(gate) * up.
         tiling: Tile sizes. None: :func:`tiling_of`. The bits do not depend on them.
         finish: Biases, and the bound of SwiGLU.
     """
-    num_tokens, num_columns = x.shape[0], held.num_columns
+    num_tokens, num_columns = x.shape[0], packed.num_columns
     num_rows, rest = divmod(out.shape[1], top_k)
-    held_rows = held.num_rows // 2 if swiglu else held.num_rows
-    assert not rest and held_rows - 8 < num_rows <= held_rows and held.is_paired == swiglu
+    packed_rows = packed.num_rows // 2 if swiglu else packed.num_rows
+    assert not rest and packed_rows - 8 < num_rows <= packed_rows and packed.is_paired == swiglu
     assert out.shape[0] == num_tokens and out.stride(1) == 1 == x.stride(1)
     own = x.shape[1] == top_k * num_columns and top_k > 1
-    tiling = tiling or tiling_of(held, groups.tile_size, x.dtype)
-    num_tiles, padded_rows = groups.tiles.shape[1], held.num_row_tiles * TILE_ROWS
+    tiling = tiling or tiling_of(packed, groups.tile_size, x.dtype)
+    num_tiles, padded_rows = groups.tiles.shape[1], packed.num_row_tiles * TILE_ROWS
     grid = (triton.cdiv(padded_rows, tiling.rows), num_tiles)
     strides = out.stride(0), num_rows, x.stride(0), num_columns if own else 0
-    act = finish.checked(held.num_experts * num_rows, swiglu=swiglu)
+    act = finish.checked(packed.num_experts * num_rows, swiglu=swiglu)
     sizes = {"ROWS": tiling.rows, "PAIRS": groups.tile_size, "CLAMPED": finish.limit > 0}
     sizes |= {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, "SWIGLU": swiglu}
-    assert (own or x.shape[1] >= num_columns) and (held.kind == "bf16" or not tiling.columns)
+    assert (own or x.shape[1] >= num_columns) and (packed.kind == "bf16" or not tiling.columns)
     if tiling.columns:
-        weights = TensorDescriptor.from_tensor(held.data, [tiling.rows, tiling.columns])
+        weights = TensorDescriptor.from_tensor(packed.data, [tiling.rows, tiling.columns])
         _expert_linear_large_kernel[grid](
             out, x, weights, groups.order, groups.tiles, num_rows, num_columns,
-            padded_rows, num_tiles, top_k, *strides, held.scale, *act,
-            STEPS=held.data.shape[1] // tiling.columns, COLUMNS=tiling.columns,
+            padded_rows, num_tiles, top_k, *strides, packed.scale, *act,
+            STEPS=packed.data.shape[1] // tiling.columns, COLUMNS=tiling.columns,
             **sizes, **chained(out),
         )  # fmt: skip
         return
     _expert_linear_kernel[grid](
-        out, x, held.data, None if held.kind == "bf16" else words_of(held),
+        out, x, packed.data, None if packed.kind == "bf16" else words_of(packed),
         groups.order, groups.tiles, num_rows, num_columns,
-        held.num_row_tiles, held.num_experts * held.num_row_tiles, num_tiles, top_k, *strides,
-        held.scale, *act, KIND=held.kind, STEPS=held.num_column_tiles, **sizes, **chained(out),
+        packed.num_row_tiles, packed.num_experts * packed.num_row_tiles, num_tiles, top_k, *strides,
+        packed.scale, *act, KIND=packed.kind, STEPS=packed.num_column_tiles,
+        **sizes, **chained(out),
     )  # fmt: skip
 
 
-def tiling_of(held: PackedWeight, tile_size: int, operand: torch.dtype) -> Tiling:
+def tiling_of(packed: PackedWeight, tile_size: int, operand: torch.dtype) -> Tiling:
     """Return the tile sizes for a matmul, tuned on an H200."""
     if tile_size == FEW_PAIRS:
         name = "few"
-    elif held.kind != "bf16":
+    elif packed.kind != "bf16":
         name = "blocks"
     elif tile_size == MOST_PAIRS and operand == torch.bfloat16:
         name = "most"
     else:
-        name = "many_long" if held.num_column_tiles >= 8 else "many"
+        name = "many_long" if packed.num_column_tiles >= 8 else "many"
     return Tiling(*_TUNING["tilings"][name])
 
 

@@ -64,19 +64,19 @@ SOURCE = nvrtc.KernelSource(
 )
 
 
-def takes(held: PackedWeight, num_experts: int) -> bool:
+def takes(packed: PackedWeight, num_experts: int) -> bool:
     """Return whether the cluster's shared memory fits a router's weight.
 
     The weight may have more rows after those of the experts.
     """
-    is_plain = held.kind == "bf16" and held.num_experts == 1 and not held.is_paired
-    fits = held.num_rows <= _MOST_ROWS and _num_steps(held) <= _MOST_STEPS
+    is_plain = packed.kind == "bf16" and packed.num_experts == 1 and not packed.is_paired
+    fits = packed.num_rows <= _MOST_ROWS and _num_steps(packed) <= _MOST_STEPS
     return is_plain and fits and num_experts <= MAX_EXPERTS
 
 
-def _num_steps(held: PackedWeight) -> int:
+def _num_steps(packed: PackedWeight) -> int:
     """Return the maximum number of chunks in a slice."""
-    return -(-num_chunks(held.num_columns) // _SLICES)
+    return -(-num_chunks(packed.num_columns) // _SLICES)
 
 
 def router(
@@ -84,7 +84,7 @@ def router(
     experts: Tensor,
     logits: Tensor,
     x: Tensor,
-    held: PackedWeight,
+    packed: PackedWeight,
     positions: Tensor,
     tiles: native_route.Tiles,
     *,
@@ -93,28 +93,28 @@ def router(
     first: int = 0,
     count: int | None = None,
 ) -> None:
-    """Compute ``logits = x held^T`` and select experts from the first ``num_experts`` logits.
+    """Compute ``logits = x packed^T`` and select experts from the first ``num_experts`` logits.
 
     Args:
         logits: float32 ``[B, N]``.
         x: bfloat16 ``[B, C]`` with rows aligned to 16 bytes.
-        held: The router's packed weight.
+        packed: The router's packed weight.
 
     See :func:`.route.route` for the remaining arguments.
     """
     num_tokens = len(x)
-    assert x.dtype == torch.bfloat16 and logits.shape == (num_tokens, held.num_rows)
+    assert x.dtype == torch.bfloat16 and logits.shape == (num_tokens, packed.num_rows)
     choice = native_route.TopKParams(logits[:, :num_experts], positions, renormalise, first, count)
     route = native_route.arguments_into(choice, weights, experts, tiles)
     eights = next(each for each in _EIGHTS if num_tokens <= 8 * each)
     arguments = _RouterParams(
-        weight=native_dense.map_of(held.data, GROUP_ROWS),
+        weight=native_dense.map_of(packed.data, GROUP_ROWS),
         x=native_dense.map_of(x, 8 * eights),
         route=route,
-        num_rows=held.num_rows,
-        num_chunks=num_chunks(held.num_columns),
+        num_rows=packed.num_rows,
+        num_chunks=num_chunks(packed.num_columns),
     )
-    steps, groups = _num_steps(held), -(-held.num_rows // GROUP_ROWS)
+    steps, groups = _num_steps(packed), -(-packed.num_rows // GROUP_ROWS)
     chunk = (groups * GROUP_ROWS + 8 * eights) * CHUNK_BYTES
     room = max(steps * chunk + 1024, 8 * eights * _PITCH * 4)
     assert steps <= _MOST_STEPS and room <= MOST_SHARED
