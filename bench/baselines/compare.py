@@ -228,8 +228,8 @@ def engines_of(options: Options) -> tuple[list[Engine], list[tuple[Engine, Engin
             source = copy if name == "openvino" else folder
             words = (*PYTHON, "-m", "bench.baselines.genai_server", name, str(source))
             server = Server(name, (*words, "--threads", str(threads)))
-            held: Sizes = gguf_sizes(copy) if name == "openvino" else (None, None)
-            others.append(Engine(name, weights, server, held, serves_many=False))
+            file_sizes: Sizes = gguf_sizes(copy) if name == "openvino" else (None, None)
+            others.append(Engine(name, weights, server, file_sizes, serves_many=False))
         ours, others = (
             [found.setdefault(e.name, e) for e in engines] for engines in (ours, others)
         )
@@ -248,10 +248,10 @@ def step_bytes(path: Path, precision: str, target: str, context: int) -> tuple[i
     named: dict[str, Any] = {"target": target, "options": CompileOptions(max_context=context)}
     cache, config = ProgramCache.default(), load_precision(precision)
     compiled = compile_cached(load_model(path), config, cache, **named)
-    held = compiled.executable.memory().weights
+    file_sizes = compiled.executable.memory().weights
     read = int(sum(compiled_weight_bytes(compiled).values()))
     compiled.executable.close()
-    return held, read
+    return file_sizes, read
 
 
 def measure_all(engines: Sequence[Engine], options: Options) -> list[float]:

@@ -44,15 +44,15 @@ def own_part(folder: Path, manifest: Manifest, options: CompileOptions) -> Path:
             f"{folder}: programs of {group.tensor} ranks for {parallel.tensor}; allowed: "
             f"--tensor-parallel-size {group.tensor}"
         )
-    for name, requested, held in (
+    for name, requested, compiled in (
         ("expert-parallel", parallel.expert, group.expert),
         ("shares", parallel.shares or None, group.shares),
         ("wire", parallel.wire, group.wire),
     ):
-        if requested is not None and requested != held:
+        if requested is not None and requested != compiled:
             raise ConfigError(
                 f"--{name} {_shown(requested)} with {folder}, which was compiled with "
-                f"{_shown(held) or 'none'}; allowed: without --{name}"
+                f"{_shown(compiled) or 'none'}; allowed: without --{name}"
             )
     if group.sources != (own := sources_digest()):
         raise CheckpointError(

@@ -65,14 +65,14 @@ def _assign_weight(node: Node, ctx: PassContext) -> None:
     if ctx.calibrated is not None:
         _check_calibrated(recipe, facts.fqn, wanted, ctx)
     if wanted != STORED and _is_stored_as(recipe, wanted, ctx):
-        held = recipe.as_stored(wanted)
+        assigned = recipe.as_stored(wanted)
     elif wanted == STORED:
-        held = recipe.as_stored(_stored_format(recipe, facts.fqn, ctx))
+        assigned = recipe.as_stored(_stored_format(recipe, facts.fqn, ctx))
     else:
         # Without blocks the axis has no effect. A fixed axis gives equal weights equal recipes.
         axis = ctx.precision.block_axis if get_format(wanted).block > 1 else "in"
-        held = recipe.with_format(wanted, axis)
-    set_info(weight, recipe=held, tensor_group=facts.tensor_group)
+        assigned = recipe.with_format(wanted, axis)
+    set_info(weight, recipe=assigned, tensor_group=facts.tensor_group)
 
 
 def _is_stored_as(recipe: WeightRecipe, wanted: str, ctx: PassContext) -> bool:
@@ -104,12 +104,12 @@ def _check_calibrated(recipe: WeightRecipe, fqn: str, wanted: str, ctx: PassCont
                 f"{fqn}: {wanted}, but the weights are calibrated for {format_}; allowed: the "
                 "precision of the calibrated folder, or the original checkpoint"
             )
-        held = ctx.target_axis or ctx.precision.block_axis
-        if held != axis:
+        assigned = ctx.target_axis or ctx.precision.block_axis
+        if assigned != axis:
             raise CompileError(
-                f"{fqn}: blocks along {held}, but the weights are calibrated for blocks along "
+                f"{fqn}: blocks along {assigned}, but the weights are calibrated for blocks along "
                 f"{axis}; allowed: a target and a configuration with block_axis {axis}, or "
-                f"tilewright calibrate --block-axis {held}"
+                f"tilewright calibrate --block-axis {assigned}"
             )
 
 
@@ -137,24 +137,24 @@ def _note_requantised(graph_module: GraphModule, ctx: PassContext) -> None:
         if facts.role != WEIGHT or group is None or recipe is None:
             continue
         for name in recipe.names:
-            stored, held = ctx.stored_type(name), str(recipe.format)
-            if not is_quantised(stored) or STORED_NAMES.get(held) == stored:
+            stored, assigned = ctx.stored_type(name), str(recipe.format)
+            if not is_quantised(stored) or STORED_NAMES.get(assigned) == stored:
                 continue
-            keeps = recipe.is_stored or get_format(held).block == 1
-            if held != "fp32" and not (keeps and held == stored_format(stored)):
-                found[stored, held].add(group)
+            keeps = recipe.is_stored or get_format(assigned).block == 1
+            if assigned != "fp32" and not (keeps and assigned == stored_format(stored)):
+                found[stored, assigned].add(group)
             elif stored not in known:
-                same[stored, held].add(group)
+                same[stored, assigned].add(group)
     if same:
-        ctx.notes.append("held with equal values: " + _listed(same))
+        ctx.notes.append("stored with equal values: " + _listed(same))
     if found:
         ctx.notes.append("quantised again: " + _listed(found))
 
 
 def _listed(changes: Mapping[tuple[str, str], set[str]]) -> str:
     return "; ".join(
-        f"{stored} → {held} ({', '.join(sorted(groups))})"
-        for (stored, held), groups in sorted(changes.items())
+        f"{stored} → {assigned} ({', '.join(sorted(groups))})"
+        for (stored, assigned), groups in sorted(changes.items())
     )
 
 

@@ -240,7 +240,7 @@ class Operations:
         self.launch()
         self.check()
         assert not self.scheduler.cache_manager.running and not self.scheduler.num_swapped
-        assert not self.scheduler.num_held_pages and not self.device.away
+        assert not self.scheduler.num_used_pages and not self.device.away
         assert len(self.device.slots) == self.scheduler.num_kept
 
     def _first(self) -> RequestState | None:

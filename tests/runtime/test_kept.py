@@ -122,16 +122,16 @@ def test_what_windows_gave_back_is_not_shared() -> None:
     """A sequence of more than 8 positions can be cut back 3 behind the most that it has had."""
     said, answers = tuple(range(1, 13)), {}
     for kept in (4, 10, 12):
-        llm, _ = loop(max_num_seqs=1, num_held=8, reach_back=3)
+        llm, _ = loop(max_num_seqs=1, retained_positions=8, reach_back=3)
         ask(llm, *said, wanted=2)
         other = ask(llm, *said[:kept], 20, 20, wanted=1)
         assert other.output == alone(*said[:kept], 20, 20, wanted=1)
         answers[kept] = other.num_cached
     assert answers == {4: 0, 10: 10, 12: 12}
-    llm, _ = loop(max_num_seqs=1, num_held=8, reach_back=3)
+    llm, _ = loop(max_num_seqs=1, retained_positions=8, reach_back=3)
     ask(llm, *said, wanted=2)  # has had 13 positions
     assert ask(llm, *said[:10], 20, wanted=1).num_cached == 10
     assert ask(llm, *said[:9], 21, wanted=1).num_cached == 0, "9 is 4 before 13, and 2 before 11"
-    llm, _ = loop(max_num_seqs=1, num_held=8, reach_back=3)
+    llm, _ = loop(max_num_seqs=1, retained_positions=8, reach_back=3)
     ask(llm, *said[:6], wanted=2)
     assert ask(llm, *said[:2], 20, wanted=1).num_cached == 2, "so short a one is held whole"

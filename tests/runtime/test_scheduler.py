@@ -89,7 +89,7 @@ def run(
         tokens.append([request.request_id for request in llm.step()])
         assert len(tokens) < 10_000, "no end"
     assert executable.num_open == llm.scheduler.num_kept, "all slots are given back, or kept"
-    assert llm.scheduler.num_held_pages == 0, "and all pages"
+    assert llm.scheduler.num_used_pages == 0, "and all pages"
     return llm, made, tokens
 
 
@@ -254,7 +254,7 @@ def test_cancelled_requests_stop_and_the_others_do_not(
         whole = len(request.output) == request.sampling.max_tokens
         assert request.finish_reason == (LENGTH if whole else CANCELLED)
     assert executable.num_open == llm.scheduler.num_kept
-    assert llm.scheduler.num_held_pages == 0
+    assert llm.scheduler.num_used_pages == 0
 
 
 def one(**limits: Any) -> EngineLoop:
@@ -360,7 +360,7 @@ def test_an_executable_that_raises_leaves_nothing_behind(runs_ahead: bool) -> No
     llm.add(others[0])
     with pytest.raises(RuntimeError, match="step 3"):
         llm.generate(batch_of(3, 4, 5))
-    assert llm.scheduler.num_held_pages == 0
+    assert llm.scheduler.num_used_pages == 0
     llm.generate([])
     assert others[0].output == answer(others[0]), "who asked before is served all the same"
     assert llm.executable.num_open == llm.scheduler.num_kept

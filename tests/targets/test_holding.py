@@ -54,7 +54,7 @@ def held(
     """Every copy that a target says it holds of the graph that is lowered for it."""
     graph_module, _ = lowered(model, target=target, precision=precision)
     copies = {
-        (use.recipe, use.held_by(get_target(target), compute)): use.facts.role
+        (use.recipe, use.storage_by(get_target(target), compute)): use.facts.role
         for use in weight_uses(graph_module)
     }
     return [holding for (_, holding), role in copies.items() if role != CONSTANT]

@@ -61,7 +61,7 @@ def test_values_are_the_librarys_bit_for_bit(dtype: str, tmp_path: Path) -> None
         in_blocks = name is not None and get_format(name).block > 1
         assert {recipe.is_stored for recipe in recipes} == {in_blocks}
         own = name is not None and STORED_NAMES[name] == dtype
-        held = f"held with equal values: {dtype} → {name or 'fp32'}"
+        held = f"stored with equal values: {dtype} → {name or 'fp32'}"
         assert [note.startswith(held) for note in ctx.notes] == [] if own else [True]
         for recipe in recipes:
             expected = file_values(model, recipe.names)

@@ -142,7 +142,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
     num_running: int
     num_waiting: int
-    num_pages_held: int
+    num_used_pages: int
     num_steps: int
     num_preemptions: int
     num_dropped: int

@@ -271,7 +271,7 @@ class EngineService:
         return Heartbeat(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.line),
-            num_pages_held=scheduler.num_held_pages,
+            num_used_pages=scheduler.num_used_pages,
             num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_dropped=self.loop.num_dropped,

@@ -100,13 +100,13 @@ class JobMaker(ABC):
         )
         text = prompt.text
         check_prompt(prompt, ready, "messages")
-        grammar, unheld = await self.checked_grammar(request), ""
+        grammar, unconstrained = await self.checked_grammar(request), ""
         if tools is not None:
-            grammar, unheld = await self._call_grammar(tools, text, grammar)
+            grammar, unconstrained = await self._call_grammar(tools, text, grammar)
         elif grammar is not None:
             grammar = behind_reasoning(grammar, text, coder)
         job = make_job(self.served(request, 1), request, [prompt], grammar)
-        job.unheld = unheld
+        job.unconstrained = unconstrained
         if tools is not None:
             read_calls(job, tools, self.template.calls)
         return job

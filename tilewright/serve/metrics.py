@@ -119,7 +119,7 @@ class EngineMetrics:
         )
         self.running = gauge("num_requests_running", "requests that have a slot")
         self.waiting = gauge("num_requests_waiting", "requests in the queue")
-        self.pages = gauge("kv_cache_usage_perc", "share of the pages that is held, 0 to 1")
+        self.pages = gauge("kv_cache_usage_perc", "share of used pages, 0 to 1")
         self.prompt_tokens = counter("prompt_tokens", "tokens of prompts")
         self.generation_tokens = counter("generation_tokens", "tokens of answers")
         self.cached_tokens = counter("prompt_tokens_cached", "tokens not computed again")
@@ -196,7 +196,7 @@ class EngineMetrics:
         self.swapped.set(beat.num_swapped)
         self.snapshots.set(beat.num_snapshots_used)
         pages = ready.num_pages if ready is not None else 0
-        self.pages.set(beat.num_pages_held / pages if pages else 0.0)
+        self.pages.set(beat.num_used_pages / pages if pages else 0.0)
 
 
 class _Families:

@@ -31,7 +31,7 @@ class WeightUse:
     facts: NodeInfo
     block: tuple[tuple[WeightRecipe, NodeInfo], ...] = ()
 
-    def held_by(self, target: Target, compute: str) -> Holding:
+    def storage_by(self, target: Target, compute: str) -> Holding:
         """Return a target's storage for this weight.
 
         Raises:
@@ -53,11 +53,11 @@ def weight_uses(graph_module: GraphModule) -> Iterator[WeightUse]:
 
 def _uses_of(node: Node) -> Iterator[WeightUse]:
     for argument in node.all_input_nodes:
-        held = info(argument)
-        if held.role not in (WEIGHT, CONSTANT) or held.recipe is None:
+        facts_of_weight = info(argument)
+        if facts_of_weight.role not in (WEIGHT, CONSTANT) or facts_of_weight.recipe is None:
             continue
-        if held.role == WEIGHT and len(held.recipe.shape) > 1:
+        if facts_of_weight.role == WEIGHT and len(facts_of_weight.recipe.shape) > 1:
             facts = product_info(node, argument)
         else:
-            facts = dataclasses.replace(held, tensor_group=None)
-        yield WeightUse(node, held.recipe, facts)
+            facts = dataclasses.replace(facts_of_weight, tensor_group=None)
+        yield WeightUse(node, facts_of_weight.recipe, facts)

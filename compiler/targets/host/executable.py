@@ -176,10 +176,10 @@ class HostExecutable(Executable):
         return StepOutput(tuple(parts))
 
     def step_for_followers(self, step: Step) -> Step:
-        held = {
+        current = {
             slot: self._slot_states[slot].token for slot in step.decode if slot in self._slot_states
         }
-        forced = {slot: token for slot, token in held.items() if token is not None}
+        forced = {slot: token for slot, token in current.items() if token is not None}
         return replace(
             step,
             forced={**forced, **step.forced},
@@ -219,13 +219,15 @@ class HostExecutable(Executable):
 
     def _open(self, edit: OpenSlot) -> None:
         assert 0 <= edit.slot < self.capabilities.max_num_seqs, f"there is no slot {edit.slot}"
-        held = self._slot_states.get(edit.slot)
-        assert (held is not None) == (edit.keeps > 0), f"slot {edit.slot} is taken, or not kept"
-        if held is not None:
-            assert edit.keeps <= held.length, f"slot {edit.slot} holds only {held.length} positions"
+        current = self._slot_states.get(edit.slot)
+        assert (current is not None) == (edit.keeps > 0), f"slot {edit.slot} is taken, or not kept"
+        if current is not None:
+            assert edit.keeps <= current.length, (
+                f"slot {edit.slot} holds only {current.length} positions"
+            )
         else:
             self.clear_state(edit.slot)
-        is_cut = held is not None and self._cuts(edit.keeps, held)
+        is_cut = current is not None and self._cuts(edit.keeps, current)
         self._slot_states[edit.slot] = SlotState(
             edit.sampling,
             edit.prompt,

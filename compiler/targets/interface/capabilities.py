@@ -20,8 +20,8 @@ class Capabilities:
         num_pages: Pages in the pool.
         num_snapshots: Snapshots of per-sequence state. 0: no snapshots.
         has_sequence_state: Whether per-sequence state exists. It has no truncation.
-        num_held: Retained positions in windowed layers. 0: all positions.
-        reach_back: Maximum rollback beyond ``num_held``.
+        retained_positions: Retained positions in windowed layers. 0: all positions.
+        reach_back: Maximum rollback beyond ``retained_positions``.
         cell: Minimum chunk size with efficient weight reads.
         max_prompts: Maximum prefill chunks per step.
         max_step_tokens: Maximum prefill tokens per step.
@@ -46,7 +46,7 @@ class Capabilities:
     num_pages: int = 0
     num_snapshots: int = 0
     has_sequence_state: bool = False
-    num_held: int = 0
+    retained_positions: int = 0
     reach_back: int = 0
     cell: int = 128
     max_prompts: int = 1
@@ -72,7 +72,9 @@ class Capabilities:
 
     def can_cut(self, reached: int, position: int) -> bool:
         """Return whether truncation from ``reached`` positions to ``position`` is possible."""
-        return not self.num_held or reached <= max(self.num_held, position + self.reach_back)
+        return not self.retained_positions or reached <= max(
+            self.retained_positions, position + self.reach_back
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -325,7 +325,7 @@ def _weight(name: str, axis: str) -> Meaning:
     return Meaning(HONOURED if axis == "out" else NOT_HONOURED, f"{name} blocks along out")
 
 
-def _held(name: str, formats: tuple[str, ...]) -> Meaning:
+def _storage(name: str, formats: tuple[str, ...]) -> Meaning:
     return Meaning(HONOURED, name) if name in formats else Meaning(NOT_HONOURED, "refused")
 
 
@@ -337,6 +337,6 @@ _MEANINGS = Meanings(
     weight=_weight,
     fidelity=_fidelity,
     attention=lambda fidelity, phase: Meaning(HONOURED, fidelity),
-    kv_cache=lambda name: _held(name, CACHE_FORMATS),
-    activation=lambda name: _held(name, (*ACTIVATION_FORMATS, MIXED)),
+    kv_cache=lambda name: _storage(name, CACHE_FORMATS),
+    activation=lambda name: _storage(name, (*ACTIVATION_FORMATS, MIXED)),
 )

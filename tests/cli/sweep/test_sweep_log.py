@@ -72,6 +72,6 @@ def test_logs_that_are_missing_empty_or_no_files(
 def test_of_a_long_log_the_end_is_shown(journal: SweepJournal) -> None:
     state = journal.state.cells[cells(FOUR[0])[0].id]
     write_log(journal, state.cell.id, b"first\n" + 1000 * b"x" + b"\nlast\n")
-    text = control.log_text(journal, state, is_held=False, max_bytes=100)
+    text = control.log_text(journal, state, has_runner=False, max_bytes=100)
     assert "(the last 100 of 1012 bytes of " in text
     assert text.endswith("x\nlast") and "first" not in text

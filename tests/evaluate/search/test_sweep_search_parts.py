@@ -12,8 +12,8 @@ from tests.tiny import precision_of, tiny_model
 from tilewright.compiler.precision import load_precision
 from tilewright.evaluate.search.candidates import (
     BASE_OPTION,
-    Held,
     LevelOption,
+    StoredBytes,
     groups_without_shares,
     part_options,
 )
@@ -26,7 +26,7 @@ from tilewright.evaluate.sweep.summary import SweptRow
 BFP8, BFP4 = Level.parse("bfp8"), Level.parse("bfp4")
 FF2 = [SweepUnit("ff2", layer) for layer in range(2)]
 HEAD = SweepUnit("lm_head")
-HELD: dict[Level | None, Held] = {
+HELD: dict[Level | None, StoredBytes] = {
     None: {
         ("ff2", 0, "dense"): 1000,
         ("ff2", 1, "dense"): 1000,
@@ -145,9 +145,12 @@ def test_shares_of_a_group_add_up_to_it() -> None:
 
 def test_all_parts_of_a_model_save_what_the_whole_saves() -> None:
     model = swept(tie_embeddings=False)
-    base = model.held_bytes(model.resolve(load_precision("bf16")), "cpu")
+    base = model.stored_bytes(model.resolve(load_precision("bf16")), "cpu")
     low = precision_of("bfp8", "hifi2", embedding="bf16")
-    held: dict[Level | None, Held] = {None: base, BFP8: model.held_bytes(model.resolve(low), "cpu")}
+    held: dict[Level | None, StoredBytes] = {
+        None: base,
+        BFP8: model.stored_bytes(model.resolve(low), "cpu"),
+    }
     parts = asked(model).parts()
     losses = {(part.group, BFP8): 0.1 for part in parts}
     costs = CostModel(1.0, {"float32": 1e-6, "bfp8 blocks": 2e-6}, {})

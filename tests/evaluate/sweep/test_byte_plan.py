@@ -41,17 +41,17 @@ def test_every_weight_and_all_state_is_in_it() -> None:
     assert plan.total.num_weights == weights
     matrix = 4 * 8 * 32 * 64
     assert by_group["experts_ff1_3"].num_weights == 2 * matrix
-    assert by_group["experts_ff2"].num_weights == by_group["experts_ff2"].held / 4 == matrix
+    assert by_group["experts_ff2"].num_weights == by_group["experts_ff2"].stored / 4 == matrix
     assert plan.position_bytes == 2 * 2 * 64 * 4
     assert plan.memory_bytes == 3 * (128 * 3 + 4 * 16 * 16) * 4
-    assert by_group["kv_cache"].held == 3 * 100 * plan.position_bytes
-    assert by_group["memory"].held == 3 * plan.memory_bytes
-    assert by_group["memory"].moved == 2 * by_group["memory"].held, "read and written again"
+    assert by_group["kv_cache"].stored == 3 * 100 * plan.position_bytes
+    assert by_group["memory"].stored == 3 * plan.memory_bytes
+    assert by_group["memory"].moved == 2 * by_group["memory"].stored, "read and written again"
     assert by_group["embedding"].moved == 3 * 64 * 4
     read = 1 - (1 - 2 / 8) ** 3
     assert experts_share(model, 3) == read
-    assert by_group["experts_ff2"].moved == pytest.approx(read * by_group["experts_ff2"].held)
-    assert by_group["shared_ff2"].moved == by_group["shared_ff2"].held
+    assert by_group["experts_ff2"].moved == pytest.approx(read * by_group["experts_ff2"].stored)
+    assert by_group["shared_ff2"].moved == by_group["shared_ff2"].stored
 
 
 @pytest.mark.parametrize("target", ["reference", "cpu"])
@@ -68,9 +68,9 @@ def test_what_is_compiled_takes_what_was_told(shape: str, target: str) -> None:
     resolved = resolve_precision(model, precision)
     plan = byte_plan(model, resolved, get_target(target), batch=2, context=64, compute="fast")
     shares = {share.group: share for share in plan.shares}
-    cache = shares.pop("kv_cache").held
+    cache = shares.pop("kv_cache").stored
     constants = 4 * model.config.head_dim // 2 if target == "reference" else 0
-    assert held == sum(share.held for share in shares.values()) + constants
+    assert held == sum(share.stored for share in shares.values()) + constants
     assert cache == (state if target == "reference" else 2 * state), "the cpu's is of 64 in all"
     for group, share in shares.items():
         if group != "other":  # a step reads constants as well
@@ -131,7 +131,7 @@ def test_a_layer_with_a_window_is_told_as_it_is_held() -> None:
         layer = plan.position_bytes / 2
         assert told[target].moved == layer * (64 + 6400)
         held = 64 + 1024 if target == "cpu-native" else 6400
-        assert told[target].held == layer * (held + 6400)
+        assert told[target].stored == layer * (held + 6400)
 
 
 def test_a_large_model_is_told_at_once() -> None:
@@ -178,18 +178,18 @@ def test_a_block_of_experts_is_told_as_it_is_held(name: str) -> None:
     shares = {share.group: share for share in plan.shares}
     groups = ("experts_ff1_3", "experts_ff2")
     assert {kind for group in groups for kind in shares[group].kinds} == kinds
-    told = sum(share.held for group, share in shares.items() if group != "kv_cache")
+    told = sum(share.stored for group, share in shares.items() if group != "kv_cache")
     assert held == told
     for group in groups:
-        assert read[group] == pytest.approx(shares[group].held), "all experts are chosen"
-    swept = swept_model(model, "shape:tiny-moe").held_bytes(resolved, "cpu")
-    assert sum(swept.values()) == told - shares["other"].held
+        assert read[group] == pytest.approx(shares[group].stored), "all experts are chosen"
+    swept = swept_model(model, "shape:tiny-moe").stored_bytes(resolved, "cpu")
+    assert sum(swept.values()) == told - shares["other"].stored
 
 
 def test_what_holds_nothing_is_told_so() -> None:
     plan = plan_of("tiny-hybrid", "bf16", target="null")
     assert plan.position_bytes == plan.memory_bytes == 0
-    assert plan.total.held == 0 and plan.total.num_weights > 0
+    assert plan.total.stored == 0 and plan.total.num_weights > 0
 
 
 @pytest.mark.parametrize("batch", [1, 64])
@@ -216,7 +216,7 @@ def test_a_sweep_reads_the_experts_of_one_token() -> None:
     loaded: Any = load_model("shape:tiny-moe")
     model = swept_model(loaded, "shape:tiny-moe")
     assert {"experts_ff1_3", "experts_ff2"} <= set(model.groups())
-    held = model.held_bytes(model.resolve(load_precision("bf16")), "reference")
+    held = model.stored_bytes(model.resolve(load_precision("bf16")), "reference")
     whole = sum(step_bytes(held).values())
     read = sum(step_bytes(held, experts_share(loaded, 1)).values())
     experts = sum(size for (group, _, _), size in held.items() if group.startswith("experts"))

@@ -97,9 +97,9 @@ def test_another_process_is_seen(tmp_path: Path) -> None:
 def test_one_process_runs_a_sweep(tmp_path: Path) -> None:
     journal = make(tmp_path)
     other = SweepJournal.open(journal.path)
-    assert not other.is_held()
+    assert not other.has_runner()
     with journal.hold():
-        assert other.is_held()
+        assert other.has_runner()
         with pytest.raises(ConfigError, match="another process is running"), other.hold():
             pass
     with other.hold():

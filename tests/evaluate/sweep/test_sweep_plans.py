@@ -82,7 +82,7 @@ def test_held_bytes_are_what_the_compiled_model_holds(
         "bfp8", "hifi2", ff2="q40", lm_head="bf16", layers="1: {ff1_3: bfp4, li_ff1_3: hifi4}"
     )
     model = swept(**changes)
-    held = model.held_bytes(model.resolve(precision), "cpu", compute)
+    held = model.stored_bytes(model.resolve(precision), "cpu", compute)
     executable = compiled(tiny_model(**changes), "cpu", precision=precision, compute=compute)
     whole = executable.memory().weights
     executable.close()
@@ -92,7 +92,7 @@ def test_held_bytes_are_what_the_compiled_model_holds(
 
 def test_held_bytes_add_up_from_the_target_s_own() -> None:
     model = swept(**UNTIED)
-    held = model.held_bytes(model.resolve(precision_of("bfp8", "hifi2")), "cpu")
+    held = model.stored_bytes(model.resolve(precision_of("bfp8", "hifi2")), "cpu")
 
     def bytes_of(shape: tuple[int, int], group: str) -> int:
         phases = ("hifi2", "hifi2")
@@ -110,7 +110,7 @@ def test_held_bytes_add_up_from_the_target_s_own() -> None:
 def test_a_layer_of_its_own_is_held_in_its_own_kind() -> None:
     model = swept()
     mixed = precision_of("bf16", "hifi2", layers="1: {ff2: q40}, 0: {wo: bfp8}")
-    held = model.held_bytes(model.resolve(mixed), "cpu")
+    held = model.stored_bytes(model.resolve(mixed), "cpu")
     kinds = {(group, layer): kind for group, layer, kind in held}
     assert kinds["ff2", 1] == "q40 blocks" and kinds["wo", 0] == "bfp8 blocks"
     assert kinds["ff2", 0] == kinds["wo", 1] == "float32"
@@ -190,7 +190,7 @@ def test_a_cell_says_all_that_a_run_needs() -> None:
         assert (cell.compute, cell.threads, cell.device) == ("exact", 3, "CPU")
         read = parse_heading(cell.heading).resolve(model.num_layers, model.name)
         assert read.id == cell.precision_id == model.resolve(precision).id
-        held = model.held_bytes(model.resolve(precision), "cpu", "exact")
+        held = model.stored_bytes(model.resolve(precision), "cpu", "exact")
         assert cell.weight_bytes == sum(held.values()) and cell.step_bytes == step_bytes(held)
 
 

@@ -320,7 +320,7 @@ def test_the_document_says_what_it_rests_on() -> None:
     ]
     assert all(abs(float(row["Predicted, off by (%)"])) < 5 for row in model)
     assert "fitted on the configurations below" in text
-    assert "10^9 bytes held as bfp8 blocks, " in text and "held as float32" in text
+    assert "10^9 bytes stored as bfp8 blocks, " in text and "stored as float32" in text
 
 
 def test_a_sweep_of_groups_alone_has_no_layers_and_no_model() -> None:

@@ -29,34 +29,34 @@ _MAX_LOG_BYTES = 1 << 24
 def status(given: argparse.Namespace) -> int:
     """Print a sweep's progress as a table or JSON. Return the exit code."""
     journal = open_sweep(given.file)
-    is_held = journal.is_held()
-    table = _table(given, journal, is_held=is_held)
+    has_runner = journal.has_runner()
+    table = _table(given, journal, has_runner=has_runner)
     if given.json:
-        print(json.dumps(_values(table, journal, is_held=is_held), allow_nan=False))
+        print(json.dumps(_values(table, journal, has_runner=has_runner), allow_nan=False))
     elif given.markdown:
         print(table.markdown(), end="")
     else:
-        print("\n".join(tables.headline(journal, is_held=is_held)), end="\n\n")
+        print("\n".join(tables.headline(journal, has_runner=has_runner)), end="\n\n")
         print("\n".join(table_lines(table, _room())))
     return 0
 
 
-def _table(given: argparse.Namespace, journal: SweepJournal, *, is_held: bool) -> Listing:
+def _table(given: argparse.Namespace, journal: SweepJournal, *, has_runner: bool) -> Listing:
     make = tables.configurations
     if given.cells:
         make = tables.cells
     elif given.pareto:
         make = tables.front_table
-    table = make(journal.state, is_held=is_held)
+    table = make(journal.state, has_runner=has_runner)
     return table.sorted_by(given.sort, is_reversed=given.reverse)
 
 
-def _values(table: Listing, journal: SweepJournal, *, is_held: bool) -> dict[str, Any]:
+def _values(table: Listing, journal: SweepJournal, *, has_runner: bool) -> dict[str, Any]:
     state = journal.state
-    statuses = [tables.shown_status(each, is_held=is_held) for each in state.cells.values()]
+    statuses = [tables.shown_status(each, has_runner=has_runner) for each in state.cells.values()]
     return {
         "plan": state.planned.plan,
-        "is_running": is_held,
+        "is_running": has_runner,
         "num_cells": len(statuses),
         "statuses": {each: statuses.count(each) for each in dict.fromkeys(statuses)},
         "estimated_seconds_left": round(estimate.remaining_seconds(state), 1),
@@ -130,14 +130,14 @@ def ask(journal: SweepJournal, states: Sequence[CellState], what: What) -> list[
         return [f"nothing to {what}: {reason}"]
     was_running = any(each.status == "running" for each in chosen)
     names = [f"  {tables.describe(each)}" for each in chosen]
-    is_held = journal.is_held()
+    has_runner = journal.has_runner()
     journal.append(*(TrialCommand(each.cell.id, what) for each in chosen))
     found = f"requested: {what} {cells_text(len(chosen))}"
     if what == "restart":
-        taken = "the running sweep" if is_held else "the next run of the sweep"
+        taken = "the running sweep" if has_runner else "the next run of the sweep"
         found += f"; {taken} takes {'it' if len(chosen) == 1 else 'them'} up"
     elif was_running:
-        found += "; the running sweep stops it" if is_held else "; it does not run now"
+        found += "; the running sweep stops it" if has_runner else "; it does not run now"
     return [f"{found} ({cells_text(left)} {why})" if left else found, *names]
 
 
@@ -150,7 +150,7 @@ def log(given: argparse.Namespace) -> int:
     """Print a cell's log. Return the exit code."""
     journal = open_sweep(given.file)
     state = newest(tables.find_cells(journal.state, given.cell))
-    print(log_text(journal, state, is_held=journal.is_held()))
+    print(log_text(journal, state, has_runner=journal.has_runner()))
     return 0
 
 
@@ -160,10 +160,10 @@ def newest(states: Sequence[CellState]) -> CellState:
 
 
 def log_text(
-    journal: SweepJournal, state: CellState, *, is_held: bool, max_bytes: int = _MAX_LOG_BYTES
+    journal: SweepJournal, state: CellState, *, has_runner: bool, max_bytes: int = _MAX_LOG_BYTES
 ) -> str:
     """Return a cell's title, its outcome, and the last ``max_bytes`` of its log."""
-    status = tables.shown_status(state, is_held=is_held)
+    status = tables.shown_status(state, has_runner=has_runner)
     took = "" if state.seconds is None else f" after {state.seconds:.1f} s"
     since = f" since {plain_line(state.started)}" if status == "running" and state.started else ""
     reason = f": {plain_line(state.reason)}" if state.reason else ""

@@ -59,13 +59,13 @@ def open_journal(options: SweepOptions) -> SweepJournal:
         ConfigError: if the file has another plan or other options.
     """
     journal = open_sweep(options.results)
-    held = journal.state.planned
+    recorded = journal.state.planned
     takes_any = options.resume and not options.requested
-    if held.plan != options.plan or (options.requested != held.options and not takes_any):
-        differing = {key for key, _ in options.requested.items() ^ held.options.items()}
+    if recorded.plan != options.plan or (options.requested != recorded.options and not takes_any):
+        differing = {key for key, _ in options.requested.items() ^ recorded.options.items()}
         what = ", ".join(sorted(differing)) or "the plan"
         raise ConfigError(
-            f"sweep file {options.results}: holds plan {held.plan!r} and differs in {what}; "
+            f"sweep file {options.results}: holds plan {recorded.plan!r} and differs in {what}; "
             "allowed: the same options, --resume with no other options, or another --results"
         )
     if not options.resume:

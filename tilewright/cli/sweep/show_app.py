@@ -58,7 +58,7 @@ class SweepScreen(Screen[None]):
     def __init__(self, journal: SweepJournal) -> None:
         super().__init__()
         self.journal = journal
-        self.is_held = False
+        self.has_runner = False
         self.shows_cells = False
         self.sort: str | None = None
         self.is_reversed = False
@@ -90,23 +90,23 @@ class SweepScreen(Screen[None]):
         trouble = ""
         try:
             self.journal.refresh()
-            self.is_held = self.journal.is_held()
+            self.has_runner = self.journal.has_runner()
         except ConfigError as error:
             trouble = plain_line(str(error))
         self._put("said", trouble or self._deed)
         states = self.journal.state.cells.values()
         seen = [(s.status, s.is_cancel_requested, s.started, s.seconds) for s in states]
-        if (self.is_held, seen) != self._seen:
-            self._seen = (self.is_held, seen)
+        if (self.has_runner, seen) != self._seen:
+            self._seen = (self.has_runner, seen)
             self.draw()
-        first, second = tables.headline(self.journal, is_held=self.is_held)
+        first, second = tables.headline(self.journal, has_runner=self.has_runner)
         order = f"by {self.sort or 'plan'}{', reversed' if self.is_reversed else ''}"
         self._put("head", f"{first}, {order}\n{second}")  # the table may have reset the order
 
     def table(self) -> Listing:
         """Return the current table."""
         make = tables.cells if self.shows_cells else tables.configurations
-        table = make(self.journal.state, is_held=self.is_held)
+        table = make(self.journal.state, has_runner=self.has_runner)
         if self.sort not in [None, *(column.key for column in table.columns)]:
             self.sort = None
         return table.sorted_by(self.sort, is_reversed=self.is_reversed)
@@ -198,7 +198,7 @@ class SweepScreen(Screen[None]):
         """Show the front and its unproven differences."""
 
         def text() -> str:
-            table = tables.front_table(self.journal.state, is_held=self.is_held)
+            table = tables.front_table(self.journal.state, has_runner=self.has_runner)
             table = table.sorted_by("speed")
             return "\n".join(control.table_lines(table, self.app.size.width - 1))
 
@@ -212,8 +212,10 @@ class SweepScreen(Screen[None]):
 
         def text() -> str:
             state = control.newest(line.states)
-            held = self.is_held
-            return control.log_text(self.journal, state, is_held=held, max_bytes=_LOG_BYTES)
+            has_runner = self.has_runner
+            return control.log_text(
+                self.journal, state, has_runner=has_runner, max_bytes=_LOG_BYTES
+            )
 
         self.app.push_screen(TextScreen(f"The log of {line.name}", text, is_at_end=True))
 

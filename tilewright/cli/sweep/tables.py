@@ -59,16 +59,16 @@ CONFIGURATION_COLUMNS = (
 )
 
 
-def shown_status(state: CellState, *, is_held: bool) -> str:
+def shown_status(state: CellState, *, has_runner: bool) -> str:
     """Return a cell's status. A running cell without a runner is interrupted."""
     if state.status != "running":
         return state.status
-    if not is_held:
+    if not has_runner:
         return "interrupted"
     return "stopping" if state.is_cancel_requested else "running"
 
 
-def configurations(state: SweepState, *, is_held: bool) -> Listing:
+def configurations(state: SweepState, *, has_runner: bool) -> Listing:
     """Return a line per configuration in plan order, with its standing."""
     found = _labelled(state)
     standings = {
@@ -77,20 +77,22 @@ def configurations(state: SweepState, *, is_held: bool) -> Listing:
         if each.placed is not None
         for member in each.row.states
     }
-    lines = [_configuration_line(row, standings.get(row.cell.id), is_held=is_held) for row in found]
+    lines = [
+        _configuration_line(row, standings.get(row.cell.id), has_runner=has_runner) for row in found
+    ]
     notes = [note for row in found for each in row.states for note in _failure(row.name, each)]
     if any(row.is_emulated for row in found):
         notes.append("of boards that are not here: top-1 and KL are emulated, speed is predicted")
     return Listing(CONFIGURATION_COLUMNS, tuple(lines), tuple(notes))
 
 
-def front_table(state: SweepState, *, is_held: bool) -> Listing:
+def front_table(state: SweepState, *, has_runner: bool) -> Listing:
     """Return the front, with a line for equal configurations and notes on unproven differences."""
     placed = [(e.row, e.label, e.placed) for e in ranked(_labelled(state)) if e.placed is not None]
     lines, notes = [], []
     for row, label, each in placed:
         if each.standing == "front":
-            lines.append(_configuration_line(row, each.standing, is_held=is_held))
+            lines.append(_configuration_line(row, each.standing, has_runner=has_runner))
             notes += [f"{label}: {note}" for note in each.notes]
     for _, label, each in placed:
         if each.standing == "tied":
@@ -100,7 +102,7 @@ def front_table(state: SweepState, *, is_held: bool) -> Listing:
     return Listing(CONFIGURATION_COLUMNS, tuple(lines), tuple(notes))
 
 
-def cells(state: SweepState, *, is_held: bool) -> Listing:
+def cells(state: SweepState, *, has_runner: bool) -> Listing:
     """Return a line per cell, in plan order."""
     num_digits = _num_digits(list(state.cells))
     columns = (
@@ -115,7 +117,8 @@ def cells(state: SweepState, *, is_held: bool) -> Listing:
     named = [(row.name, each) for row in _labelled(state) for each in row.states]
     names = {each.cell.id: name for name, each in named}
     lines = [
-        _cell_line(names[each.cell.id], each, is_held=is_held) for each in state.cells.values()
+        _cell_line(names[each.cell.id], each, has_runner=has_runner)
+        for each in state.cells.values()
     ]
     notes = [note for name, each in named for note in _failure(name, each)]
     return Listing(columns, tuple(lines), tuple(notes))
@@ -149,12 +152,12 @@ def _labelled(state: SweepState) -> list[SweptRow]:
     ]
 
 
-def _configuration_line(row: SweptRow, standing: str | None, *, is_held: bool) -> ScreenLine:
+def _configuration_line(row: SweptRow, standing: str | None, *, has_runner: bool) -> ScreenLine:
     figures = row.figures()  # measured bytes only, no estimates
     spread, num_bytes = figures.decode_spread_fraction, figures.weight_bytes
     values = {
         "name": row.name,
-        "done": _done(row.states, is_held=is_held),
+        "done": _done(row.states, has_runner=has_runner),
         **_values(figures),
         "spread": None if spread is None else 100 * spread,
         "mb": None if num_bytes is None else num_bytes / 1e6,
@@ -163,7 +166,7 @@ def _configuration_line(row: SweptRow, standing: str | None, *, is_held: bool) -
     return ScreenLine(row.cell.id, row.states, values)
 
 
-def _cell_line(name: str, state: CellState, *, is_held: bool) -> ScreenLine:
+def _cell_line(name: str, state: CellState, *, has_runner: bool) -> ScreenLine:
     cell, result = state.cell, state.result
     # The warm-up of an accuracy case is no speed measurement.
     timed = result if cell.kind == "speed" else None
@@ -172,7 +175,7 @@ def _cell_line(name: str, state: CellState, *, is_held: bool) -> ScreenLine:
         "name": name,
         "case": plain_line(f"{cell.case} {cell.text or ''}"),
         "round": cell.round + 1 if cell.kind == "speed" else None,
-        "status": shown_status(state, is_held=is_held),
+        "status": shown_status(state, has_runner=has_runner),
         "seconds": state.seconds,
         **_values(ResultRow.of(timed, None if result is None else result.accuracy)),
     }
@@ -190,9 +193,9 @@ def _values(figures: ResultRow) -> dict[str, Any]:
     }
 
 
-def _done(states: Sequence[CellState], *, is_held: bool) -> str:
+def _done(states: Sequence[CellState], *, has_runner: bool) -> str:
     """Return progress as ``3/4 running``: done cells, and the most urgent other status."""
-    found = {shown_status(state, is_held=is_held) for state in states}
+    found = {shown_status(state, has_runner=has_runner) for state in states}
     word = next((each for each in _URGENT if each in found), "")
     word = "failed" if word in FAILURES else word
     num_done = sum(state.status == "done" for state in states)
@@ -210,13 +213,13 @@ def describe(state: CellState, name: str = "") -> str:
     return plain_line(f"{state.cell.id} {state.cell.title(name)}")
 
 
-def headline(journal: SweepJournal, *, is_held: bool) -> tuple[str, str]:
+def headline(journal: SweepJournal, *, has_runner: bool) -> tuple[str, str]:
     """Return two lines: the sweep's name and state, and its progress with the time left."""
     state = journal.state
     num_open = len(state.open_cells())
-    how = "running" if is_held else "not running" if num_open else "finished"
+    how = "running" if has_runner else "not running" if num_open else "finished"
     first = f"{plain_line(journal.path.name)}: plan {plain_line(state.planned.plan)}, {how}"
-    counts = Counter(shown_status(each, is_held=is_held) for each in state.cells.values())
+    counts = Counter(shown_status(each, has_runner=has_runner) for each in state.cells.values())
     parts = [f"{counts['done']} of {len(state.cells)} cells done"]
     parts += [f"{counts[status]} {status}" for status in _URGENT if counts[status]]
     if num_open:

@@ -85,9 +85,9 @@ async def _left(client: Client) -> dict[str, float]:
     found = await client.metrics()
     names = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
     names.append("snapshots_used")
-    held = {name: found[name] for name in names if name in found}
+    sizes = {name: found[name] for name in names if name in found}
     for process in ("process", "engine_process"):
         if f"{process}_open_fds" in found:
-            held[f"{process}_mb"] = found[f"{process}_resident_memory_bytes"] / 1e6
-            held[f"{process}_descriptors"] = found[f"{process}_open_fds"]
-    return held
+            sizes[f"{process}_mb"] = found[f"{process}_resident_memory_bytes"] / 1e6
+            sizes[f"{process}_descriptors"] = found[f"{process}_open_fds"]
+    return sizes

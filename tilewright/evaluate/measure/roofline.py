@@ -39,7 +39,7 @@ class TrafficShare:
         formats: Requested formats.
         kinds: The target's storage formats.
         num_weights: Number of weights. 0 for state.
-        held: Stored bytes.
+        stored: Stored bytes.
         moved: Bytes read by a step, or read and written again.
     """
 
@@ -47,7 +47,7 @@ class TrafficShare:
     formats: tuple[str, ...]
     kinds: tuple[str, ...]
     num_weights: int
-    held: float
+    stored: float
     moved: float
     is_constant: bool = False
 
@@ -71,22 +71,22 @@ def weight_shares(
     Raises:
         CompileError: The target does not support a weight.
     """
-    held_already: set[tuple[WeightRecipe, Holding]] = set()
+    seen: set[tuple[WeightRecipe, Holding]] = set()
     read_already: set[WeightRecipe] = set()
     for use in weight_uses(graph_module):
         part, recipe = use.facts.tensor_group or OTHER, use.recipe
-        held = use.held_by(target, compute)
+        stored = use.storage_by(target, compute)
         assert recipe.format is not None
-        number, size = count(use.facts.layer), held.num_bytes
+        number, size = count(use.facts.layer), stored.num_bytes
         read = min(1.0, rows_read(use.node, recipe, num_tokens) / recipe.shape[0])
-        is_new, is_read = (recipe, held) not in held_already, recipe not in read_already
-        held_already.add((recipe, held))
+        is_new, is_read = (recipe, stored) not in seen, recipe not in read_already
+        seen.add((recipe, stored))
         if part != EMBEDDING:
             read_already.add(recipe)
         yield TrafficShare(
             part,
             (recipe.format,),
-            (held.kind,),
+            (stored.kind,),
             number * math.prod(recipe.shape),
             number * size if is_new else 0,
             number * size * read if is_read or part == EMBEDDING else 0,
@@ -115,8 +115,8 @@ def state_shares(
         spec = info(node).state
         if spec is None:
             continue
-        held = target.state_holding(spec, compute=compute)
-        size, kinds = count(info(node).layer) * held.num_bytes, (held.kind,)
+        stored = target.state_holding(spec, compute=compute)
+        size, kinds = count(info(node).layer) * stored.num_bytes, (stored.kind,)
         if spec.kind == PER_TOKEN:
             read = min(context, spec.window or context)
             reach = None if not spec.window else target.reach_back

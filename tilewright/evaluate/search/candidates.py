@@ -21,7 +21,7 @@ from tilewright.evaluate.sweep.sensitivity import Sensitivity
 
 Price = Literal["ms", "bytes"]
 
-Held = Mapping[tuple[str, int | None, str], int]
+StoredBytes = Mapping[tuple[str, int | None, str], int]
 """Bytes by group, layer and storage."""
 
 
@@ -52,7 +52,7 @@ def part_options(
     parts: Sequence[SweepUnit],
     sensitivity: Sensitivity,
     group_losses: Mapping[tuple[str, Level], float],
-    held: Mapping[Level | None, Held],
+    stored: Mapping[Level | None, StoredBytes],
     cost_model: CostModel,
 ) -> dict[SweepUnit, list[LevelOption]]:
     """List the options of each part: the base, and each measured level with a known time.
@@ -61,15 +61,15 @@ def part_options(
         parts: groups in layers.
         sensitivity: losses of single layers.
         group_losses: KL lost with a whole group at a level.
-        held: bytes of the stored weights with all groups at a level. None: the base.
+        stored: bytes of the stored weights with all groups at a level. None: the base.
         cost_model: predicts the time of a step.
     """
     share = _shares(parts, sensitivity)
     found = {part: [BASE_OPTION] for part in parts}
     for part, options in found.items():
-        before = _of(held[None], part)
-        for level in (level for level in held if level is not None):
-            loss, after = group_losses.get((part.group, level)), _of(held[level], part)
+        before = _of(stored[None], part)
+        for level in (level for level in stored if level is not None):
+            loss, after = group_losses.get((part.group, level)), _of(stored[level], part)
             if loss is None or not (cost_model.knows(before) and cost_model.knows(after)):
                 continue
             saved = cost_model.predict(before) - cost_model.predict(after)
@@ -111,11 +111,11 @@ def shares(
     return {part: kl / total for part, kl in floored.items()}
 
 
-def _of(held: Held, part: SweepUnit) -> dict[str, int]:
+def _of(stored: StoredBytes, part: SweepUnit) -> dict[str, int]:
     """Return a part's bytes by storage."""
     return {
         kind: size
-        for (group, layer, kind), size in held.items()
+        for (group, layer, kind), size in stored.items()
         if (group, layer) == (part.group, part.layer)
     }
 

@@ -20,7 +20,7 @@ from tilewright.evaluate.results.row import ResultRow
 from tilewright.evaluate.search import found_yaml
 from tilewright.evaluate.search.candidates import (
     Choices,
-    Held,
+    StoredBytes,
     first_meeting,
     groups_without_shares,
     part_options,
@@ -149,9 +149,9 @@ class _Hunt:
         if unshared := groups_without_shares(parts, self.sensitivity):
             names = ", ".join(unshared)
             self.remarks.append(f"not every layer of {names} was measured: equal shares are taken")
-        held: dict[Level | None, Held] = {None: self._held(self.search.base)}
-        held |= {level: self._held(each) for level, each in self.search.uniform().items()}
-        self.options = part_options(parts, self.sensitivity, losses, held, self.cost_model)
+        stored: dict[Level | None, StoredBytes] = {None: self._stored_bytes(self.search.base)}
+        stored |= {level: self._stored_bytes(each) for level, each in self.search.uniform().items()}
+        self.options = part_options(parts, self.sensitivity, losses, stored, self.cost_model)
         return plan_path(self.options, "ms" if self.bounds.is_of_accuracy else "bytes")
 
     def _meets(self, num_steps: int) -> bool:
@@ -238,9 +238,9 @@ class _Hunt:
             "--resume"
         )
 
-    def _held(self, precision: PrecisionConfig) -> Held:
+    def _stored_bytes(self, precision: PrecisionConfig) -> StoredBytes:
         model, compute = self.search.model, self.search.usual.compute
-        return model.held_bytes(model.resolve(precision), self.search.target, compute)
+        return model.stored_bytes(model.resolve(precision), self.search.target, compute)
 
     def _held_out(self, row: SweptRow) -> Accuracy | None:
         return row.accuracies.get(self.search.held_out)

@@ -71,14 +71,14 @@ def byte_plan(
     states = list(state_shares(graph, target, context=context, compute=compute, count=count))
     position = state_shares(graph, target, context=1, compute=compute, count=count)
     parts = [each for each in weights if not each.is_constant]
-    parts += [replace(e, held=batch * e.held, moved=batch * e.moved) for e in states]
-    memory = sum(each.held for each in states if each.group == MEMORY)
+    parts += [replace(e, stored=batch * e.stored, moved=batch * e.moved) for e in states]
+    memory = sum(each.stored for each in states if each.group == MEMORY)
     return BytePlan(
         shares=tuple(
             _joined(name, [part for part in parts if part.group == name])
             for name in dict.fromkeys(part.group for part in parts)
         ),
-        position_bytes=round(sum(each.held for each in position if each.group != MEMORY)),
+        position_bytes=round(sum(each.stored for each in position if each.group != MEMORY)),
         memory_bytes=int(memory),
     )
 
@@ -124,7 +124,7 @@ def _joined(group: str, parts: Iterable[TrafficShare]) -> TrafficShare:
         tuple(dict.fromkeys(name for part in parts for name in part.formats)),
         tuple(dict.fromkeys(name for part in parts for name in part.kinds)),
         sum(part.num_weights for part in parts),
-        sum(part.held for part in parts),
+        sum(part.stored for part in parts),
         sum(part.moved for part in parts),
     )
 

@@ -292,7 +292,7 @@ class SweepJournal:
         except OSError as error:
             raise ConfigError(f"{_WHAT} {self.path}: {place.name}: {error.strerror}") from None
         try:
-            for _ in range(_LOCK_TRIES):  # `is_held` takes the lock for a moment
+            for _ in range(_LOCK_TRIES):  # `has_runner` takes the lock for a moment
                 if is_ours := _try_lock(handle, fcntl.LOCK_EX):
                     break
                 time.sleep(_LOCK_SECONDS)
@@ -304,7 +304,7 @@ class SweepJournal:
         finally:
             os.close(handle)
 
-    def is_held(self) -> bool:
+    def has_runner(self) -> bool:
         """Return whether a process runs this sweep."""
         try:
             handle = os.open(self._lock_path, os.O_RDONLY | os.O_CLOEXEC)

@@ -86,7 +86,7 @@ class SweptModel:
         )
         return any(f.block > 1 and f.element_bits < EXACT_BITS for f in formats)
 
-    def held_bytes(
+    def stored_bytes(
         self, precision: ResolvedPrecision, target: str, compute: str = "fast"
     ) -> dict[tuple[str, int | None, str], int]:
         """Return stored bytes by group, layer and storage.
@@ -103,14 +103,14 @@ class SweptModel:
 
 
 def step_bytes(
-    held: Mapping[tuple[str, int | None, str], int], experts: float = 1.0
+    stored: Mapping[tuple[str, int | None, str], int], experts: float = 1.0
 ) -> dict[str, int]:
-    """Return the bytes that a decode step reads, by storage, from `SweptModel.held_bytes`.
+    """Return the bytes that a decode step reads, by storage, from `SweptModel.stored_bytes`.
 
     Excludes the embedding. ``experts``: share of experts in a step.
     """
     found: dict[str, int] = defaultdict(int)
-    for (group, _, kind), num_bytes in held.items():
+    for (group, _, kind), num_bytes in stored.items():
         if group != "embedding":
             found[kind] += round(num_bytes * (experts if group in EXPERT_GROUPS else 1.0))
     return dict(found)

@@ -193,7 +193,7 @@ def unique(found: Sequence[Cell]) -> list[Cell]:
 def _cell(entry: SweepConfig, measures: Measures) -> Cell:
     model, resolved = entry.model, entry.model.resolve(entry.precision)
     check_plain("precision", entry.precision.name)
-    held = model.held_bytes(resolved, entry.target, measures.compute)
+    stored = model.stored_bytes(resolved, entry.target, measures.compute)
     calibration = entry.calibration if model.has_calibrated(resolved) else ""
     return Cell(
         model=model.argument,
@@ -208,8 +208,8 @@ def _cell(entry: SweepConfig, measures: Measures) -> Cell:
         kind="speed",
         compute="exact" if measures.compute == "exact" else "fast",
         threads=measures.threads,
-        weight_bytes=sum(held.values()),
-        step_bytes=step_bytes(held, experts_share(model.loaded, CASES[SPEED_CASE].batch_size)),
+        weight_bytes=sum(stored.values()),
+        step_bytes=step_bytes(stored, experts_share(model.loaded, CASES[SPEED_CASE].batch_size)),
         part=entry.part,
         is_kept=entry.is_timed,
         calibration=calibration,

@@ -70,8 +70,8 @@ class ContiguousCacheManager(CacheManager):
         """Return the match of a prompt with a slot that shares ``common`` positions."""
         can_cut = self.capabilities.can_cut
         if is_whole or not self._has_state:
-            is_held = is_whole or can_cut(reached, common)
-            return PrefixMatch(common, slot=slot, reached=reached) if is_held else NOTHING
+            is_reusable = is_whole or can_cut(reached, common)
+            return PrefixMatch(common, slot=slot, reached=reached) if is_reusable else NOTHING
         found = self.snapshots.find(request.page_keys, common // self.grain)
         branch_point = common // self.grain * self.grain
         if found is None or not can_cut(reached, found[0] * self.grain):

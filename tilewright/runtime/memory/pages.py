@@ -72,7 +72,7 @@ class PagePool:
         return len(self._free) + len(self._idle)
 
     @property
-    def num_held(self) -> int:
+    def num_used(self) -> int:
         """Return the number of pages in use."""
         return self.num_pages - self.num_available
 
@@ -106,7 +106,7 @@ class PagePool:
         The last page in a chain is evicted first, because its prefix remains useful.
         """
         for page in reversed(pages):
-            assert self._counts[page] > 0, f"page {page} is held by nobody"
+            assert self._counts[page] > 0, f"page {page} has no reference"
             self._counts[page] -= 1
             if not self._counts[page]:
                 if page in self._key_of:
@@ -120,7 +120,7 @@ class PagePool:
         ``is_invariant``: the page's bits depend on ``key`` only. The page then replaces a page
         without this property.
         """
-        assert self._counts[page] > 0, f"page {page} is held by nobody"
+        assert self._counts[page] > 0, f"page {page} has no reference"
         if page in self._key_of:
             return
         before = self._page_of.get(key)

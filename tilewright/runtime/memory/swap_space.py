@@ -13,26 +13,26 @@ class HostPlaces:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._num_bytes = 0
-        self._held: dict[HostPlace, int] = {}
+        self._sizes: dict[HostPlace, int] = {}
         self._free: list[int] = []
 
     def take(self, num_bytes: int) -> HostPlace | None:
         """A place for so many bytes; None where there is no room for them."""
         if self._num_bytes + num_bytes > self._most_bytes:
             return None
-        number = heapq.heappop(self._free) if self._free else len(self._held)
+        number = heapq.heappop(self._free) if self._free else len(self._sizes)
         place = HostPlace(number)
-        self._held[place] = num_bytes
+        self._sizes[place] = num_bytes
         self._num_bytes += num_bytes
         return place
 
     def give_back(self, place: HostPlace) -> None:
         """Give a place in host memory back, for the state of another request."""
-        self._num_bytes -= self._held.pop(place)
+        self._num_bytes -= self._sizes.pop(place)
         heapq.heappush(self._free, place)
 
     def forget(self) -> None:
         """Free all places in host memory; what they hold is worth nothing any more."""
-        self._held.clear()
+        self._sizes.clear()
         self._free.clear()
         self._num_bytes = 0

@@ -89,8 +89,8 @@ class Scheduler:
         self.speculator = Speculator(self.policy.speculative, capabilities, cost, draft_model)
         self._now = now
         self._swapped: set[RequestState] = set()
-        self._held: RequestState | None = None
-        self._held_since = 0.0
+        self._blocked: RequestState | None = None
+        self._blocked_since = 0.0
         self._decoding: list[RequestState] = []
         self._decode: tuple[Slot, ...] = ()
         self._rows: Rows = {}
@@ -103,10 +103,10 @@ class Scheduler:
         return list(self.cache_manager.running)
 
     @property
-    def num_held_pages(self) -> int:
+    def num_used_pages(self) -> int:
         """The number of used pages. 0 without pages."""
         cache_manager = self.cache_manager
-        return cache_manager.pool.num_held if isinstance(cache_manager, PagedCacheManager) else 0
+        return cache_manager.pool.num_used if isinstance(cache_manager, PagedCacheManager) else 0
 
     @property
     def num_kept(self) -> int:
@@ -312,7 +312,7 @@ class Scheduler:
             if fits:
                 admitted.append(request)
                 if is_passing:
-                    self._held_since = self._now()
+                    self._blocked_since = self._now()
                     break
             elif not is_passing:
                 if self._holds_back(request):
@@ -365,9 +365,9 @@ class Scheduler:
         Large requests get their turn, and do not block the queue for long.
         """
         now = self._now()
-        if self._held is not request:
-            self._held, self._held_since = request, now
-        return now - self._held_since < HOLD_SECONDS
+        if self._blocked is not request:
+            self._blocked, self._blocked_since = request, now
+        return now - self._blocked_since < HOLD_SECONDS
 
     def _decode_rows(self) -> list[RequestState]:
         """Return the decoding requests by slot, each with a page for its token."""

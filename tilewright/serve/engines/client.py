@@ -232,7 +232,7 @@ class EngineClient:
         is_shared &= request.pooling != MEAN
         if len(self.engines) > 1 and is_shared:
             keys = chain_keys(request.prompt, size, request.cache_salt)
-        held = self.ready.num_pages or self.ready.max_num_seqs * self.ready.max_context // size
+        num_keys = self.ready.num_pages or self.ready.max_num_seqs * self.ready.max_context // size
         return self._tracker.router.place(
             request.request_id,
             keys,
@@ -240,7 +240,7 @@ class EngineClient:
             num_answer=request.sampling.max_tokens,
             usable=[each.number for each in heard or ready],
             num_slots=self.ready.max_num_seqs // len(self.engines),
-            most_keys=held // len(self.engines),
+            most_keys=num_keys // len(self.engines),
             like=request.like,
         )
 

@@ -16,7 +16,7 @@ class StopMatcher:
         rest: text after the stop string in the chunk that completed it.
     """
 
-    __slots__ = ("_firsts", "_held", "_includes", "_stops", "found", "rest")
+    __slots__ = ("_firsts", "_includes", "_pending", "_stops", "found", "rest")
 
     def __init__(self, stops: Sequence[str], *, includes: bool = False) -> None:
         assert all(stops), "an empty stop string"
@@ -25,7 +25,7 @@ class StopMatcher:
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._firsts = "".join([stop[0] for stop in self._stops])
         self._includes = includes
-        self._held = ""
+        self._pending = ""
 
     @property
     def has_stops(self) -> bool:
@@ -38,7 +38,7 @@ class StopMatcher:
             return ""
         if not self._stops:
             return text
-        whole = self._held + text
+        whole = self._pending + text
         ends = [
             (at + len(stop), -len(stop), stop)
             for stop in self._stops
@@ -46,15 +46,15 @@ class StopMatcher:
         ]
         if ends:
             end, _, self.found = min(ends)
-            self._held, self.rest = "", whole[end:]
+            self._pending, self.rest = "", whole[end:]
             return whole[: end if self._includes else end - len(self.found)]
         keep = self._beginning(whole)
-        self._held = whole[len(whole) - keep :]
+        self._pending = whole[len(whole) - keep :]
         return whole[: len(whole) - keep]
 
     def flush(self) -> str:
         """Return the delayed text at the end of the text."""
-        text, self._held = self._held, ""
+        text, self._pending = self._pending, ""
         return text if self.found is None else ""
 
     def _beginning(self, text: str) -> int:

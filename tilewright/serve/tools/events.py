@@ -105,9 +105,9 @@ class ToolParser:
             if not self._region.is_call and not is_cut:
                 self._say("".join(self._raw), found)
             self._region, self._raw = None, []
-        held = self._matcher.flush()
+        rest = self._matcher.flush()
         if not is_cut:
-            self._say(held, found)
+            self._say(rest, found)
         if not self._has_called and self._space:
             found.append(ContentDelta(self._space))
         self._space = ""

@@ -23,7 +23,7 @@ class CompletionTask:
     Attributes:
         choices: choices in order, ``n`` for each prompt.
         client: name of the client's API key.
-        unheld: reason for tool calls without an enforced schema.
+        unconstrained: reason for tool calls without an enforced schema.
         ignored: unknown fields of a row in a batch.
     """
 
@@ -42,7 +42,7 @@ class CompletionTask:
     continuous_usage: bool = False
     timings: bool = False
     return_token_ids: bool = False
-    unheld: str = ""
+    unconstrained: str = ""
     ignored: tuple[str, ...] = ()
     opened: set[int] = field(default_factory=set)
     _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)

@@ -146,8 +146,10 @@ async def answer(
 ) -> web.StreamResponse:
     """Run a job, and send its output complete or as a stream."""
     front = request.app[FRONT]
-    if job.unheld:
-        headers["x-unconstrained-tools"] = job.unheld.encode("ascii", "replace").decode()[:500]
+    if job.unconstrained:
+        headers["x-unconstrained-tools"] = job.unconstrained.encode("ascii", "replace").decode()[
+            :500
+        ]
     follower = AnswerStreamer(job, front, request[ID])
     if job.streams:
         return await answer_stream(request, job, follower, spelling, headers | request[HEADERS])

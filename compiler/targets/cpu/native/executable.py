@@ -47,13 +47,13 @@ class NativeExecutable(HostExecutable):
         self.contract = contract
         self.vocab_size = packed.vocab_size
         has_own = packed.has_sequence_state
-        num_held, back = reach_back(windows_of(packed, options.max_context))
+        retained_positions, back = reach_back(windows_of(packed, options.max_context))
         self.capabilities = Capabilities(
             max_num_seqs=options.max_batch,
             max_context=options.max_context,
             num_snapshots=_NUM_SNAPSHOTS if has_own else 0,
             has_sequence_state=has_own,
-            num_held=num_held,
+            retained_positions=retained_positions,
             reach_back=back,
             invariant="rows",
             hidden_size=packed.hidden_size,
@@ -135,15 +135,17 @@ class NativeExecutable(HostExecutable):
         """Run more tokens than the library's limit, in several calls."""
         for first in range(0, len(tokens), MAX_TOKENS):
             last = min(first + MAX_TOKENS, len(tokens))
-            held = [at for at in range(len(slots)) if bounds[at] < last and bounds[at + 1] > first]
-            cuts = [max(int(bounds[at]), first) - first for at in held]
+            selected = [
+                at for at in range(len(slots)) if bounds[at] < last and bounds[at + 1] > first
+            ]
+            cuts = [max(int(bounds[at]), first) - first for at in selected]
             wanted = np.flatnonzero((rows >= first) & (rows < last))
             part = np.empty((len(wanted), found.shape[1]), np.float32)
             self._run(
                 np.ascontiguousarray(tokens[first:last]),
                 np.ascontiguousarray(positions[first:last]),
                 np.array([*cuts, last - first], dtype=np.int32),
-                slots[held],
+                slots[selected],
                 (rows[wanted] - first).astype(np.int32),
                 part,
                 decodes,

@@ -62,7 +62,7 @@ def sequence_bytes(
     """
     own = zip(states, windows or [0] * len(states), strict=True)
     return kept_bytes(states) + sum(
-        position_bytes([state]) * min(num_positions, held_positions(window) or num_positions)
+        position_bytes([state]) * min(num_positions, retained_positions(window) or num_positions)
         for state, window in own
     )
 
@@ -133,11 +133,11 @@ def reach_back(windows: Sequence[int]) -> tuple[int, int]:
 
     Both are 0 without windows. After an abort, the state may have a few unreported positions.
     """
-    held = [held_positions(each) for each in windows if each]
-    return (min(held), REACH_BACK - _POSITIONS) if held else (0, 0)
+    retained = [retained_positions(each) for each in windows if each]
+    return (min(retained), REACH_BACK - _POSITIONS) if retained else (0, 0)
 
 
-def held_positions(window: int) -> int:
+def retained_positions(window: int) -> int:
     """Return a layer's retained positions per sequence, up to 2 MB more in reality. 0: all."""
     return window + REACH_BACK if window else 0
 
@@ -146,12 +146,12 @@ def position_bytes(states: Sequence[lib.TwState]) -> int:
     """Return the key and value bytes per position over all layers."""
     caches = (each for each in states if lib.STATES[each.kind] == "keys_values")
     return sum(
-        2 * each.num_heads * _held_bytes(whole(each.head_dim, LANES), lib.CACHES[each.cache])
+        2 * each.num_heads * _padded_bytes(whole(each.head_dim, LANES), lib.CACHES[each.cache])
         for each in caches
     )
 
 
-def _held_bytes(count: int, kind: str) -> int:
+def _padded_bytes(count: int, kind: str) -> int:
     """Return the bytes for ``count`` cache values, in whole blocks."""
     return {"fp32": 4 * count, "bf16": 2 * count, "bfp8": count + count // 16}[kind]
 

@@ -37,7 +37,7 @@ _EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
 _CACHES = {"fp32": (FP32, 0), "bf16": (BF16, 0), "bfp8": ("bfp8", 7), "bfp4": (BF16, 3)}
 
 
-def held_kind(recipe: WeightRecipe) -> str:
+def storage_format(recipe: WeightRecipe) -> str:
     """Return a weight's storage: its own blocks, float16, bfloat16 if exact, else float32.
 
     Every storage is exact.
@@ -75,14 +75,14 @@ def meanings(*, exact: bool) -> Meanings:
     def weight(name: str, axis: str) -> Meaning:
         if name in BLOCK_KINDS and axis == "in":
             return Meaning(HONOURED, name)
-        held = held_kind(WeightRecipe((), (1, 1), name, axis))
-        if held == name:
+        stored = storage_format(WeightRecipe((), (1, 1), name, axis))
+        if stored == name:
             return Meaning(HONOURED, name)
         where = f", blocks along {axis}" if get_format(name).block > 1 else ""
-        return Meaning(EMULATED, f"{name} values in {held}{where}")
+        return Meaning(EMULATED, f"{name} values in {stored}{where}")
 
     def fidelity(format_name: str, axis: str, requested: str, phase: str) -> Meaning:
-        kind = held_kind(WeightRecipe((), (1, 1), format_name, axis))
+        kind = storage_format(WeightRecipe((), (1, 1), format_name, axis))
         found = arithmetic(kind, requested, exact=exact)
         if found == AS_INT8:
             return Meaning(EMULATED, INT8_IN_16 if kind in SCALES_OF_16 else "int8 activations")
@@ -96,10 +96,10 @@ def meanings(*, exact: bool) -> Meanings:
         return Meaning(EMULATED, "as the cache, fp32 sums and softmax")
 
     def kv_cache(name: str) -> Meaning:
-        held, bits = cache_kind(name, exact=exact)
-        if bits and held != name:
-            return Meaning(EMULATED, f"{name} values in {held}")
-        return Meaning(HONOURED if held == name else NOT_HONOURED, held)
+        stored, bits = cache_kind(name, exact=exact)
+        if bits and stored != name:
+            return Meaning(EMULATED, f"{name} values in {stored}")
+        return Meaning(HONOURED if stored == name else NOT_HONOURED, stored)
 
     def activation(name: str) -> Meaning:
         if name == ROUNDED and not exact:

@@ -1,6 +1,4 @@
-"""The target ``cpu-native``. What it needs of a graph it imports when it is given one: a packed
-program is loaded without torch.
-"""
+"""The target ``cpu-native``. A bundle loads without torch: imports for graphs are local."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ _SHOWN = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class NativeTarget(Target):
-    """Fusions after what the kernels do in one instruction."""
+    """The native kernels. Fusions follow their instructions."""
 
     name = "cpu-native"
     is_cached = True
@@ -66,23 +64,29 @@ class NativeTarget(Target):
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
-        """Whole panels of 16 rows, in the format's blocks, bfloat16, float16 or float32."""
-        from tilewright.compiler.targets.cpu.native.numerics import BLOCK_KINDS, VECTOR, held_kind
+        """Return the storage of a weight: panels of 16 rows in blocks or floats."""
+        from tilewright.compiler.targets.cpu.native.numerics import (
+            BLOCK_KINDS,
+            VECTOR,
+            storage_format,
+        )
         from tilewright.compiler.targets.cpu.native.program.weights import tensor_bytes
 
         if facts.tensor_group is None:
             return Holding("float32", tensor_bytes(recipe, VECTOR))
-        kind = held_kind(recipe)
+        kind = storage_format(recipe)
         shown = f"{kind} blocks" if kind in BLOCK_KINDS else _SHOWN[kind]
         return Holding(shown, tensor_bytes(recipe, kind))
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """Keys and values as they are held: bfloat16, blocks of bfp8, or float32."""
+        """Return the storage of state. Keys and values are bfloat16, bfp8 or float32."""
         from tilewright.compiler.targets.cpu.native.numerics import FP32, cache_kind
 
-        held, _ = cache_kind(spec.format, exact=compute == "exact")
-        if spec.kind == PER_TOKEN and held != FP32:
-            return super().state_holding(dataclasses.replace(spec, format=held), compute=compute)
+        cache_format, _ = cache_kind(spec.format, exact=compute == "exact")
+        if spec.kind == PER_TOKEN and cache_format != FP32:
+            return super().state_holding(
+                dataclasses.replace(spec, format=cache_format), compute=compute
+            )
         return Holding("float32", 4 * math.prod(spec.shape))
 
     def build(
@@ -131,9 +135,7 @@ class NativeTarget(Target):
 
 
 def _check(program: Assembly | Packed, options: CompileOptions) -> CompileOptions:
-    """Refuse odd settings of the environment, and caches that the memory has no room for; the
-    options with a batch that fits.
-    """
+    """Check the environment and the memory. Return the options with the largest fitting batch."""
     from tilewright.compiler.targets.cpu.native.memory import (
         batch_that_fits,
         check_room,
@@ -152,10 +154,10 @@ def _check(program: Assembly | Packed, options: CompileOptions) -> CompileOption
 def _assembled(
     graph_module: GraphModule, options: CompileOptions
 ) -> tuple[KernelProgram, Assembly]:
-    """The plan of a graph of this target's last stage, and what is assembled of it.
+    """Return the program of a lowered graph, and its assembled instructions.
 
     Raises:
-        CompileError: for an operator that has no kernel here.
+        CompileError: An operator has no kernel.
     """
     from tilewright.compiler.targets.cpu.native.program.assemble import assemble, rounded_products
     from tilewright.compiler.targets.program.instructions import Needs

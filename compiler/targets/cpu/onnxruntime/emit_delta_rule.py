@@ -63,14 +63,14 @@ def _emit_convolution(emitter: Emitter, node: Node) -> None:
     assert isinstance(x, Node) and isinstance(weight, Node) and isinstance(window, Node)
     recipe = emitter.recipe(weight)
     num_channels, _, width = recipe.shape
-    held = emitter.state(window, (width - 1, num_channels))
+    state_name = emitter.state(window, (width - 1, num_channels))
     fresh = emitter.once("is_fresh", _emit_is_fresh)
     zero = emitter.constant("number_0.0", np.array(0.0, dtype=np.float32))
-    emitter.add("Where", [fresh, zero, held], [f"{node.name}_before"])
+    emitter.add("Where", [fresh, zero, state_name], [f"{node.name}_before"])
     emitter.add(
         "CausalConvWithState",
         [x.name, emitter.weights.dense(recipe), "", f"{node.name}_before"],
-        [node.name, f"{held}.out"],
+        [node.name, f"{state_name}.out"],
         CONTRIB,
         activation="silu" if (*node.args, True)[6] else "none",
         ndim=1,
@@ -84,15 +84,15 @@ def _emit_delta_rule(emitter: Emitter, node: Node) -> None:
     state = info(memory).state
     assert state is not None and isinstance(num_key_heads, int) and isinstance(key_dim, int)
     num_heads, _, value_dim = state.shape
-    held = emitter.state(memory, state.shape)
+    state_name = emitter.state(memory, state.shape)
     q, k, v = _heads(emitter, node, num_key_heads, key_dim, num_heads * value_dim)
     decay, beta = _decay(emitter, node), f"{node.name}_beta"
     emitter.add("Sigmoid", [b.name], [beta])
     # The kernel copies the state to its output and updates it there. Both may share memory.
     emitter.add(
         "LinearAttention",
-        [q, k, v, held, decay, beta],
-        [f"{node.name}_flat", f"{held}.out"],
+        [q, k, v, state_name, decay, beta],
+        [f"{node.name}_flat", f"{state_name}.out"],
         CONTRIB,
         update_rule="gated_delta",
         q_num_heads=num_key_heads,

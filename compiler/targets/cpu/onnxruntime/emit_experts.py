@@ -42,7 +42,7 @@ def emit_experts(emitter: Emitter, node: Node) -> None:
     recipes = [emitter.recipe(each) for each in weights]
     num_experts, _, num_channels = recipes[0].shape
     _check(node, num_channels, layout)
-    held = emitter.weights.experts(recipes[0], recipes[1], recipes[2], layout)
+    stored = emitter.weights.experts(recipes[0], recipes[1], recipes[2], layout)
     # Separate from the windows' shape. With equal shapes, MoE's result may share x's memory, and
     # MoE writes before it has read all of x.
     flat = f"{node.name}_x"
@@ -53,7 +53,7 @@ def emit_experts(emitter: Emitter, node: Node) -> None:
     last_first = emitter.constant(f"last_of_{num_experts}_first", order)
     emitter.add("Gather", [given, last_first], [rows], axis=1)
     result = f"{node.name}_flat"
-    _add_block(emitter, (flat, rows, result), held, layout, k=top_k, share=bool(renormalise))
+    _add_block(emitter, (flat, rows, result), stored, layout, k=top_k, share=bool(renormalise))
     emitter.add("Shape", [x.name], [f"{node.name}_shape"])
     emitter.add("Reshape", [result, f"{node.name}_shape"], [node.name])
 
@@ -71,7 +71,7 @@ def refuse_router(emitter: Emitter, node: Node) -> None:
 def _add_block(
     emitter: Emitter,
     names: tuple[str, str, str],
-    held: ExpertWeights,
+    stored: ExpertWeights,
     layout: ExpertLayout | None,
     *,
     k: int,
@@ -91,13 +91,13 @@ def _add_block(
     }
     if layout is None:
         emitter.add(
-            "MoE", [x, logits, held.into, "", held.out, ""], [result], CONTRIB, **attributes
+            "MoE", [x, logits, stored.into, "", stored.out, ""], [result], CONTRIB, **attributes
         )
         return
     # Without them QMoE computes probabilities over the selected experts only.
     shares = f"{result}_shares"
     emitter.add("Softmax", [logits], [shares], axis=-1)
-    parts = [held.into, held.into_scales, "", held.out, held.out_scales]
+    parts = [stored.into, stored.into_scales, "", stored.out, stored.out_scales]
     emitter.add(
         "QMoE",
         [x, logits, *parts, *[""] * 7, shares],

@@ -180,8 +180,8 @@ class CpuExecutable(HostExecutable):
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         if num_hidden:
             binding.bind_output(HIDDEN, "cpu", 0, np.float32, hidden.shape, hidden.ctypes.data)
-        held = (*self._caches.bindings(first, last), *self._states.bindings(first, last))
-        for name, shape, address in held:
+        bindings = (*self._caches.bindings(first, last), *self._states.bindings(first, last))
+        for name, shape, address in bindings:
             binding.bind_input(name, "cpu", 0, np.float32, shape, address)
             binding.bind_output(f"{name}.out", "cpu", 0, np.float32, shape, address)
         self._windows[key] = window

@@ -151,7 +151,7 @@ def check_fidelities(graph_module: GraphModule, *, exact: bool) -> None:
         assert facts.compute is not None and recipe is not None and recipe.format is not None
         fidelities = facts.compute.prefill, facts.compute.decode
         if phases_differ(recipe.format, recipe.block_axis, fidelities, exact=exact):
-            raise CompileError(f"{facts.fqn}: {facts.op_group} is {_why_not_held(fidelities)}")
+            raise CompileError(f"{facts.fqn}: {facts.op_group} is {_why_unsupported(fidelities)}")
 
 
 def _products(graph_module: GraphModule) -> Iterator[tuple[NodeInfo, WeightRecipe | None]]:
@@ -163,7 +163,7 @@ def _products(graph_module: GraphModule) -> Iterator[tuple[NodeInfo, WeightRecip
             yield product_info(node, weight), info(weight).recipe
 
 
-def _why_not_held(fidelities: tuple[str, str]) -> str:
+def _why_unsupported(fidelities: tuple[str, str]) -> str:
     prefill, decode = fidelities
     return (
         f"{prefill} in prefill and {decode} in decode; the cpu target holds one of float and int8 "
@@ -195,20 +195,20 @@ def holding(
     assert facts.compute is not None
     fidelities = facts.compute.prefill, facts.compute.decode
     if phases_differ(name, recipe.block_axis, fidelities, exact=exact):
-        raise CompileError(f"{group} is {_why_not_held(fidelities)}")
+        raise CompileError(f"{group} is {_why_unsupported(fidelities)}")
     products = [
         dataclasses.replace(requested, recipe=own) for own, requested in ((recipe, facts), *block)
     ]
     shared = expert_layout(products, exact=exact)
     if shared is None:
         return Holding("float32", 4 * num_elements, "[in, out]")
-    layout = _blocks(_held_shape(recipe.shape, shared, group), shared.bits, shared.block)
+    layout = _blocks(_stored_shape(recipe.shape, shared, group), shared.bits, shared.block)
     is_own = shared == ExpertLayout(NATIVE_BITS[name], get_format(name).block)
     kind = f"{name} blocks" if is_own else f"{shared.bits}-bit blocks of {shared.block}"
     return Holding(kind, layout.num_bytes)
 
 
-def _held_shape(shape: tuple[int, ...], layout: ExpertLayout, group: str) -> tuple[int, int]:
+def _stored_shape(shape: tuple[int, ...], layout: ExpertLayout, group: str) -> tuple[int, int]:
     """Return the stored rows and columns of a weight. Experts' inner channels are padded to whole
     blocks.
     """

@@ -63,7 +63,7 @@ class CpuTarget(Target):
         return holding(recipe, facts, exact=compute == "exact", block=block)
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """Say how state is held: as floats, for ONNX Runtime keeps nothing else."""
+        """Return the storage of state. ONNX Runtime stores floats only."""
         return Holding("float32", 4 * math.prod(spec.shape))
 
     def build(

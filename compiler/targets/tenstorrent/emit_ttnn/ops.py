@@ -247,9 +247,9 @@ class InstructionLines(SourceSection):
             )
             return
         dtype = self.marks.put(f"{each.cache.kind}.dtype", DTYPES[each.cache.format])
-        held = f"cast({x}, {dtype})"
+        values = f"cast({x}, {dtype})"
         call = "ttnn.experimental.paged_fill_cache"
-        self._call("", call, cache, held, "step.new_pages", batch_idx="0")
+        self._call("", call, cache, values, "step.new_pages", batch_idx="0")
 
     def _attention(self, each: TtAttention) -> None:
         q = self._names[each.q]

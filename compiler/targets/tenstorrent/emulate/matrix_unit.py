@@ -163,8 +163,8 @@ def _multiply(out: Tensor, act: Tensor, weight: Tensor, settings: MatmulSettings
         return
     for start in range(0, num_k, block):
         part = slice(start, start + block)
-        held = act[..., part].contiguous()
-        _accumulate(out, held, weight[..., part, :], settings, block=block, reload=start > 0)
+        slice_x = act[..., part].contiguous()
+        _accumulate(out, slice_x, weight[..., part, :], settings, block=block, reload=start > 0)
         out.copy_(packed(out, settings.out_format))
 
 

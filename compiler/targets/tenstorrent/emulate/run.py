@@ -194,8 +194,8 @@ class Emulator:
             q = step.get(op.q, chip).unflatten(-1, (op.num_heads, op.head_dim))
             parts = []
             for slot, start, first, last in step.sequences():
-                held = (slot, slice(start + last - first))
-                here = q[first:last], keys[chip][held], values[chip][held]
+                stored = (slot, slice(start + last - first))
+                here = q[first:last], keys[chip][stored], values[chip][stored]
                 of_chip = None if sinks is None else sinks[chip]
                 sign_error = step.sign_error
                 # A few rows run faster on a single thread.
@@ -323,8 +323,8 @@ class _StepValues:
         return self._values[value.name][chip]
 
     def put(self, value: TtValue, chip: Chip, part: Tensor) -> None:
-        held = self._values.setdefault(value.name, PerChip(self.mesh, axes_of(value)))
-        held[chip] = part
+        stored = self._values.setdefault(value.name, PerChip(self.mesh, axes_of(value)))
+        stored[chip] = part
 
     def sequences(self) -> list[tuple[int, int, int, int]]:
         """Return slot, first position, first row and end row of every sequence."""

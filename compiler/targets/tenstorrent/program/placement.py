@@ -111,10 +111,10 @@ def matmul_blocks(x: TtValue, weight: TtWeight, phase: str) -> tuple[int, int]:
         cores = shard_cores(math.gcd(k_tiles, n_tiles))
         if n_tiles > cores * _MAX_TILES_A_CORE:
             cores = shard_cores(k_tiles)
-        share, held = k_tiles // cores, 3 * -(-n_tiles // weight.memory.cores)
+        share, num_stored = k_tiles // cores, 3 * -(-n_tiles // weight.memory.cores)
     else:
-        cores, share, held = _MAX_CORES, k_tiles, 2 * -(-n_tiles // GRID)
-    room = _WEIGHT_ROOM // (held * tile_bytes(weight.format))
+        cores, share, num_stored = _MAX_CORES, k_tiles, 2 * -(-n_tiles // GRID)
+    room = _WEIGHT_ROOM // (num_stored * tile_bytes(weight.format))
     return cores, _largest_divisor(share, max(1, min(_MAX_K_BLOCK[phase], room)))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.targets.cpu.native.numerics import arithmetic, held_kind
+from tilewright.compiler.targets.cpu.native.numerics import arithmetic, storage_format
 from tilewright.compiler.targets.host.batch import Batch
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.reference import ReferenceExecutable
@@ -42,7 +42,7 @@ class Promised(fx.Interpreter):
         assert compute is not None and isinstance(weight, fx.Node)
         recipe = info(weight).recipe
         assert recipe is not None
-        kind = held_kind(recipe)
+        kind = storage_format(recipe)
         asked = compute.decode if self.decodes else compute.prefill
         made = arithmetic(kind, asked, exact=False)
         if made == "bf16":

@@ -104,7 +104,7 @@ class _GemmaRegion:
         self._known, self._is_fenced = known, bool(marker)
         self._state = _GemmaState.OPENED
         self._in_list = False
-        self._held = ""  # a name, a key or the closing fence
+        self._pending = ""  # a name, a key or the closing fence
         self._raw: list[str] = []  # since the last call
         self._name = ""
         self._num_given = -1  # arguments of the current call; -1: before its start event
@@ -145,13 +145,13 @@ class _GemmaRegion:
 
     def _outside(self, character: str) -> bool:
         """Read text before, between and after calls."""
-        if self._held:  # part of the fence
-            self._held += character
-            if self._held == _CLOSE:
-                self._state, self._held, self._raw = _GemmaState.OVER, "", []
+        if self._pending:  # part of the fence
+            self._pending += character
+            if self._pending == _CLOSE:
+                self._state, self._pending, self._raw = _GemmaState.OVER, "", []
             return character == "`"
         if self._is_fenced and character == "`":
-            self._held = character
+            self._pending = character
             return True
         if character in SPACE:
             return True
@@ -165,37 +165,37 @@ class _GemmaRegion:
             self._state is _GemmaState.OPENED
             or (self._state is _GemmaState.BEHIND and not self._in_list)
         ):
-            self._state, self._held = _GemmaState.NAME, character
+            self._state, self._pending = _GemmaState.NAME, character
         else:
             return False
         return True
 
     def _read_name(self, character: str) -> bool:
-        if character == "(" and self._held in self._known:
-            self._name, self._held, self._state = self._held, "", _GemmaState.KEY
+        if character == "(" and self._pending in self._known:
+            self._name, self._pending, self._state = self._pending, "", _GemmaState.KEY
             self._num_given = -1
             return True
-        self._held += character
+        self._pending += character
         return _is_part(character)
 
     def _read_key(self, character: str, found: list[Event]) -> bool:
-        if character == ")" and not self._held:
+        if character == ")" and not self._pending:
             return self._end(found)
-        if character == "=" and self._held.strip(SPACE).isidentifier():
-            key, self._held = self._held.strip(SPACE), ""
+        if character == "=" and self._pending.strip(SPACE).isidentifier():
+            key, self._pending = self._pending.strip(SPACE), ""
             self._say(found)
             found.append(Argued(f"{', ' if self._num_given else '{'}{json.dumps(key)}: "))
             self._num_given += 1
             self._state, self._value = _GemmaState.VALUE, _PythonLiteral()
             return True
-        if self._held or character not in SPACE:
-            self._held += character
+        if self._pending or character not in SPACE:
+            self._pending += character
         if _is_part(character) or character in SPACE:
             return True
         if self._num_given >= 0:  # an argument without a name ends the call
-            held = self._held
+            pending = self._pending
             self._end(found)
-            self._raw = list(held)
+            self._raw = list(pending)
         return False
 
     def _say(self, found: list[Event]) -> None:
@@ -207,7 +207,7 @@ class _GemmaRegion:
         self._say(found)
         found += [Argued("}" if self._num_given else "{}"), ToolCallEnd()]
         self._state, self._num_given = _GemmaState.BEHIND, -1
-        self._raw, self._held = [], ""
+        self._raw, self._pending = [], ""
         return True
 
 

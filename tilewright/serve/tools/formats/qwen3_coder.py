@@ -63,7 +63,7 @@ class _XmlRegion:
         self.rest: str | None = None
         self._known = known
         self._state = _XmlState.NAME if marker == _FUNCTION else _XmlState.OPENED
-        self._held = ""  # beginning of a tag, or a name
+        self._pending = ""  # beginning of a tag, or a name
         self._kinds: _Kinds = {}
         self._num_given = 0
         self._value = _XmlValue(frozenset())
@@ -87,18 +87,18 @@ class _XmlRegion:
         if self._state in (_XmlState.NAME, _XmlState.KEY):
             self._take_name(character, behind, found)
             return
-        if character in SPACE and not self._held:
+        if character in SPACE and not self._pending:
             return
-        self._held += character
+        self._pending += character
         tags = _TAGS[self._state]
-        if self._held in tags:
-            self._state, self._held = tags[self._held], ""
+        if self._pending in tags:
+            self._state, self._pending = tags[self._pending], ""
             if self._state is _XmlState.CLOSED:
                 found += [Argued("}" if self._num_given else "{}"), ToolCallEnd()]
             elif self._state is _XmlState.OVER:
                 self.rest = behind
-        elif not any(tag.startswith(self._held) for tag in tags):
-            self._leave(self._held + behind, found)
+        elif not any(tag.startswith(self._pending) for tag in tags):
+            self._leave(self._pending + behind, found)
 
     def _leave(self, rest: str, found: list[Event]) -> None:
         """End the current call and the region. ``rest`` is no part of a call."""
@@ -108,15 +108,15 @@ class _XmlRegion:
 
     def _take_name(self, character: str, behind: str, found: list[Event]) -> None:
         if character != ">":
-            self._held += character
-            if len(self._held) > 256 or character in "\n<":
+            self._pending += character
+            if len(self._pending) > 256 or character in "\n<":
                 self._leave_name(character + behind, found)
             return
-        name, self._held = self._held.strip(), self._held + ">"
+        name, self._pending = self._pending.strip(), self._pending + ">"
         if self._state is _XmlState.NAME and not is_name(name):
             self._leave_name(character + behind, found)
             return
-        self._held = ""
+        self._pending = ""
         if self._state is _XmlState.KEY:
             given = "{" if not self._num_given else ", "
             found.append(Argued(f"{given}{json.dumps(name, ensure_ascii=False)}: "))
@@ -132,7 +132,7 @@ class _XmlRegion:
         """Leave the region within a name. ``there`` begins with an invalid character."""
         if self.is_call:  # restore the tag, which a region without calls has not consumed
             tag = _FUNCTION if self._state is _XmlState.NAME else _PARAMETER
-            there = tag + self._held[:-1] + there
+            there = tag + self._pending[:-1] + there
         self._leave(there, found)
 
     def _read_value(self, text: str, found: list[Event]) -> str:

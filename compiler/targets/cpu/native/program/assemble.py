@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.precision import ALWAYS_HIGH
 from tilewright.compiler.targets.cpu.native.library import binding as lib
-from tilewright.compiler.targets.cpu.native.numerics import ROUNDED, cache_kind, held_kind
+from tilewright.compiler.targets.cpu.native.numerics import ROUNDED, cache_kind, storage_format
 from tilewright.compiler.targets.cpu.native.program.assemble_mixers import MIXERS
 from tilewright.compiler.targets.cpu.native.program.assembly import (
     Assembly,
@@ -129,7 +129,7 @@ def _embed(assembly: Assembly, each: EmbedOp) -> None:
 
 def _linear(assembly: Assembly, each: LinearOp) -> None:
     assert each.compute is not None, f"{each.fqn} has no fidelity"
-    kind, num_rows = held_kind(each.weight), each.weight.num_rows
+    kind, num_rows = storage_format(each.weight), each.weight.num_rows
     assembly.append(
         "linear",
         each.out,
@@ -168,9 +168,9 @@ def _add_gated(assembly: Assembly, node: AddGatedOp) -> None:
 
 
 def _attend(assembly: Assembly, each: AttentionOp) -> None:
-    held, bits = cache_kind(each.state.format, exact=assembly.exact)
+    cache_format, bits = cache_kind(each.state.format, exact=assembly.exact)
     _, num_heads, head_dim = each.state.shape
-    kind, cache = lib.STATES.index("keys_values"), lib.CACHES.index(held)
+    kind, cache = lib.STATES.index("keys_values"), lib.CACHES.index(cache_format)
     state = lib.TwState(kind, cache, num_heads, head_dim, 0, bits)
     assembly.append(
         "attend",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilewright.compiler.targets.cpu.native.library import binding as lib
-from tilewright.compiler.targets.cpu.native.numerics import VECTOR, held_kind
+from tilewright.compiler.targets.cpu.native.numerics import VECTOR, storage_format
 from tilewright.compiler.targets.cpu.native.program.assembly import (
     Assembly,
     arithmetics_of,
@@ -38,7 +38,7 @@ def _routed(assembly: Assembly) -> dict[str, int]:
 def _product(assembly: Assembly, instruction: ExpertLinearOp | ExpertSum) -> dict[str, Any]:
     assert instruction.compute is not None, f"{instruction.fqn} has no fidelity"
     arithmetics = arithmetics_of(
-        held_kind(instruction.weight), instruction.compute, exact=assembly.exact
+        storage_format(instruction.weight), instruction.compute, exact=assembly.exact
     )
     paired = isinstance(instruction, ExpertLinearOp) and instruction.swiglu
     bias = assembly.expert_bias(instruction.bias, paired=paired)

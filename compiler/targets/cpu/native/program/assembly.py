@@ -9,7 +9,7 @@ from typing import Any
 from tilewright.compiler.ir.info import Compute
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.cpu.native.library import binding as lib
-from tilewright.compiler.targets.cpu.native.numerics import VECTOR, arithmetic, held_kind
+from tilewright.compiler.targets.cpu.native.numerics import VECTOR, arithmetic, storage_format
 from tilewright.compiler.targets.cpu.native.program.mapping import LANES
 from tilewright.compiler.targets.cpu.native.program.panels import num_panels
 from tilewright.compiler.targets.cpu.native.program.weights import NativeTensorSpec
@@ -33,7 +33,7 @@ class Assembly:
 
     def weight(self, recipe: WeightRecipe, *, paired: bool = False) -> int:
         """Return the number of a weight in panels."""
-        return self.tensor(NativeTensorSpec(recipe, held_kind(recipe), paired))
+        return self.tensor(NativeTensorSpec(recipe, storage_format(recipe), paired))
 
     def vector(self, recipe: WeightRecipe) -> int:
         """Return the number of a norm or constant."""

@@ -68,8 +68,8 @@ def value_panels(values: Tensor, kind: str) -> Tensor:
     """
     wide = padded(values, (0, whole(values.shape[1], BLOCK) - values.shape[1]))
     inner = 2 if kind == BF16 else 1
-    held = wide.to({FP32: torch.float32, BF16: torch.bfloat16, FP16: torch.float16}[kind])
-    lanes = held.view(-1, LANES, wide.shape[1] // inner, inner).transpose(1, 2).contiguous()
+    rounded = wide.to({FP32: torch.float32, BF16: torch.bfloat16, FP16: torch.float16}[kind])
+    lanes = rounded.view(-1, LANES, wide.shape[1] // inner, inner).transpose(1, 2).contiguous()
     return lanes.view(torch.uint8).view(lanes.shape[0], -1)
 
 

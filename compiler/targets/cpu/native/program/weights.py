@@ -153,8 +153,8 @@ def _parts(wanted: NativeTensorSpec, get: Callable[[str], Tensor]) -> Iterator[T
         yield (_bias(dense, wanted) if wanted.num_lanes else dense).contiguous().view(torch.uint8)
         return
     if len(wanted.recipe.shape) > 2:
-        is_held_as_stored = wanted.recipe.is_stored and wanted.kind in BLOCK_KINDS
-        reads_parts = is_held_as_stored or isinstance(get, ReadsParts)
+        keeps_format = wanted.recipe.is_stored and wanted.kind in BLOCK_KINDS
+        reads_parts = keeps_format or isinstance(get, ReadsParts)
         source = get if reads_parts else _LastTwoTensors(get)
         for expert in _experts(wanted.recipe):
             yield from _panels(dataclasses.replace(wanted, recipe=expert), source)
