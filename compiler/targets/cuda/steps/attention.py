@@ -1,6 +1,6 @@
-"""Attention of a step: rows that decode over their pages, and prompts by the library's or our own.
+"""Attention in a step: decode rows on paged kernels, prefill on cuDNN or our own kernels.
 
-Legend: B rows of a decode step, T tokens of a prompt.
+Legend: B decode rows, T prompt tokens.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram
 
 _STORES = {"share": SplitKV(num_groups=1, num_joined=1, each_block=1)}
-"""A block per token and key/value head: enough for a window of a single position."""
+"""A block per token and key/value head, enough for a single-position window."""
 
 
 @dataclass(frozen=True, slots=True)
 class _BoundAttention:
-    """Attention of a layer with all that is known at load.
+    """A layer's attention with all values known at load.
 
     Attributes:
-        pages: Pages of the layer.
-        inv_freq: Frequencies of the rotation.
-        given: Options of all kernels.
-        attend: Kernel of decode steps.
-        splits: Splits of the rows of a decode step, by reach. Empty: the kernel has none.
-        prompt: Kernels of prompts from their first position.
+        pages: The layer's pages.
+        inv_freq: Rotation frequencies.
+        given: Options for all kernels.
+        attend: Decode kernel.
+        splits: Decode splits by reach. Empty: the kernel has none.
+        prompt: Kernels for prompts from their first position.
     """
 
     pages: KVPages
@@ -67,10 +67,10 @@ class _BoundAttention:
 
 
 class AttentionRunner:
-    """Runs the attention of a plan, with its scratch memory.
+    """Runs a program's attention, with its scratch memory.
 
-    ``arithmetic``: ``strict`` gives a decode row the same bits in each batch, and a prompt's token
-    in chunks of any length.
+    ``arithmetic``: ``strict`` gives a decode row the same bits in each batch, and a prompt token
+    the same bits in chunks with any length.
     """
 
     def __init__(
@@ -91,7 +91,9 @@ class AttentionRunner:
         device, num_pages = state.tables.device, state.tables.shape[1]
         is_own = bool(attends) and not self.why_not_native
         self.reaches: tuple[int, ...] = (num_pages,)
-        """Pages that the longest row of a decode step has, at most: steps differ by them."""
+        """Captured page counts, ascending. A decode step uses the smallest count for its longest
+        row.
+        """
         if is_own and not has_mixers(plan):
             self.reaches = attention_shares.reaches_of(num_pages)
         self._decode_scratch = self._prompt_scratch = None
@@ -169,7 +171,7 @@ class AttentionRunner:
             )
 
     def begins_otherwise(self, num_tokens: int) -> bool:
-        """Whether a prompt of so many tokens attends in another way from its first position on."""
+        """Return whether a prompt of this length uses another kernel from its first position."""
         return any(each.prompt.at(num_tokens) == CUDNN for each in self._bound.values())
 
     def decode(
@@ -182,8 +184,8 @@ class AttentionRunner:
         captured: bool,
         has_drafts: bool = False,
     ) -> None:
-        """One token of each of B sequences, none of which has more than ``reach`` pages (None: any
-        number); ``captured`` and ``has_drafts`` as :meth:`.steps.Steps.decode` has them.
+        """Run a token for each of B sequences with up to ``reach`` pages. None: any number. See
+        :meth:`.steps.Steps.decode` for ``captured`` and ``has_drafts``.
         """
         bound, qkv = self._bound[id(each)], step.view(each.qkv)
         self._add_offsets(each, qkv, rows)
@@ -205,15 +207,17 @@ class AttentionRunner:
             early=captured,
         )
         if has_drafts:
-            # The kernel stores keys and values while it reads pages. A first launch with a window
-            # of a single position stores all of them, with the same bits.
+            # The kernel stores keys and values while it reads pages. A first launch with a
+            # single-position window stores all of them, with the same bits.
             attend(**{**options, **(_STORES if bound.splits else {}), "window": 1})
         attend(**options)
 
     def prompt(
         self, each: AttentionOp, step: Buffers, rows: TokenBatch, *, from_start: bool, block: int
     ) -> None:
-        """T tokens of prompts; ``from_start`` and ``block`` as :meth:`.steps.Steps.prefill`."""
+        """Run T prompt tokens. See :meth:`.steps.Steps.prefill` for ``from_start`` and
+        ``block``.
+        """
         bound, qkv = self._bound[id(each)], step.view(each.qkv)
         self._add_offsets(each, qkv, rows)
         num_tokens, head_dim, device = len(qkv), each.state.shape[-1], qkv.device

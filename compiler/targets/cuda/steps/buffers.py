@@ -1,4 +1,4 @@
-"""Where a step's values lie: views of a plan's buffers, for a number of rows."""
+"""Buffer views for a step with a number of rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tilewright.compiler.targets.program.instructions import (
 
 
 def padded(width: int) -> int:
-    """Columns of whole tiles: the rows of what a product reads."""
+    """Round a row width up to whole matmul tiles."""
     return -(-width // TILE_COLUMNS) * TILE_COLUMNS
 
 
 def is_aligned(plan: KernelProgram, place: BufferView, count: int) -> bool:
-    """Whether rows of a place begin at multiples of ``count`` values."""
+    """Return whether a view's rows begin at multiples of ``count`` values."""
     stride = place.stride or place.width
     if plan.buffers[place.buffer].role == OPERAND:
         stride = padded(stride)
@@ -29,7 +29,7 @@ def is_aligned(plan: KernelProgram, place: BufferView, count: int) -> bool:
 
 
 class Buffers:
-    """The buffers ``flat``, one of a plan's each, cut into ``num_rows`` rows."""
+    """Views with ``num_rows`` rows. ``flat`` contains a tensor for each buffer in the program."""
 
     def __init__(self, plan: KernelProgram, flat: list[Tensor], num_rows: int) -> None:
         self._plan, self._flat, self._num_rows = plan, flat, num_rows
@@ -42,8 +42,8 @@ class Buffers:
         self._aliases[place] = source
 
     def put(self, place: BufferView, values: Tensor) -> None:
-        """Set ``place`` to ``values [rows, width]``. Values with the buffer's layout are copied only
-        before a read of its other columns.
+        """Set ``place`` to ``values [rows, width]``. Values with the buffer's layout are copied
+        only before other columns are read.
         """
         assert self._part == slice(None)
         place = self._aliases.get(place, place)
@@ -54,14 +54,14 @@ class Buffers:
             out.copy_(values)
 
     def part(self, rows: slice) -> Buffers:
-        """Some of the rows, as buffers of their own."""
+        """Return a view of some rows."""
         found = copy.copy(self)
         found._part = rows
         return found
 
     def view(self, place: BufferView) -> Tensor:
-        """View a place as ``[rows, width]``; operands of products lie in rows of whole tiles. What
-        was put in a buffer's other columns is copied there first: its views end with that.
+        """View a buffer as ``[rows, width]``. Matmul operands use whole tiles. Pending values from
+        `put` are copied first.
         """
         place = self._aliases.get(place, place)
         if place.buffer in self._given:
@@ -81,7 +81,7 @@ class Buffers:
 
     @property
     def logits(self) -> Tensor:
-        """The logits, which the last instruction wrote."""
+        """Return the logits from the last instruction."""
         last = self._plan.instructions[-1]
         assert not isinstance(last, TopKRouteOp)
         return self.view(last.out)

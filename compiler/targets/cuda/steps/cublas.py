@@ -1,5 +1,5 @@
-"""What is left to the library: large products, attention of long prompts from their start, and
-arithmetic between values that no kernel takes in.
+"""Library operations: large matmuls, prefill attention from the first position, and value-by-value
+arithmetic without a fused kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def store_product(out: Tensor, x: Tensor, weight: Tensor) -> None:
         torch.mm(x, weight.T, out=out)
     elif x.is_cuda:
         torch.mm(x, weight.T, out_dtype=out.dtype, out=out)
-    else:  # the CPU's products have no other type than their operands'
+    else:  # CPU matmuls return the operand type only
         torch.mm(x.float(), weight.float().T, out=out)
 
 
@@ -34,10 +34,10 @@ def add_product(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def codes_product(x_codes: Tensor, codes: Tensor, one: Tensor) -> Tensor:
-    """``x weight^T`` of e4m3 codes ``[M, K]`` and ``[N, K]``, float32; ``one``: 1 in float32 on the
-    device, which the library reads there.
+    """Multiply e4m3 codes ``[M, K]`` and ``[N, K]`` into float32. ``one`` is float32 1 on the
+    device.
 
-    Sums of 128 columns are the matrix unit's own, of some 14 bits; they go on in float32.
+    The matrix unit sums 128 columns with about 14 bits. float32 adds these sums.
     """
     return torch._scaled_mm(x_codes, codes.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
 
@@ -54,7 +54,7 @@ def scaled_product(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor]) -> T
 
 
 def attend_from_start(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of ``q [T, H, D]`` to ``k``, ``v [T, G, D]``: ``[T, H D]``."""
+    """Return causal attention ``[T, H D]`` for ``q [T, H, D]`` and ``k``, ``v [T, G, D]``."""
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
     kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
     with sdpa_kernel(kernels, set_priority=True):
@@ -65,9 +65,9 @@ def attend_from_start(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def apply_function(function: str, out: Tensor, inputs: Sequence[Tensor | float | str]) -> None:
-    """``out = function(*inputs)`` value by value, of tensors and numbers, in out's type.
+    """Compute ``out = function(*inputs)`` value by value for tensors and numbers, in out's type.
 
-    ``gelu`` takes a tensor and how it is approximated.
+    ``gelu`` takes a tensor and the approximation.
     """
     if function == "gelu":
         x, approximate = inputs

@@ -1,7 +1,7 @@
-"""Runs a plan's instructions for experts: decode steps in CUDA C++ where that can be compiled, else
-in Triton, as prompts are; float32 operands make it float32 arithmetic.
+"""Runs expert instructions. Decode steps use CUDA C++ if available, else Triton. Prefill uses
+Triton. float32 operands select float32 arithmetic.
 
-Legend: T tokens, K experts of a token.
+Legend: T tokens, K experts per token.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from tilewright.compiler.targets.program.instructions import (
 
 
 def experts_bytes(plan: KernelProgram, num_tokens: int) -> int:
-    """Bytes that a prompt's experts take beside the plan's buffers, in float32: the largest of
-    them.
+    """Return the largest float32 scratch size for experts in bytes, without the program's
+    buffers.
     """
     sizes = [0]
     for each in plan.instructions:
@@ -69,16 +69,19 @@ def experts_bytes(plan: KernelProgram, num_tokens: int) -> int:
 
 
 def _behind_products(steps: Sequence[Instruction]) -> set[int]:
-    """What is right behind experts' products, by identity: of a sum nothing between these writes
-    what it reads before the product has ended.
+    """Return the instructions directly after expert matmuls, by identity. These may start early: no
+    instruction between writes their inputs.
     """
     return {id(last) for first, last in pairwise(steps) if isinstance(first, ExpertLinearOp)}
 
 
 class ExpertsRunner:
-    """A plan's experts with their weights. Capturable in a CUDA graph.
+    """Experts with their weights. CUDA graphs can capture them.
 
-    ``max_rows``: of a decode step. ``gpu`` and ``arithmetic``: of the op table.
+    Args:
+        max_rows: Maximum rows in a decode step.
+        gpu: GPU for the op tables.
+        arithmetic: Arithmetic for the op tables.
     """
 
     def __init__(
@@ -92,8 +95,8 @@ class ExpertsRunner:
         max_rows: int,
     ) -> None:
         self._weights, self._gpu, self._arithmetic = weights, gpu, arithmetic
-        self._routing: Routing | None = None  # the last `TopKRouteOp`'s
-        self._launched: Routing | None = None  # that of the last products
+        self._routing: Routing | None = None  # from the last `TopKRouteOp`
+        self._launched: Routing | None = None  # from the last expert matmul
         self._watched: list[Tensor] | None = None
         most = min(max_rows, native_route.MAX_TOKENS)
         self.why_not_native = self._why_not_native(plan, most)
@@ -127,7 +130,7 @@ class ExpertsRunner:
         }
 
     def _why_not_native(self, plan: KernelProgram, max_rows: int) -> str:
-        """Why decode steps do not run in CUDA C++; empty where they do."""
+        """Return the reason against CUDA C++ in decode steps. Empty: decode steps use CUDA C++."""
         if self._arithmetic == EXACT:
             return "float32"
         if self._gpu.capability == (0, 0):
@@ -151,8 +154,8 @@ class ExpertsRunner:
         return self._gpu.why_no_cpp if top_k else ""
 
     def _find_shared(self, plan: KernelProgram) -> dict[int, LinearOp]:
-        """The products of an expert of all tokens that run along with others' in decode steps: by
-        the identity of the instruction that takes each along.
+        """Return the shared-expert matmuls fused with expert matmuls in decode steps, by identity
+        of the expert instruction.
         """
         found: dict[int, LinearOp] = {}
         for index in range(len(plan.instructions) - 3):
@@ -173,8 +176,8 @@ class ExpertsRunner:
         return found
 
     def _find_inside(self, steps: Sequence[Instruction]) -> set[int]:
-        """The routers, by identity, whose choice for one token the products behind them can make:
-        these are all that there is between the logits and the sum.
+        """Return the routers fused into the next expert matmuls for a single token, by identity.
+        The expert sum must follow directly.
         """
         found = set()
         for router, first, last in zip(steps, steps[1:], steps[2:], strict=False):
@@ -193,14 +196,16 @@ class ExpertsRunner:
         return found
 
     def runs_along(self, each: LinearOp, num_rows: int) -> bool:
-        """Whether a product is part of another instruction in decode steps of so many rows."""
+        """Return whether another instruction computes this matmul in decode steps with
+        ``num_rows``.
+        """
         routes = self._joined.get(id(each))
         if routes is not None:
             return routes.at(num_rows) == JOINED
         return id(each) in self._along and num_rows <= native_route.MAX_TOKENS
 
     def watch(self, run: Callable[[], object]) -> list[Tensor]:
-        """The experts ``[T, K]`` that each `TopKRouteOp` chooses while something runs."""
+        """Run a function and return the selected experts ``[T, K]`` for each `TopKRouteOp`."""
         self._watched = []
         run()
         found, self._watched = self._watched, None
@@ -214,7 +219,7 @@ class ExpertsRunner:
         *,
         decodes: bool,
     ) -> None:
-        """Run one instruction of a block of experts."""
+        """Run an instruction of an expert block."""
         if isinstance(each, TopKRouteOp):
             logits = step.view(each.logits)
             kernel = self._routes[id(each)].at(len(logits)) if decodes else TRITON
@@ -247,7 +252,7 @@ class ExpertsRunner:
         self, each: TopKRouteOp, logits: Tensor, positions: Tensor, decodes: bool
     ) -> Routing:
         num_tokens, num_experts = len(logits), each.num_experts
-        if num_tokens == 1:  # a pair is a tile, be it this rank's or not
+        if num_tokens == 1:  # each pair has a tile, even without an expert on this rank
             num_experts = max(num_experts, each.top_k)
         weights = logits.new_empty(num_tokens, each.top_k)
         experts = torch.empty_like(weights, dtype=torch.int32)
@@ -313,7 +318,7 @@ class ExpertsRunner:
         part: slice,
         tiles: native_route.Tiles,
     ) -> None:
-        assert self._launched is routing  # it reads tiles without a wait
+        assert self._launched is routing  # the kernel reads tiles without a wait
         shared: native_experts.Shared | Tensor | None = None
         gate = None
         if each.shared is not None:
@@ -347,7 +352,7 @@ class ExpertsRunner:
         if each.shared is not None:
             shared = step.view(each.shared[0]), step.view(each.shared[1])
         most = min(steps_routes.PART_TOKENS, len(out))
-        products = x.new_empty(most, routing.top_k * packed.num_rows)  # in the operands' type
+        products = x.new_empty(most, routing.top_k * packed.num_rows)  # in the operand type
         for part, groups in routing.parts():
             results = products[: len(x[part])]
             finish = Finish(self._vector(each.bias))

@@ -1,6 +1,5 @@
-"""Runs a plan's dense products: few rows on the kernels that read a weight once, more of bfloat16
-or of e4m3 codes on some that the copy engine feeds, or where weights lie in blocks on kernels that
-decode them, and many on the library's, but SwiGLU of large weights on one of our own.
+"""Matmuls of the dense layers. Each op table selects a kernel from the format and the number of
+rows.
 """
 
 from __future__ import annotations
@@ -56,29 +55,33 @@ from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram, LinearOp
 
 LEAST_STRICT = 16
-"""Rows that the library is given at least in strict steps: for a single one it may take kernels of
-matrices times vectors, whose sums could have another order. On an H200 with CUDA 13.0 they had the
-same (`tests/targets/cuda/strict_products.py`, 1 to 4,096 rows).
+"""Minimum rows of a cuBLAS matmul in strict steps. For one row cuBLAS may select a matrix-vector
+kernel with another order of summation. On an H200 with CUDA 13.0 the orders were equal, see
+`tests/targets/cuda/strict_products.py`.
 """
 
 
 def _at_least(rows: Tensor, count: int) -> Tensor:
-    """Rows of a step's buffer, and where they are fewer those behind them, which nobody reads."""
+    """Return ``count`` or more rows from a step's buffer. Additional rows are not read."""
     return rows.as_strided((max(len(rows), count), rows.shape[1]), rows.stride())
 
 
 def epilogue_of(each: LinearOp) -> int:
-    """What becomes of a product, as :func:`.native.linear` has it."""
+    """Return the epilogue of a matmul for :func:`.native.linear`."""
     return native.ADD if each.residual else native.SWIGLU if each.swiglu else native.STORE
 
 
 class Products:
     """Matmuls with their weights. Capturable in a CUDA graph.
 
-    ``max_rows``: of a decode step. ``gpu`` and ``arithmetic``: of the op table. Strict prompts take
-    the library regardless of their rows. Strict decode steps take our kernels if these take
-    ``max_rows``, else the library: operands and results have room for :data:`LEAST_STRICT` rows.
-    ``copies``: dequantized copies of weights.
+    Strict prefill uses cuBLAS. Strict decode uses our kernels if they take ``max_rows``, else
+    cuBLAS with at least :data:`LEAST_STRICT` rows.
+
+    Args:
+        max_rows: Maximum rows in a decode step.
+        gpu: GPU for the op tables.
+        arithmetic: Arithmetic for the op tables.
+        copies: Dequantized weights.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Products:
         self._before_mixers = mixers_behind(plan)
         self._readers: dict[int, LinearOp] = {}
         self._matmuls: dict[tuple[int, bool], BoundMatmul] = {}
-        self._is_fed = False  # the next product finds its x arranged
+        self._is_fed = False  # whether the input of the next matmul is packed already
         self._has_dense = is_native and arithmetic == FAST
         if self._has_dense:
             nvrtc.load(device, native_dense.SOURCE, native_many.SOURCE)
@@ -126,8 +129,8 @@ class Products:
                 self._bound(each, decodes)
 
     def run(self, each: LinearOp, out: Tensor, x: Tensor, *, decodes: bool) -> None:
-        """A product with all that is fused with it, of ``x [M, K]`` into ``out``; ``decodes``: rows
-        are of a decode step, where in strict ones a row's bits do not depend on how many there are.
+        """Multiply ``x [M, K]`` into ``out``, with the fused norm and epilogue. ``decodes`` marks a
+        decode step. In strict decode steps, bits do not depend on the batch.
         """
         bound = self._bound(each, decodes)
         packed, bias, norm, kernel = bound.packed, bound.bias, bound.norm, bound.kernel(out, x)
@@ -197,22 +200,22 @@ class Products:
         return BoundMatmul(each, packed, bias, norm, codes, values, aligned, unaligned)
 
     def takes_few(self, each: LinearOp) -> bool:
-        """Whether one row's product in a decode step is by the kernels of few rows."""
+        """Return whether a GEMV kernel computes a single decode row."""
         return self._bound(each, True).aligned.at(1) == GEMV
 
     def _is_ours(self, packed: PackedWeight) -> bool:
         return self._is_native and packed.num_columns % 4 == 0
 
     def _has_one_order(self, packed: PackedWeight) -> bool:
-        """Whether our kernels take a weight in all decode steps, where they give a row the same
-        bits in any number of rows. Bfloat16 of more rows than one launch takes is the library's.
+        """Return whether our kernels give a row the same bits in every decode step. Large bfloat16
+        batches use cuBLAS.
         """
         in_blocks = packed.kind != "bf16"
         return self._is_ours(packed) and (in_blocks or self._max_rows <= native.most_tokens(packed))
 
     def _is_alone(self, each: LinearOp, packed: PackedWeight, num_rows: int) -> bool:
-        """Whether the kernel behind a product begins when that has ended: where it mixes positions,
-        and where that was measured faster on an H200.
+        """Return whether the next kernel waits for this matmul. Waiting is faster before some
+        mixers, as measured on an H200.
         """
         mixer = self._before_mixers.get(id(each))
         is_late = packed.kind == "bf16" and isinstance(mixer, AttentionOp)
@@ -232,7 +235,7 @@ class Products:
         norm: tuple[Tensor, float] | None,
         decodes: bool,
     ) -> None:
-        """One for all rows; where the next product alone reads what comes out, as that reads it."""
+        """Multiply all rows at once, with the layout of the only reader."""
         is_there, self._is_fed = self._is_fed, False
         out, feeds = self._fed_by(each, out, len(x), decodes)
         native_wide.linear(
@@ -252,8 +255,8 @@ class Products:
     def _fed_by(
         self, each: LinearOp, out: Tensor, num_rows: int, decodes: bool
     ) -> tuple[Tensor, int]:
-        """Where a product's result goes and for how many places: into ``out``, or where the next
-        product alone reads it, by `wide.cu`, as that does.
+        """Return the output buffer and its number of slices. If `wide.cu` is the only reader, the
+        output uses its layout. Otherwise the slices are 0.
         """
         reader = self._readers.get(id(each))
         if reader is None:
@@ -274,9 +277,7 @@ class Products:
         norm: tuple[Tensor, float] | None,
         decodes: bool,
     ) -> None:
-        """Launch a product for as many rows at a time as the kernels take, reading the weight each
-        time.
-        """
+        """Launch a matmul for up to `most_tokens` rows at a time. Each launch reads the weight."""
         num_rows, most = len(x), native.most_tokens(packed)
         if norm is not None and (num_rows > 1 or not native.takes_norm(packed.num_columns)):
             x, norm = self._norm(x, norm, decodes), None
@@ -295,7 +296,7 @@ class Products:
             )
 
     def _norm(self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool) -> Tensor:
-        """The operand of a product: x, or its norm in a buffer of its own."""
+        """Return x, or its norm in a separate buffer."""
         if norm is None:
             return x
         weight, eps = norm
@@ -353,7 +354,7 @@ class Products:
     def _codes(
         self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool
     ) -> tuple[Tensor, Tensor]:
-        """x, or its norm, in e4m3, and what multiplies its rows."""
+        """Return e4m3 codes and row scales for x or for its norm."""
         if norm is None:
             return round_rows(x)
         if self._has_dense and native.takes_norm(norm[0].numel()) and native_dense.has_room(x):
@@ -364,7 +365,7 @@ class Products:
         self, each: LinearOp, out: Tensor, x: Tensor, packed: PackedWeight, bias: Tensor | None
     ) -> None:
         stride = out.stride(0)
-        # With the weight's rows of zeros: the library is slow at odd widths.
+        # Include the weight's zero rows: cuBLAS is slow at odd widths.
         is_whole = packed.kind == "bf16" and stride == len(packed.data) > packed.num_rows
         is_whole = is_whole and not (each.swiglu or each.residual)
         weight = self._bound(each, False).values
@@ -387,8 +388,8 @@ class Products:
             out += bias
 
     def _dense(self, packed: PackedWeight, num_rows: int) -> Tensor:
-        """``[num_rows, in]`` in the operands' type; blocks, of all rows, are dequantised into fresh
-        memory.
+        """Return the weight as ``[num_rows, in]`` in the operand type. Blocks are dequantized into
+        new memory.
         """
         columns = packed.num_columns
         if packed.kind == "bf16":

@@ -1,5 +1,5 @@
-"""Runs a plan's instructions for linear attention and gates, in decode steps and in prompts, and
-hands those for experts on. float32 operands make it float32 arithmetic.
+"""Runs linear attention, gates and experts in decode steps and in prefill. float32 operands select
+float32 arithmetic.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ from tilewright.compiler.targets.program.instructions import (
 
 
 def mixer_bytes(plan: KernelProgram, num_tokens: int) -> int:
-    """Bytes that a prompt's mixers take beside the plan's buffers: the largest of them."""
+    """Return the largest scratch size of a prefill mixer in bytes, without the program's
+    buffers.
+    """
     sizes = [experts_bytes(plan, num_tokens)]
     for instruction in plan.instructions:
         if isinstance(instruction, DeltaRuleOp):
@@ -73,14 +75,14 @@ def mixer_bytes(plan: KernelProgram, num_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _BoundRule:
-    """The kernels of a delta rule: of decode steps, and of the systems of a prompt's chunks."""
+    """Delta-rule kernels, for decode steps and for the linear systems in prefill chunks."""
 
     step: str
     solve: str
 
 
 def draft_input_bytes(program: KernelProgram) -> int:
-    """Return the bytes of a draft's inputs that its slot keeps."""
+    """Return the stored bytes of a draft's inputs per slot."""
     return 4 * sum(map(sum, _draft_widths(program).values()))
 
 
@@ -96,10 +98,10 @@ def _draft_widths(program: KernelProgram) -> dict[int, tuple[int, int]]:
 
 
 class Mixers:
-    """A plan's mixers with their weights and state. Capturable in a CUDA graph.
+    """Mixers with their weights and state. CUDA graphs can capture them.
 
-    Their rows are a step's tokens: one of each sequence in a decode step; in a prompt all of one
-    sequence, or of a few in pieces, whose states are kept at their marks on the way.
+    Decode rows belong to different sequences. Prefill rows belong to a sequence or to several
+    chunks, with snapshots at their marks.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Mixers:
         max_rows: int,
         max_drafts: int = 0,
     ) -> None:
-        """``max_drafts``: Maximum drafts per slot whose inputs are kept."""
+        """``max_drafts``: Maximum drafts per slot with stored inputs."""
         device = state.tables.device
         how: dict[str, Any] = {"gpu": gpu, "arithmetic": arithmetic}
         self.experts = ExpertsRunner(plan, weights, device, max_rows=max_rows, **how)
@@ -150,8 +152,8 @@ class Mixers:
         captured: bool = False,
         starts: Tensor | None = None,
     ) -> None:
-        """Run one instruction; ``captured`` as :meth:`.steps.Steps.decode` has it, ``starts`` as
-        :meth:`.steps.Steps.prefill`.
+        """Run an instruction. See :meth:`.steps.Steps.decode` for ``captured`` and
+        :meth:`.steps.Steps.prefill` for ``starts``.
         """
         if isinstance(instruction, TopKRouteOp | ExpertLinearOp | ExpertSum):
             self.experts.run(instruction, step, rows.positions, decodes=decodes)
@@ -214,7 +216,9 @@ class Mixers:
     def _native_step(
         self, instruction: DeltaRuleOp, step: Buffers, rows: TokenBatch, *, captured: bool
     ) -> None:
-        """``captured``: a slot's window and state are those that the step before left."""
+        """Run a decode step. ``captured``: no earlier kernel of this step writes the slot's
+        state.
+        """
         convolve = instruction.convolve
         assert convolve is not None
         native_delta.delta_step(
@@ -247,7 +251,7 @@ class Mixers:
         causal_conv1d_prompt(*what, **where, keeps=keeps, starts=starts)
 
     def _keeps(self, rows: TokenBatch) -> Tensor | None:
-        """None where nothing is ever kept on the way: kernels are then made without it."""
+        """Return the snapshot positions. None compiles kernels without snapshots."""
         return rows.keeps if self._state.num_marks else None
 
     def _inputs(self, instruction: DeltaRuleOp, step: Buffers, qkv: BufferView) -> DeltaInputs:

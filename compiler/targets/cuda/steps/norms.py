@@ -32,7 +32,7 @@ from tilewright.compiler.targets.program.instructions import (
 
 @dataclass(frozen=True, slots=True)
 class _Phases:
-    """Kernels by number of rows, in decode steps and in prompts."""
+    """Kernels by number of rows, for decode and prefill."""
 
     decode: Ranges[str]
     prompt: Ranges[str]
@@ -45,7 +45,7 @@ class _Phases:
 class Norms:
     """All norms with their weights. CUDA graphs can capture them.
 
-    In a decode step, bits do not depend on the batch.
+    Decode bits do not depend on the batch.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""What is known of the experts of a step's tokens, and which kernels find those of a decode step.
+"""Expert routing for a step, and the kernels for routing in decode steps.
 
-Legend: T tokens, K experts of a token.
+Legend: T tokens, K experts per token.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of
 from tilewright.compiler.targets.program.instructions import KernelProgram, LinearOp, TopKRouteOp
 
 PART_TOKENS = 8192 + 512
-"""Tokens of a prompt whose experts run together: what their products take is bounded. The largest
-pass is one part with the rows that ride along: a second one would read all experts again.
+"""Maximum tokens per launch of prefill experts. It limits the scratch memory. The largest mixed
+batch fits a single launch, because a second launch reads all experts again.
 """
 
 
@@ -31,9 +31,14 @@ _Each = TypeVar("_Each")
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """``weights`` and ``experts [T, K]``; the latter's pairs for runs of tokens: in ``tiles`` of
-    decode steps, or in ``groups``. With ``choice`` nobody has made them: products of one token
-    find its experts themselves.
+    """A step's selected experts.
+
+    Attributes:
+        weights: Expert weights ``[T, K]``.
+        experts: Expert indices ``[T, K]``.
+        groups: Pairs sorted by expert, for prefill.
+        tiles: Pairs sorted by expert, for decode steps.
+        choice: Router outputs for a single token, if the expert matmul selects its experts.
     """
 
     weights: Tensor
@@ -47,11 +52,11 @@ class Routing:
         return self.experts.shape[1]
 
     def parts(self) -> Iterator[tuple[slice, Groups]]:
-        """The runs of tokens, each with its groups."""
+        """Yield token ranges with their groups."""
         return _runs(self.groups, PART_TOKENS)
 
     def native_parts(self) -> Iterator[tuple[slice, native_route.Tiles]]:
-        """The runs of a decode step's tokens, each with its tiles."""
+        """Yield decode-token ranges with their tiles."""
         return _runs(self.tiles, native_route.MAX_TOKENS)
 
 
@@ -61,9 +66,7 @@ def _runs(found: Sequence[_Each], size: int) -> Iterator[tuple[slice, _Each]]:
 
 
 def joined_routers(plan: KernelProgram, weights: Weights) -> dict[int, LinearOp]:
-    """The routers' products that can be one launch with what chooses among their results, by
-    the identity of that.
-    """
+    """Return routers fused with expert selection, by the identity of the selection."""
     found: dict[int, LinearOp] = {}
     for product, each in pairwise(plan.instructions):
         if not (isinstance(product, LinearOp) and isinstance(each, TopKRouteOp)):
@@ -79,13 +82,13 @@ def joined_routers(plan: KernelProgram, weights: Weights) -> dict[int, LinearOp]
 
 
 def left_to_products(each: TopKRouteOp, logits: Tensor, positions: Tensor) -> Routing:
-    """One token's, which products choose themselves."""
+    """Return a single token's routing. The expert matmul selects the experts."""
     how = each.renormalise, each.first, each.num_experts
     return _empty(each, logits, native_route.TopKParams(logits, positions, *how))
 
 
 def routed(each: TopKRouteOp, logits: Tensor, positions: Tensor) -> Routing:
-    """What route.cu makes of logits."""
+    """Select experts from logits with route.cu."""
     routing = _empty(each, logits)
     for part, some in routing.native_parts():
         native_route.route(
@@ -98,7 +101,7 @@ def routed(each: TopKRouteOp, logits: Tensor, positions: Tensor) -> Routing:
 def routed_with_product(
     each: TopKRouteOp, logits: Tensor, x: Tensor, packed: PackedWeight, positions: Tensor
 ) -> Routing:
-    """What router.cu makes of x and a router's weight, whose product is left in ``logits``."""
+    """Compute router logits and select experts with router.cu."""
     routing = _empty(each, logits)
     native_router.router(
         routing.weights, routing.experts, logits, x, packed, positions, routing.tiles[0],
@@ -111,7 +114,7 @@ def routed_with_product(
 def _empty(
     each: TopKRouteOp, logits: Tensor, choice: native_route.TopKParams | None = None
 ) -> Routing:
-    """Room for what is found of a decode step's tokens."""
+    """Allocate the routing of a decode step."""
     num_tokens, most = len(logits), native_route.MAX_TOKENS
     weights = logits.new_empty(num_tokens, each.top_k)
     counts = [min(most, num_tokens - first) for first in range(0, num_tokens, most)]

@@ -1,7 +1,7 @@
-"""Runs a plan's instructions: decode rows on the kernels that read a weight once, prompts on the
-library's large products.
+"""Runs a program's instructions. Decode uses kernels with a single weight read, prefill uses large
+matmuls.
 
-Legend: B rows of a decode step, T tokens of a prompt, R rows that want logits.
+Legend: B decode rows, T prompt tokens, R rows with logits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from tilewright.compiler.targets.program.instructions import (
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    """The kernels of one arithmetic: strict (batch-invariant) or fast."""
+    """Kernels for strict (batch-invariant) or fast arithmetic."""
 
     products: Products
     norms: Norms
@@ -68,14 +68,14 @@ class _Kernels:
 
 
 class Steps:
-    """A plan with its weights and state. Every method is capturable in a CUDA graph.
+    """A program with its weights and state. CUDA graphs can capture every method.
 
-    ``exact``: float32 arithmetic throughout, through the library; no speed is claimed for it.
-    ``strict_rows``: Maximum number of rows of a strict decode step. In strict steps the bits of a
-    row do not depend on the number of rows. Prefill of a single prompt is strict if this is not 0:
-    its bits do not depend on the chunk sizes. Mixed batches are strict only if all steps are.
-    ``prompt_wire``: the format in which ranks send partial sums of prompts, None: as those of
-    decode steps.
+    Args:
+        exact: Use float32 arithmetic only, through cuBLAS.
+        strict_rows: Maximum rows in a strict decode step. In strict steps, bits do not depend on
+            the batch. Nonzero also makes prefill strict: bits do not depend on chunk sizes. Mixed
+            batches are strict only if all steps are.
+        prompt_wire: Link format for partial sums in prefill. None: as in decode steps.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Steps:
         gpu: Gpu | None = None,
         max_drafts: int = 0,
     ) -> None:
-        """``gpu``: of the op tables. None: the GPU of the state. ``max_drafts``: per slot."""
-        self.group: RankGroup | None = None  # of a rank among several, once it has met them
+        """``gpu``: for the op tables. None: the state's GPU. ``max_drafts``: per slot."""
+        self.group: RankGroup | None = None  # set when ranks connect
         self.device = state.tables.device
         self.exact, self._strict_rows = exact, strict_rows
         self._gpu = gpu = gpu or nvrtc.gpu_of(self.device)
@@ -143,7 +143,7 @@ class Steps:
         return kernels
 
     def kernels(self) -> str:
-        """Say which kernels run, and why where it is not the fast ones."""
+        """Return a note on the kernels, with the reason against the fast kernels."""
         if self.exact:
             return "the library in float32"
         instructions = self._plan.instructions
@@ -168,16 +168,16 @@ class Steps:
         captured: bool = False,
         has_drafts: bool = False,
     ) -> Tensor:
-        """One token of each of B sequences: logits ``[B, V]``, overwritten by the next step.
+        """Run a token for each of B sequences. Return logits ``[B, V]``, overwritten by the next
+        step.
 
-        ``reach``: one of :attr:`.steps_attention.Attention.reaches`, pages that none has more of;
-        None: the last of them, which is any number.
-
-        ``captured``: nothing in the chain of these kernels writes ``rows``, tables, old pages or a
-        layer's state of sequences before the last of them has read them, or that layer has.
-
-        ``has_drafts``: Rows may be consecutive tokens of a sequence, which attend to the rows
-        before them. Not with ``captured``. Per-sequence state follows ``rows.by_slot``.
+        Args:
+            reach: Maximum pages per row, from :attr:`.steps_attention.Attention.reaches`. None: the
+                largest.
+            captured: No kernel in the captured chain writes ``rows``, tables, old pages or sequence
+                state before the last kernel has read them.
+            has_drafts: Rows may be consecutive tokens in a sequence, with attention to earlier
+                rows. Not with ``captured``. Per-sequence state follows ``rows.by_slot``.
         """
         assert not (has_drafts and captured), "kernels read pages of this step early"
         num_rows = len(rows.tokens)
@@ -201,14 +201,14 @@ class Steps:
         return step.logits
 
     def replay(self, rows: TokenBatch) -> None:
-        """Apply the accepted drafts of ``rows.by_slot`` to the per-sequence state of slots."""
+        """Apply the accepted drafts in ``rows.by_slot`` to per-sequence state."""
         step = self._decode_buffers(len(rows.tokens))
         for instruction in self._plan.instructions:
             if isinstance(instruction, Convolve | DeltaRuleOp):
                 self._mixers.run(instruction, step, rows, decodes=True)
 
     def chosen_experts(self, rows: TokenBatch) -> list[int]:
-        """A decode step, and how many different experts its rows chose, layer by layer."""
+        """Run a decode step and return the number of distinct selected experts per layer."""
         chosen = self._mixers.experts.watch(lambda: self.decode(rows))
         return [len(each[each >= 0].unique()) for each in chosen]
 
@@ -222,17 +222,16 @@ class Steps:
         block: int = 0,
         decoding: slice = slice(0, 0),
     ) -> Tensor | None:
-        """Run prefill chunks, and possibly decode rows. Return logits ``[R, V]`` of this rank.
+        """Run prefill chunks, and possibly decode rows. Return this rank's logits ``[R, V]``.
 
         Args:
-            rows: T tokens, of the sequence in ``rows.slots[0]`` or of several sequences.
+            rows: T tokens, from the sequence in ``rows.slots[0]`` or from several sequences.
             logit_rows: Rows with logits.
             from_start: Whether the first token is at position 0. Padding is at the end only.
             starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``. A chunk
                 uses whole blocks of ``block`` rows, with padding at its end.
             block: Rows per block. 0: a single sequence.
-            decoding: Rows after all chunks, with a token of a decoding sequence. Only their
-                attention differs from the rows of chunks.
+            decoding: Decode rows after all chunks. Only their attention differs.
         """
         logits = self._prefill(rows, logit_rows, from_start, starts, block, decoding)
         if self.group is not None:
@@ -240,8 +239,8 @@ class Steps:
         return logits
 
     def pool(self, rows: TokenBatch, *, from_start: bool) -> Tensor:
-        """Run T tokens of a prompt as `prefill` does. Return `pool_rows` of their final hidden
-        states, without logits.
+        """Run T prompt tokens as `prefill` does. Return `pool_rows` for their final hidden
+        states.
         """
         pooled = self._prefill(rows, None, from_start, None, 0, slice(0, 0), pools=True)
         if self.group is not None:
@@ -357,7 +356,7 @@ class Steps:
         return Buffers(self._plan, self._flat, num_rows)
 
     def _fresh_buffers(self, num_rows: int, *, with_logits: bool = False) -> Buffers:
-        """Operands' padding is zero: what lies there is multiplied, by zeros."""
+        """Return a buffer with zero padding: matmuls read the padding."""
         capacity = max(num_rows, self._num_rows)
         flat = [
             (torch.zeros if buffer.role == OPERAND else torch.empty)(
