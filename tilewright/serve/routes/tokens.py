@@ -10,7 +10,7 @@ from tilewright.errors import RequestError
 from tilewright.serve.output.choice import token_text
 from tilewright.serve.prompt.prepare import TokenizedPrompt, encode
 from tilewright.serve.prompt.texts import TextCoder
-from tilewright.serve.tools.body import read_tools
+from tilewright.serve.tools.tool_request import read_tools
 from tilewright.serve.web.errors import invalid, refuse
 from tilewright.serve.web.http_io import FRONT, Route, json_response, read_body
 from tilewright.serve.web.requests import (
