@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,6 +75,8 @@ def load_part(
     if file is not None:
         options = replace(options, tower_bytes=file.num_bytes)
     executable = target.load(program, options, progress)
+    in_use = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # `tilewright models` keeps the program
+    weakref.finalize(executable, os.close, in_use)
     executable.encoder = load_encoder(folder, target.tower_device())
     return Compiled(
         executable=executable,

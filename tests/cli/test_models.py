@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -19,9 +20,9 @@ from tilewright.utils.child_process import PYTHON
 from tilewright.utils.files import CACHE_VARIABLE
 
 HOLD = """
-import mmap, sys
-with open(sys.argv[1], "rb") as file:
-    held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+import sys
+from tilewright import LLM
+llm = LLM(sys.argv[1], backend="onnxruntime", max_num_seqs=1)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -57,10 +58,9 @@ def download(cache: Path, tiny_gguf: Path) -> Path:
 
 
 @pytest.fixture
-def holder(program: Path) -> Iterator[int]:
-    """A process that has mapped a file of the program."""
-    file = next(path for path in program.rglob("*") if path.is_file() and path.stat().st_size)
-    command = [*PYTHON, "-c", HOLD, str(file)]
+def holder(program: Path, tiny_gguf: Path) -> Iterator[int]:
+    """A process that has loaded the program."""
+    command = [*PYTHON, "-c", HOLD, str(tiny_gguf)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdout.readline() == b"held\n"
         yield child.pid
@@ -77,6 +77,14 @@ def test_models_lists_sizes_and_removes_by_name_or_id(
     assert run("models", "remove", "some/tiny", program.name[:8]).count("removed ") == 2
     assert not program.exists() and not download.exists()
     assert run("models").startswith("nothing is cached in ")
+
+
+def test_models_on_a_narrow_terminal_keeps_cells_whole(
+    program: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    (line,) = [line for line in run("models").splitlines() if line.startswith(program.name[:8])]
+    assert "  program  cpu     accuracy   " in line
 
 
 def test_start_record_is_counted_and_goes_with_its_last_program(
@@ -113,6 +121,8 @@ def test_damaged_start_record_is_listed_and_removed(cache: Path, run: Run) -> No
 def test_remove_of_a_program_in_use_is_refused_and_removes_nothing(
     program: Path, download: Path, holder: int, refused: Refused
 ) -> None:
+    files = [os.readlink(each) for each in Path(f"/proc/{holder}/fd").iterdir()]
+    assert str(program / "graph.json") in files  # its weights may be copies in memory
     said = refused("remove", "some/tiny", program.name[:8], verb="models")
     assert f"is used by process {holder}; allowed: after its end" in said
     assert program.exists() and download.exists()

@@ -18,12 +18,12 @@ class StatusLine:
     """A dim line about the current work. The next line replaces it.
 
     Without a terminal, `note` writes plain lines, and a thread writes lines about slow work: a line
-    for work of over a second, and a line every five seconds.
+    for work of over a second, and a line with the elapsed seconds every five seconds.
     """
 
     def __init__(self) -> None:
         self._shown_at = 0.0
-        self._work = self._how_far = ""
+        self._work, self._how_far, self._began = "", "", self._shown_at
         self._stop: threading.Event | None = None
 
     def show(self, text: str) -> None:
@@ -35,8 +35,10 @@ class StatusLine:
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Report compile progress. A terminal is redrawn up to ten times a second."""
-        now, self._work = time.monotonic(), what
-        self._how_far = f"{what} {100 * done // max(total, 1)} %"
+        now = time.monotonic()
+        if what != self._work:
+            self._work, self._began = what, now
+        self._how_far = f"{what} {100 * done // total} %" if 0 < done <= total else f"{what} ..."
         if sys.stderr.isatty():
             if now - self._shown_at > _REDRAW_S:
                 self._shown_at = now
@@ -47,7 +49,8 @@ class StatusLine:
 
     def _write_progress(self, stop: threading.Event) -> None:
         for is_new in self._due_lines(stop, _SAME_LINE_S):
-            self._write(f"{self._work} ...\n" if is_new else f"{self._how_far}\n")
+            spent = time.monotonic() - self._began
+            self._write(f"{self._work} ...\n" if is_new else f"{self._how_far} ({spent:.0f} s)\n")
 
     def _due_lines(self, stop: threading.Event, interval: float) -> Iterator[bool]:
         """Yield at each plain line, until ``stop`` is set: whether the work is new.

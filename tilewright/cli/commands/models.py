@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _ID_DIGITS = 8
 _REMOVE = "remove"
+_REMOVAL = "remove: tilewright models remove NAME (an id or a model)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,25 +161,23 @@ def _downloads() -> list[CachedModel]:
 
 
 def _print(found: Sequence[CachedModel], root: Path) -> None:
-    from tilewright.cli.terminal.console import out, print_table
-    from tilewright.evaluate.report.table import Table
+    from tilewright.cli.terminal.console import note, out, print_columns
 
     if not found:
         out().print(f"nothing is cached in {root}", soft_wrap=True)
         return
     rows = [
         (
-            *(each.name, each.kind, each.target, each.precision),
+            *(each.id or "-", each.name, each.kind, each.target, each.precision),
             f"{each.num_bytes / 1e6:,.1f}",
             time.strftime("%Y-%m-%d %H:%M", time.localtime(each.used_at)),
-            each.id or each.name,
         )
         for each in sorted(found, key=lambda each: (each.name, each.kind, -each.used_at))
     ]
     total = sum(each.num_bytes for each in found) / 1e6
-    columns = ("model", "kind", "target", "precision", "size (MB)", "last use", "id")
-    notes = (f"{total:,.1f} MB; programs: {root}", "remove: tilewright models remove ID")
-    print_table(out(), "", Table.of(columns, rows, *notes))
+    columns = ("id", "model", "kind", "target", "precision", "size (MB)", "last use")
+    print_columns(out(), [columns, *rows])
+    note(out(), f"{total:,.1f} MB; programs: {root}", _REMOVAL)
 
 
 def _remove(found: Sequence[CachedModel], names: Sequence[str]) -> None:

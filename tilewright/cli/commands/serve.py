@@ -67,7 +67,7 @@ def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
     def tell_address(port: int) -> None:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         defaults = ", ".join(f"{name} {value:g}" for name, value in settings.defaults.items())
-        said = f"requests that say nothing: {defaults or 'as generation_config.json says'}"
+        said = f"default sampling: {defaults or 'of generation_config.json'}"
         sign.clear()
         tell(f"{_ADDRESS}{host}:{port} ({said})")
 

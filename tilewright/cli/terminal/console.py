@@ -74,6 +74,14 @@ def print_table(console: Console, title: str, table: Table, *, numbers: bool = F
     note(console, *table.notes)
 
 
+def print_columns(console: Console, lines: Sequence[Sequence[str]]) -> None:
+    """Print aligned cells. Cells are never folded, so a narrow terminal wraps lines."""
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (f"{cell:{width}}" for cell, width in zip(line, widths, strict=True))
+        console.print("  ".join(cells).rstrip(), soft_wrap=True)
+
+
 def note(console: Console, *lines: str) -> None:
     """Print dim lines without folding."""
     for line in lines:
