@@ -253,6 +253,7 @@ STORED_NAMES: Mapping[str, str] = MappingProxyType(
         "q6_k": "Q6_K",
         "iq4_xs": "IQ4_XS",
         "fp8": "FP8",
+        "nvfp4": "NVFP4 1x16",
     }
 )
 """Tensor type in a checkpoint (ggml's or safetensors' name), by format."""
@@ -268,6 +269,7 @@ EXACT_FORMATS: Mapping[str, str] = MappingProxyType(
         "TQ1_0": "q40",
         "TQ2_0": "q40",
         "MXFP4": "bf16",
+        "NVFP4": "bf16",
         **{
             f"{method} int{bits}{zeros}": name
             for method in ("AWQ", "GPTQ", "compressed-tensors")

@@ -1,7 +1,8 @@
 """Scaled codes: small float codes with a scale per block of columns.
 
 A value is the float32 product of a code's value and its block's scale. Files with square blocks
-(128 x 128) have the same values here: rows repeat the scale. File layouts are not defined here.
+(128 x 128) have the same values here: rows repeat the scale. Files with a second scale (NVFP4) have
+the same values, too: a block's scale is the float32 result. File layouts are not defined here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.formats.base import DataFormat, Encoded, ScaledEncoded
+from tilewright.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -22,14 +24,36 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ScaledCodes(DataFormat):
-    """e4m3 codes with a float32 scale per block. A packed block is its scale, then its codes."""
+    """Codes with a float32 scale per block. A packed block is its scale, then its codes.
+
+    Packed 4-bit codes are pairs. The first code is in the low nibble.
+
+    Attributes:
+        codebook: Values by code, for 4-bit codes. Empty: codes are e4m3.
+    """
+
+    codebook: tuple[float, ...] = ()
+
+    @property
+    def is_offered(self) -> bool:
+        """Return whether a configuration can select it. Only a file selects 4-bit codes."""
+        return not self.codebook
 
     def quantise(self, x: torch.Tensor, *, axis: int = -1) -> ScaledEncoded:
-        """Encode in blocks along ``axis``. The largest magnitude in a block becomes 448."""
+        """Encode in blocks along ``axis``. The largest magnitude in a block becomes 448.
+
+        Raises:
+            ConfigError: The format is only read from files.
+        """
         import torch
 
         from tilewright.compiler.formats.rows import as_rows, pad_blocks, row_chunks
 
+        if self.codebook:
+            raise ConfigError(
+                f"{self.name}: nothing is quantized to it; allowed: only from a file, with "
+                "precision stored"
+            )
         moved = x.movedim(axis, -1)
         values = as_rows(moved)
         num_rows, length = values.shape
@@ -50,15 +74,22 @@ class ScaledCodes(DataFormat):
 
     def dequantise(self, encoded: Encoded) -> torch.Tensor:
         """Return float32 values in the original axis order."""
-        import torch
 
         from tilewright.compiler.formats.rows import pad_blocks
 
         assert isinstance(encoded, ScaledEncoded), f"{self.name} is encoded with scales"
         length = encoded.codes.shape[-1]
-        values = pad_blocks(encoded.codes.view(torch.float8_e4m3fn).float(), self.block)
+        values = pad_blocks(self.code_values(encoded.codes), self.block)
         values.unflatten(-1, (-1, self.block)).mul_(encoded.scales.unsqueeze(-1))
         return values[..., :length].contiguous().movedim(-1, encoded.axis)
+
+    def code_values(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the float32 values of uint8 codes, before scales."""
+        import torch
+
+        if self.codebook:
+            return torch.tensor(self.codebook, device=codes.device)[codes.long()]
+        return codes.view(torch.float8_e4m3fn).float()
 
     def pack(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
         """Return flat bytes, block after block along ``axis``."""
@@ -71,6 +102,8 @@ class ScaledCodes(DataFormat):
         from tilewright.compiler.formats.rows import pad_blocks
 
         codes = pad_blocks(encoded.codes, self.block).reshape(-1, self.block)
+        if self.codebook:
+            codes = codes[:, ::2] | codes[:, 1::2] << 4
         scales = encoded.scales.float().reshape(-1, 1).view(torch.uint8)
         return torch.cat((scales, codes), dim=1).reshape(-1)
 
@@ -86,9 +119,12 @@ class ScaledCodes(DataFormat):
         moved = list(shape)
         moved.append(moved.pop(axis))
         num_blocks = -(-moved[-1] // self.block)
-        blocks = data.reshape(-1, _SCALE_BYTES + self.block)
+        blocks = data.reshape(-1, self.nbytes((self.block,)))
         scales = blocks[:, :_SCALE_BYTES].contiguous().view(torch.float32)
-        codes = blocks[:, _SCALE_BYTES:].reshape(*moved[:-1], num_blocks * self.block)
+        codes = blocks[:, _SCALE_BYTES:]
+        if self.codebook:
+            codes = torch.stack((codes & 0xF, codes >> 4), dim=-1)
+        codes = codes.reshape(*moved[:-1], num_blocks * self.block)
         return ScaledEncoded(
             codes[..., : moved[-1]].contiguous(), scales.view(*moved[:-1], num_blocks), axis
         )
@@ -102,4 +138,9 @@ class ScaledCodes(DataFormat):
         return self.dequantise(self.read(data, shape, axis=axis))
 
 
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))
+"""Values of 4-bit float codes."""
+
 FP8 = ScaledCodes("fp8", 8, 128, shared_bits=32)
+NVFP4 = ScaledCodes("nvfp4", 4, 16, shared_bits=32, codebook=E2M1)

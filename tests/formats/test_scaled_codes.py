@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tilewright.compiler.formats import FP8, get_format
-from tilewright.errors import CheckpointError
+from tilewright.compiler.formats import FP8, NVFP4, ScaledEncoded, get_format
+from tilewright.compiler.formats.scaled_codes import E2M1
+from tilewright.errors import CheckpointError, ConfigError
 
 SHAPES_AND_AXES = [((4, 256), -1), ((3, 200), -1), ((200, 3), 0), ((2, 130, 7), 1), ((5,), 0)]
 
@@ -68,3 +69,19 @@ def test_quantize_selects_the_nearest_code() -> None:
 def test_unpack_refuses_another_size() -> None:
     with pytest.raises(CheckpointError, match=r"bytes of fp8 for shape \[2, 130\]; allowed: 528"):
         FP8.unpack(torch.zeros(527, dtype=torch.uint8), (2, 130))
+
+
+def test_pairs_of_4_bit_codes_decode_with_a_scale_per_16() -> None:
+    codes = torch.arange(16, dtype=torch.uint8).repeat(3, 2)
+    scales = torch.tensor([[0.0, 1.5], [-2.5, 3e-5], [1e30, 1.7]])
+    packed = NVFP4.pack_encoded(ScaledEncoded(codes, scales, -1))
+    assert packed.numel() == NVFP4.nbytes((3, 32)) == 3 * 24 and NVFP4.bits == 6
+    pairs = packed.view(6, 12)[:, 4:]
+    assert torch.equal(pairs[0], torch.arange(0, 16, 2, dtype=torch.uint8) * 17 + 16)
+    exact = np.array(E2M1)[codes.numpy()] * scales.double().numpy().repeat(16, axis=1)
+    expected = torch.from_numpy(exact.astype(np.float32))
+    assert torch.equal(NVFP4.unpack(packed, (3, 32)), expected)
+    found = NVFP4.read(packed, (3, 20))
+    assert torch.equal(NVFP4.dequantise(found), expected[:, :20])
+    with pytest.raises(ConfigError, match=r"nvfp4: nothing is quantized to it; .* from a file"):
+        NVFP4.quantise(torch.ones(1, 16))

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tilewright.compiler.formats import NVFP4 as NVFP4_FORMAT
+from tilewright.compiler.formats import STORED_NAMES, ScaledEncoded
+from tilewright.compiler.formats.scaled_codes import E2M1
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.base import WHOLE, QuantizedTensor, RawModel, Read
 from tilewright.models.checkpoints.quantized.float8 import CODES, take_float8
 
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-VALUES = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)])
+VALUES = torch.tensor(E2M1)
 NVFP4, MXFP4 = 16, 32
 """Columns per block."""
 
@@ -34,15 +38,26 @@ class Float4Tensor(QuantizedTensor):
     divides: bool = False
 
     def values(self, read: Read, start: int, stop: int) -> Tensor:
-        codes = read(self.names[0], (slice(start, stop), WHOLE))
-        pairs = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(1)
+        codes = self._codes(read, slice(start, stop))
         scales = self._scales(read, slice(start, stop))
-        return VALUES[pairs.long()] * scales.repeat_interleave(self.block, dim=1)
+        return VALUES[codes.long()] * scales.repeat_interleave(self.block, dim=1)
 
     def stored_type(self, read: Read) -> str:
-        if self.block != MXFP4:
-            return self.label
-        return label_of(self.label, read(self.names[1], ()))
+        if self.block == MXFP4:
+            return label_of(self.label, read(self.names[1], ()))
+        scales = self._scales(read, WHOLE).abs()
+        is_normal = (scales >= 2.0**-100) & (scales <= 2.0**100) | (scales == 0)
+        return self.label if bool(is_normal.all()) else f"{self.label}, extreme scales"
+
+    def stored(self, read: Read, start: int, stop: int) -> tuple[str, npt.NDArray[np.uint8]]:
+        rows = slice(start, stop)
+        encoded = ScaledEncoded(self._codes(read, rows), self._scales(read, rows), -1)
+        blocks = NVFP4_FORMAT.pack_encoded(encoded)
+        return STORED_NAMES[NVFP4_FORMAT.name], blocks.view(stop - start, -1).numpy()
+
+    def _codes(self, read: Read, rows: slice) -> Tensor:
+        pairs = read(self.names[0], (rows, WHOLE))
+        return torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(1)
 
     def _scales(self, read: Read, rows: slice) -> Tensor:
         stored = read(self.names[1], (rows, WHOLE))
@@ -90,7 +105,7 @@ def take_float4(
         model.take(names[2], ("F32",), sizes if sizes in ((), (1,)) else (1,))
     if model.drop(f"{module}.input_global_scale", f"{module}.input_scale"):
         model.say_once("activations are quantized to FP4 in other engines")
-    label = "MXFP4" if second is None else "NVFP4"
+    label = "MXFP4" if second is None else "NVFP4 1x16"
     model.add(module, Float4Tensor((rows, columns), names, label, block, divides))
 
 

@@ -47,10 +47,11 @@ def write(
     *,
     skip: str = "lm_head",
     change: Callable[[Tensors], None] = lambda _: None,
+    sizes: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
     """A folder whose linear layers are quantized; returns the values of all of its weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    model, rng = tiny(), np.random.default_rng(5)
+    model, rng = tiny(**(sizes or {})), np.random.default_rng(5)
     tensors: Tensors = {}
     values = {}
     for name, weight in model.named_parameters():

@@ -68,11 +68,11 @@ GROUPS = {"g": {"weights": {"num_bits": 4, "type": "float"}}}
 NV = {**FLOATS, "config_groups": GROUPS, "format": "nvfp4-pack-quantized"}
 MX = {**NV, "format": "mxfp4-pack-quantized"}
 CASES: dict[str, tuple[Quantize, dict[str, Any], str]] = {
-    "nvfp4": (quantizer(COMPRESSED, divides=True), NV, "NVFP4"),
+    "nvfp4": (quantizer(COMPRESSED, divides=True), NV, "NVFP4 1x16"),
     "nvfp4 modelopt": (
         quantizer(("weight", "weight_scale", "weight_scale_2")),
         MODELOPT,
-        "NVFP4",
+        "NVFP4 1x16",
     ),
     "mxfp4": (quantizer((*COMPRESSED[:2], None)), MX, "MXFP4"),
 }
@@ -84,7 +84,7 @@ def test_values_and_logits_are_the_formulas(case: str, tmp_path: Path) -> None:
     values = write(tmp_path / "m", quantize, config)
     check_values(tmp_path / "m", values)
     assert load_model(tmp_path / "m").checkpoint.stored_type(f"{UP}.weight") == label
-    assert stored_format(label) == ("bf16" if label == "MXFP4" else None)
+    assert stored_format(label) == {"MXFP4": "bf16", "NVFP4 1x16": "nvfp4"}[label]
     write_dense(tmp_path / "dense", values)
     check_logits(tmp_path / "m", tmp_path / "dense")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ggml_blocks import SHAPES, write_llama
+from tests.models.quantized import test_float4
 from tests.models.quantized.folders import Tensors, write
 from tests.models.quantized.test_float8 import BLOCKS, quantizer
 from tests.targets.test_stored import STORED, compiled
@@ -31,13 +32,17 @@ def test_file_of_several_types_is_near_the_reference(tmp_path: Path) -> None:
     )
 
 
-def test_folder_of_fp8_blocks_is_near_the_reference(tmp_path: Path) -> None:
+FOLDERS = {"fp8": (quantizer((128, 128)), BLOCKS), "nvfp4": test_float4.CASES["nvfp4"][:2]}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folder_of_float_codes_is_near_the_reference(name: str, tmp_path: Path) -> None:
     def in_bfloat16(tensors: Tensors) -> None:
         name = "model.embed_tokens.weight"  # and the head
         tensors[name] = tensors[name].bfloat16()
 
-    write(tmp_path / "fp8", quantizer((128, 128)), BLOCKS, change=in_bfloat16)
-    check(tmp_path / "fp8", random_tokens(3, vocab_size=96))
+    write(tmp_path / name, *FOLDERS[name], change=in_bfloat16)
+    check(tmp_path / name, random_tokens(3, vocab_size=96))
 
 
 def check(path: Path, tokens: list[int]) -> None:

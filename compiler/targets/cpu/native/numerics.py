@@ -17,10 +17,13 @@ K_KINDS = ("q4_k", "q5_k", "q6_k", "iq4_xs")
 FLOAT_CODES = ("fp8",)
 """Formats with float codes: kernels multiply them as bfloat16, or as float32 if exact."""
 
-BLOCK_KINDS = ("q80", "q40", "q41", "q50", "q51", "bfp8", "bfp4", *K_KINDS, *FLOAT_CODES)
+SCALED_CODES = (*FLOAT_CODES, "nvfp4")
+"""Formats with a float32 scale per block."""
+
+BLOCK_KINDS = ("q80", "q40", "q41", "q50", "q51", "bfp8", "bfp4", *K_KINDS, *SCALED_CODES)
 """Formats with block kernels. Blocks in ``K_KINDS`` are only read from files."""
 
-SCALES_OF_16 = ("bfp8", "bfp4", "q6_k")
+SCALES_OF_16 = ("bfp8", "bfp4", "q6_k", "nvfp4")
 """Formats with a scale per 16 values. Other blocks have 32. Int8 activations have the block size of
 the weight.
 """

@@ -11,12 +11,14 @@ from torch import Tensor, fx
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.targets.cpu.native.numerics import arithmetic, storage_format
+from tilewright.compiler.targets.cpu.native.numerics import (
+    SCALES_OF_16,
+    arithmetic,
+    storage_format,
+)
 from tilewright.compiler.targets.host.batch import Batch
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.reference import ReferenceExecutable
-
-SIXTEENS = ("bfp8", "bfp4", "q6_k")
 
 
 class Promised(fx.Interpreter):
@@ -47,7 +49,7 @@ class Promised(fx.Interpreter):
         made = arithmetic(kind, asked, exact=False)
         if made == "bf16":
             return x.bfloat16().float()
-        return in_int8(x, 16 if kind in SIXTEENS else 32) if made == "int8" else x
+        return in_int8(x, 16 if kind in SCALES_OF_16 else 32) if made == "int8" else x
 
     @property
     def _rounds(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.targets.cuda.kernels.test_linear import assert_near, poisoned, tokens
-from tilewright.compiler.formats import GgmlFileFormat, get_format
+from tilewright.compiler.formats import GgmlFileFormat, ScaledCodes, ScaledEncoded, get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
@@ -37,6 +37,12 @@ class File:
             for first, count in places:
                 part = halves[:, :count].contiguous().view(torch.uint8)
                 blocks[:, first : first + 2 * count] = part
+        elif isinstance(self.format, ScaledCodes) and not self.format.is_offered:
+            codes = torch.from_numpy(rng.integers(0, 16, self.shape, np.uint8))
+            blocks = num_rows, -(-num_columns // self.format.block)
+            scales = torch.from_numpy(rng.uniform(0.01, 0.02, blocks).astype(np.float32))
+            self.data = self.format.pack_encoded(ScaledEncoded(codes, scales, -1))
+            self.data = self.data.view(num_rows, -1)
         else:
             dense = torch.from_numpy(rng.standard_normal(self.shape)).float()
             self.data = self.format.pack(dense / num_columns**0.5).view(num_rows, -1)

@@ -36,7 +36,7 @@ OPS = (
 )
 KINDS = (
     *("fp32", "bf16", "fp16", "q80", "q40", "bfp8", "bfp4", "q41", "q50", "q51", "q4_k", "q5_k"),
-    *("q6_k", "fp8", "iq4_xs", "vector"),
+    *("q6_k", "fp8", "iq4_xs", "nvfp4", "vector"),
 )
 ARITHMETICS = ("fp32", "bf16", "int8")
 FUNCTIONS = ("add", "mul", "div", "tanh", "gelu", "gelu_tanh")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewright.compiler.formats import ScaledEncoded
+from tilewright.compiler.formats import ScaledEncoded, get_format
 from tilewright.compiler.formats.ggml_blocks import SuperBlocks
 from tilewright.compiler.targets.cpu.native.numerics import (
     BF16,
@@ -17,6 +17,7 @@ from tilewright.compiler.targets.cpu.native.numerics import (
     FP32,
     HAVE_MINIMUMS,
     K_KINDS,
+    SCALED_CODES,
     SCALES_OF_16,
 )
 from tilewright.compiler.targets.cpu.native.program.mapping import LANES, whole
@@ -48,8 +49,9 @@ def panel_bytes(name: str, num_columns: int) -> int:
 def _scale_bytes(name: str, width: int) -> int:
     """Return the bytes for a panel's scales and minimums."""
     num_supers = whole(width, SUPER_BLOCK) // SUPER_BLOCK
-    if name == "fp8":
-        return 4 * LANES * (whole(width, 128) // 128)
+    if name in SCALED_CODES:
+        block = get_format(name).block
+        return 4 * LANES * (whole(width, block) // block)
     if name in ("q6_k", "iq4_xs"):
         return 32 * num_supers + (width if name == "q6_k" else width // BLOCK * LANES)
     if name in K_KINDS:
@@ -95,12 +97,18 @@ def code_panels(
     return _joined(parts, kind, num_columns)
 
 
-def float_panels(encoded: ScaledEncoded, name: str) -> Tensor:
-    """Convert rows of float codes ``[16 panels, in]`` to uint8 ``[panels, bytes]``."""
+def scaled_panels(encoded: ScaledEncoded, name: str) -> Tensor:
+    """Convert rows of scaled codes ``[16 panels, in]`` to uint8 ``[panels, bytes]``."""
     num_columns = encoded.codes.shape[1]
-    codes = padded(encoded.codes, (0, whole(num_columns, BLOCK) - num_columns))
-    scales = encoded.scales.contiguous().view(torch.uint8)
-    return _joined([_codes(codes, 8), _lanes(scales, 4)], name, num_columns)
+    width = whole(num_columns, BLOCK)
+    codes = padded(encoded.codes, (0, width - num_columns))
+    block = get_format(name).block
+    missing = whole(width, block) // block - encoded.scales.shape[1]
+    scales = padded(encoded.scales, (0, missing))
+    if name == "nvfp4":
+        scales = scales * 0.5  # The kernels' codes are twice the values.
+    parts = [_codes(codes, _CODE_BITS.get(name, 4)), _lanes(scales.view(torch.uint8), 4)]
+    return _joined(parts, name, num_columns)
 
 
 def super_panels(blocks: SuperBlocks, kind: str, num_columns: int) -> Tensor:

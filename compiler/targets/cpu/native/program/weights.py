@@ -32,10 +32,10 @@ from tilewright.compiler.ir.recipe import (
 from tilewright.compiler.targets.cpu.native.numerics import (
     BF16,
     BLOCK_KINDS,
-    FLOAT_CODES,
     FP16,
     FP32,
     K_KINDS,
+    SCALED_CODES,
     VECTOR,
 )
 from tilewright.compiler.targets.cpu.native.program.mapping import (
@@ -47,10 +47,10 @@ from tilewright.compiler.targets.cpu.native.program.mapping import (
 )
 from tilewright.compiler.targets.cpu.native.program.panels import (
     code_panels,
-    float_panels,
     num_panels,
     padded,
     panel_bytes,
+    scaled_panels,
     super_panels,
     value_panels,
 )
@@ -247,10 +247,10 @@ def _reader(wanted: NativeTensorSpec, get: Callable[[str], Tensor]) -> PanelRead
             values = dense if recipe.block_axis == "out" else values_of(dense, recipe)
             return value_panels(padded(values, (0, 0, 0, count - len(values))), kind)
         missing = (0, 0, 0, count - (last - first))
-        if kind in FLOAT_CODES:
+        if kind in SCALED_CODES:
             encoded = encoded_of(first, last)
             codes, scales = padded(encoded.codes, missing), padded(encoded.scales, missing)
-            return float_panels(ScaledEncoded(codes, scales, -1), kind)
+            return scaled_panels(ScaledEncoded(codes, scales, -1), kind)
         signed, minimums = codes_of(first, last)
         codes, scales = padded(signed.codes, missing), padded(signed.scales, missing)
         signed = SignedCodes(codes, scales, signed.block)

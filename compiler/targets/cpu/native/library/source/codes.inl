@@ -9,6 +9,7 @@ using namespace tw;
 constexpr bool is_wide(int kind) { return code_bits(kind) == 8 || has_codebook(kind); }
 
 alignas(16) constexpr uint8_t kIq4Values[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // plus 128
+alignas(16) constexpr uint8_t kFp4Values[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};  // twice e2m1, plus 128
 
 // Words with 16 rows per block.
 constexpr int block_words(int kind) { return code_bits(kind); }
@@ -16,7 +17,7 @@ constexpr int block_words(int kind) { return code_bits(kind); }
 // Scales follow a panel's codes. `index` counts along a row.
 template <int KIND> inline vf block_scales(const uint8_t* scales, int64_t wide, int64_t index) {
     if constexpr (KIND == TW_BFP8 || KIND == TW_BFP4) return of_bits(left<23>(widened(scales + index * 16)));
-    if constexpr (KIND == TW_FP8) return load((const float*)(scales + index * 64));
+    if constexpr (KIND == TW_FP8 || KIND == TW_NVFP4) return load((const float*)(scales + index * 64));
     const int64_t supers = rounded(wide, kSuper) / kSuper;
     if constexpr (KIND == TW_Q6_K || KIND == TW_IQ4_XS) {
         vi small = right_signed<24>(left<24>(widened(scales + supers * 32 + index * 16)));
@@ -57,7 +58,7 @@ template <int KIND, int GROUP> inline vi four_codes(const uint8_t* block) {
         else rest = right<2 * (GROUP % 4) - 4>(rest);
         return ior(low, iand(rest, ispread(0x30303030)));
     }
-    if constexpr (has_codebook(KIND)) return looked_up(repeated(kIq4Values), low);
+    if constexpr (has_codebook(KIND)) return looked_up(repeated(KIND == TW_NVFP4 ? kFp4Values : kIq4Values), low);
     return low;
 }
 
@@ -188,6 +189,7 @@ template <class Make> inline void by_kind(int kind, Make make) {
         case TW_Q5_K: return make.template kind<TW_Q5_K>();
         case TW_FP8: return make.template kind<TW_FP8>();
         case TW_IQ4_XS: return make.template kind<TW_IQ4_XS>();
+        case TW_NVFP4: return make.template kind<TW_NVFP4>();
         default: return make.template kind<TW_Q6_K>();
     }
 }

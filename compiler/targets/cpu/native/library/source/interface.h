@@ -27,7 +27,7 @@ enum TwFlag : int32_t {
 // Weight storage: see panels.h. FP32 is also used for norms, biases and constants.
 enum TwKind : int32_t {
     TW_FP32, TW_BF16, TW_FP16, TW_Q80, TW_Q40, TW_BFP8, TW_BFP4, TW_Q41, TW_Q50, TW_Q51, TW_Q4_K, TW_Q5_K,
-    TW_Q6_K, TW_FP8, TW_IQ4_XS, TW_VECTOR, TW_NUM_KINDS
+    TW_Q6_K, TW_FP8, TW_IQ4_XS, TW_NVFP4, TW_VECTOR, TW_NUM_KINDS
 };
 
 // Operand types for matmuls. Sums are always fp32.

@@ -26,6 +26,7 @@
 //   both minimums.
 // - IQ4_XS: `[T][16]` float16, then `[S][16]` int8. Codes are indices of uneven values.
 // - FP8: `[columns / 128][16]` float, rounded up. Codes are bytes in e4m3, without a zero.
+// - NVFP4: `[columns / 16][16]` float, half of the scales. Codes are indices of doubled e2m1 values.
 //
 // kPacked is an engine's compressed BF16 copy. It has equal values in 12 bits:
 // - A header of 64 bytes: the number of exceptions (uint32), and from byte `16` the 16 most frequent upper
@@ -64,7 +65,7 @@ constexpr bool has_minimums(int kind) {
 }
 
 // Codes are indices of 16 values in 8 bits.
-constexpr bool has_codebook(int kind) { return kind == TW_IQ4_XS; }
+constexpr bool has_codebook(int kind) { return kind == TW_IQ4_XS || kind == TW_NVFP4; }
 
 // Codes are floats: products have no integer form.
 constexpr bool has_float_codes(int kind) { return kind == TW_FP8; }
@@ -74,7 +75,7 @@ constexpr int zero_of(int kind) { return has_minimums(kind) || has_float_codes(k
 // Columns per scale.
 constexpr int scale_length(int kind) {
     if (kind == TW_FP8) return 128;
-    return kind == TW_BFP8 || kind == TW_BFP4 || kind == TW_Q6_K ? 16 : 32;
+    return kind == TW_BFP8 || kind == TW_BFP4 || kind == TW_Q6_K || kind == TW_NVFP4 ? 16 : 32;
 }
 
 constexpr int64_t scale_bytes(int kind, int64_t wide) {
@@ -85,6 +86,7 @@ constexpr int64_t scale_bytes(int kind, int64_t wide) {
         case TW_IQ4_XS: return supers * 32 + wide / 2;
         case TW_Q41: case TW_Q51: return wide * 2;
         case TW_FP8: return rounded(wide, 128) / 128 * 64;
+        case TW_NVFP4: return wide * 4;
         default: return wide;
     }
 }
