@@ -305,7 +305,7 @@ class Steps:
     ) -> None:
         """Run a mixer for the chunks and the decode rows concurrently. Their slots differ."""
         first, second = (
-            (step.part(part), rows.part(part)) for part in (slice(0, decoding.start), decode_rows)
+            (step.part(part), rows.part(part)) for part in (slice(0, decoding.start), decoding)
         )
         if isinstance(each, AttentionOp):
             prompts = partial(kernels.attention.prompt, each, *first, from_start=False, block=block)
