@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch.fx import GraphModule, Node
 
@@ -21,9 +21,12 @@ from tilewright.compiler.formats import (
 from tilewright.compiler.ir.info import WEIGHT, Compute, EdgeFormats, info, set_info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.rewrite import find_calls
-from tilewright.compiler.passes.runner import PassContext, numerics_changing_pass
+from tilewright.compiler.passes.runner import Pass, PassContext, numerics_changing_pass
 from tilewright.compiler.precision import ALWAYS_HIGH, BLOCK_OUTPUTS, OP_GROUP_OF, STORED
 from tilewright.errors import CompileError
+
+TargetFormat = Callable[[str, int], str]
+"""Returns a supported format. Arguments: stored format, number of axes."""
 
 
 @numerics_changing_pass
@@ -35,11 +38,30 @@ def assign_precision(graph_module: GraphModule, ctx: PassContext) -> int:
     Raises:
         CompileError: A matmul's module has no tensor group.
     """
-    count = 0
+    return _assign(graph_module, ctx, None)
+
+
+def assign_target_formats(target_format: TargetFormat) -> Pass:
+    """Return `assign_precision` for a target without kernels for every stored format.
+
+    Under ``stored``, a weight of a quantized file has the format ``target_format(name, num_axes)``.
+    A note reports each change. A file of floats keeps its formats: the target refuses them.
+    """
+
+    def run(graph_module: GraphModule, ctx: PassContext) -> int:
+        return _assign(graph_module, ctx, target_format)
+
+    return Pass(assign_precision.name, run, changes_numerics=True)
+
+
+def _assign(graph_module: GraphModule, ctx: PassContext, target_format: TargetFormat | None) -> int:
     products = ops.linear, ops.expert_linear
-    for node in find_calls(graph_module.graph, *products, ops.embedding):
-        _assign_weight(node, ctx)
-        count += 1
+    weights = find_calls(graph_module.graph, *products, ops.embedding)
+    if target_format is not None and not _is_quantised_file(weights, ctx):
+        target_format = None
+    changed: set[str] = set()
+    for node in weights:
+        changed |= _assign_weight(node, ctx, target_format)
     for node in find_calls(graph_module.graph, *products, ops.attention):
         _assign_compute(node, ctx)
     for node in graph_module.graph.nodes:
@@ -47,12 +69,20 @@ def assign_precision(graph_module: GraphModule, ctx: PassContext) -> int:
         if info(node).role == WEIGHT and recipe is not None and recipe.format is None:
             set_info(node, recipe=recipe.with_format("fp32", "in"))
     if ctx.stored_type is not None:
-        _note_requantised(graph_module, ctx)
-    return count
+        _note_requantised(graph_module, ctx, changed)
+    return len(weights)
 
 
-def _assign_weight(node: Node, ctx: PassContext) -> None:
-    facts = info(node)
+def _is_quantised_file(nodes: Sequence[Node], ctx: PassContext) -> bool:
+    """Return whether the checkpoint has a quantized type for a weight of ``nodes``."""
+    recipes = [info(argument).recipe for node in nodes for argument in node.all_input_nodes]
+    names = {name for recipe in recipes if recipe is not None for name in recipe.names}
+    return ctx.stored_type is not None and any(is_quantised(ctx.stored_type(n)) for n in names)
+
+
+def _assign_weight(node: Node, ctx: PassContext, target_format: TargetFormat | None) -> set[str]:
+    """Return tensors with a format that the target does not support."""
+    facts, changed = info(node), set()
     if facts.tensor_group is None:
         raise CompileError(
             f"module {facts.fqn!r} has no tensor group; name it in the model's tensor_groups"
@@ -67,12 +97,16 @@ def _assign_weight(node: Node, ctx: PassContext) -> None:
     if wanted != STORED and _is_stored_as(recipe, wanted, ctx):
         assigned = recipe.as_stored(wanted)
     elif wanted == STORED:
-        assigned = recipe.as_stored(_stored_format(recipe, facts.fqn, ctx))
+        stored = _stored_format(recipe, facts.fqn, ctx)
+        name = target_format(stored, len(recipe.shape)) if target_format is not None else stored
+        changed = set(recipe.names) if name != stored else set()
+        assigned = recipe.with_format(name, "in") if changed else recipe.as_stored(stored)
     else:
         # Without blocks the axis has no effect. A fixed axis gives equal weights equal recipes.
         axis = ctx.precision.block_axis if get_format(wanted).block > 1 else "in"
         assigned = recipe.with_format(wanted, axis)
     set_info(weight, recipe=assigned, tensor_group=facts.tensor_group)
+    return changed
 
 
 def _is_stored_as(recipe: WeightRecipe, wanted: str, ctx: PassContext) -> bool:
@@ -123,32 +157,41 @@ def _stored_format(recipe: WeightRecipe, fqn: str, ctx: PassContext) -> str:
     return stored_together(map(ctx.stored_type, recipe.names))
 
 
-def _note_requantised(graph_module: GraphModule, ctx: PassContext) -> None:
+def _note_requantised(
+    graph_module: GraphModule, ctx: PassContext, changed: Collection[str]
+) -> None:
     """Add notes about quantized tensors with a second rounding, and about types stored in another
-    format.
+    format. ``changed`` are tensors with an unsupported stored format.
     """
     assert ctx.stored_type is not None
     found: dict[tuple[str, str], set[str]] = defaultdict(set)
     known = {*STORED_NAMES.values()}
     same: dict[tuple[str, str], set[str]] = defaultdict(set)
+    rounded: dict[tuple[str, str], set[str]] = defaultdict(set)
     for node in graph_module.graph.nodes:
         facts = info(node)
         recipe, group = facts.recipe, facts.tensor_group
         if facts.role != WEIGHT or group is None or recipe is None:
             continue
         for name in recipe.names:
-            stored, assigned = ctx.stored_type(name), str(recipe.format)
-            if not is_quantised(stored) or STORED_NAMES.get(assigned) == stored:
+            stored, used = ctx.stored_type(name), str(recipe.format)
+            if STORED_NAMES.get(used) == stored:
                 continue
-            keeps = recipe.is_stored or get_format(assigned).block == 1
-            if assigned != "fp32" and not (keeps and assigned == stored_format(stored)):
-                found[stored, assigned].add(group)
+            if not is_quantised(stored):
+                if name in changed:
+                    rounded[stored, used].add(group)
+                continue
+            keeps = recipe.is_stored or get_format(used).block == 1
+            if used != "fp32" and not (keeps and used == stored_format(stored)):
+                found[stored, used].add(group)
             elif stored not in known:
-                same[stored, assigned].add(group)
+                same[stored, used].add(group)
     if same:
         ctx.notes.append("stored with equal values: " + _listed(same))
     if found:
         ctx.notes.append("quantised again: " + _listed(found))
+    if rounded:
+        ctx.notes.append("rounded: " + _listed(rounded))
 
 
 def _listed(changes: Mapping[tuple[str, str], set[str]]) -> str:

@@ -12,8 +12,10 @@ UNQUANTISED = "accuracy"
 SMALL = "stored-float-prefill"
 SMALL_BYTES = 500_000_000
 """Files below this size hold small models, whose logits are often near ties."""
-HOLDS_STORED = ("reference", "null", "cpu", "cpu-native")
-"""The targets that hold the exact values of every format that a file may have."""
+HOLDS_STORED = ("reference", "null", "cpu", "cpu-native", "cuda")
+"""The targets that run a quantized file as it is stored. On cuda, a note reports the formats that
+no kernel reads.
+"""
 _HAS_PHASES = ("cpu-native",)
 """The targets with their own arithmetic for prefill, at no cost for decode steps."""
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ggml_blocks import SHAPES, file_values, write_llama
+from tests.models.quantized.folders import TOKENIZER
+from tests.models.quantized.test_float8 import BLOCKS
+from tests.models.test_experts_folder import rewritten, saved
+from tests.models.test_experts_gguf import make
 from tests.tiny import prefill, random_tokens
 from tilewright.compiler.driver import compile_model, lower_model, resolve_precision, weight_source
 from tilewright.compiler.formats import STORED_NAMES, get_format, stored_format
@@ -148,3 +153,33 @@ def test_the_heading_says_stored_and_reads_back() -> None:
     assert "lm_head: stored, embedding: stored, router: stored" in heading
     assert parse_heading(heading).resolve(4).id == resolved.id
     assert resolved.format("delta_gates", layer=0) == "stored"
+
+
+def test_formats_without_a_kernel_of_cuda_become_others_with_a_line(tmp_path: Path) -> None:
+    types = dict.fromkeys(SHAPES, "Q4_0") | {"mlp.down_proj": "IQ2_XS", "self_attn.v_proj": "F16"}
+    model = load_model(write_llama(tmp_path / "mixed.gguf", types, embedding="F32"))
+    recipes, ctx = matrices(model, "cuda")
+    assert {recipe.format for recipe in recipes} == {"q40", "bf16"}
+    assert {recipe.is_stored for recipe in recipes if recipe.format == "q40"} == {True}
+    assert ctx.notes[:2] == [
+        "quantised again: IQ2_XS → bf16 (ff2)",
+        "rounded: F16 → bf16 (wqkv); F32 → bf16 (embedding, lm_head)",
+    ]
+
+
+def test_experts_in_codes_become_bfp8_on_cuda_with_a_line(tmp_path: Path) -> None:
+    def coded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name in [name for name in tensors if "_proj" in name and "self_attn" not in name]:
+            weight = tensors[name]
+            tensors[name] = (weight * 100).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.full((1, 1), 0.01)
+        return tensors
+
+    folder = rewritten(saved(make("qwen3_moe"), tmp_path), coded)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": BLOCKS}))
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    recipes, ctx = matrices(load_model(folder), "cuda")
+    assert {recipe.format for recipe in recipes if len(recipe.shape) == 3} == {"bfp8"}
+    line = "quantised again: FP8 128x128 → bfp8 (experts_ff1_3, experts_ff2)"
+    assert line in ctx.notes and any(note.startswith("rounded: F32 → bf16 (") for note in ctx.notes)

@@ -58,6 +58,16 @@ def storage_format(recipe: WeightRecipe, group: str | None) -> str:
     return recipe.format if in_blocks and group not in TABLES else "bf16"
 
 
+def target_format(name: str, num_axes: int) -> str:
+    """Return the format for a stored weight: its own if a kernel reads it.
+
+    Codes of experts become bfp8. Everything else becomes bf16.
+    """
+    if name in _EXACT_IN_BF16 or (name in CODED_TILES and num_axes == 2):
+        return name
+    return "bfp8" if name in CODED_TILES else "bf16"
+
+
 def is_coded(recipe: WeightRecipe) -> bool:
     """Return whether a weight is in tiles of codes. Experts and blocks along ``out`` are not."""
     return recipe.format in CODED_TILES and recipe.block_axis == "in" and len(recipe.shape) == 2

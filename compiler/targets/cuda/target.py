@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from tilewright.compiler.ir.info import NodeInfo, info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
+from tilewright.compiler.passes.assign_precision import assign_target_formats
 from tilewright.compiler.passes.fuse_all_reduce_add import fuse_all_reduce_add
 from tilewright.compiler.passes.fuse_delta_norm import fuse_delta_norm
 from tilewright.compiler.passes.fuse_expert_sum import fuse_expert_sum
@@ -31,7 +32,7 @@ from tilewright.compiler.passes.merge_expert_linears import merge_expert_linears
 from tilewright.compiler.passes.merge_parallel_linears import merge_parallel_linears
 from tilewright.compiler.targets.contract.build import build_contract
 from tilewright.compiler.targets.contract.record import NumericContract
-from tilewright.compiler.targets.cuda.numerics import cache_kind, holding, meanings
+from tilewright.compiler.targets.cuda.numerics import cache_kind, holding, meanings, target_format
 from tilewright.compiler.targets.interface.base import (
     BuiltProgram,
     CompileOptions,
@@ -56,6 +57,9 @@ if TYPE_CHECKING:
     from tilewright.compiler.targets.program.instructions import KernelProgram
 
 
+TARGET_PRECISION = replace(PRECISION, passes=(assign_target_formats(target_format),))
+
+
 class CudaTarget(Target):
     """The CUDA target. Its fusions match the kernels."""
 
@@ -72,7 +76,7 @@ class CudaTarget(Target):
     def stages(self) -> tuple[Stage, ...]:
         return (
             MATCH,
-            PRECISION,
+            TARGET_PRECISION,
             fuse(
                 merge_parallel_linears,
                 merge_delta_gates,
