@@ -116,7 +116,7 @@ class Products:
         if is_native:
             nvrtc.load(device, native.source(), native_wide.SOURCE)
             if any(weights.weight_of(op).format in native.CODED for op in plan.products):
-                nvrtc.load(device, native.coded_source())
+                nvrtc.load(device, native.coded_source(), native_wide.CODED_SOURCE)
             self._arranged, self._fed = (native_wide.scratch(widest, device) for _ in range(2))
             self._readers = readers_of(plan)
         norm = partial(NormSite, arithmetic, gpu, is_operand=True)
@@ -183,7 +183,7 @@ class Products:
         if not self._strict:
             codes = self.copies.codes_for(each, LEAST_LOFI, decodes=decodes)
         values = self.copies.values_of(each)
-        reader = self._readers.get(id(each))
+        reader = self._reader_of(each)
         fed = () if reader is None else self._bound(reader, decodes).unaligned.rows_with(BLOCK)
         site = MatmulSite(
             packed,
@@ -198,6 +198,14 @@ class Products:
         aligned, unaligned = bind_matmul(site), bind_matmul(replace(site, is_aligned=False))
         bias = self._weights.bias_of(each)
         return BoundMatmul(each, packed, bias, norm, codes, values, aligned, unaligned)
+
+    def _reader_of(self, op: LinearOp) -> LinearOp | None:
+        """Return the matmul that reads a result in the layout of `BLOCK`, or None."""
+        reader = self._readers.get(id(op))
+        if reader is None:
+            return None
+        formats = (self._weights.weight_of(matmul).format for matmul in (op, reader))
+        return reader if len({name in native.CODED for name in formats}) == 1 else None
 
     def takes_few(self, each: LinearOp) -> bool:
         """Return whether a GEMV kernel computes a single decode row."""
@@ -258,7 +266,7 @@ class Products:
         """Return the output buffer and its number of slices. If `wide.cu` is the only reader, the
         output uses its layout. Otherwise the slices are 0.
         """
-        reader = self._readers.get(id(each))
+        reader = self._reader_of(each)
         if reader is None:
             return out, 0
         bound = self._bound(reader, decodes)

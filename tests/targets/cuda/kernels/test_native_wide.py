@@ -16,14 +16,27 @@ from tests.targets.cuda.kernels.test_native import (
     gpu_of,
     shaped,
     tokens,
+    unpack,
     weight,
 )
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
-from tilewright.compiler.targets.cuda.weights.packing import unpack
 
-KINDS = ["bfp8", "bfp4"]
+KINDS = ["bfp8", "bfp4", *native.CODED]
 BATCHES = [17, 33, 64, 65, 128, 192, 200, 384, 512]
+
+
+def source_of(kind: str) -> nvrtc.KernelSource:
+    return native_wide.CODED_SOURCE if kind in native.CODED else native_wide.SOURCE
+
+
+def ways_of(kind: str) -> dict[str, tuple[tuple[int, int], ...]]:
+    return native_wide.CODED_WAYS if kind in native.CODED else native_wide.WAYS
+
+
+def step_us(kind: str) -> dict[native_wide.BlockTileConfig, float]:
+    return native_wide._CODED_STEP_US if kind in native.CODED else native_wide._STEP_US
 
 
 def test_what_it_takes() -> None:
@@ -54,7 +67,7 @@ def test_what_is_chosen_is_there_and_fits(kind: str, rows: int, same_bits: bool)
     held, room = shaped(kind, rows, 4096), native_wide.scratch(4096, torch.device("cpu")).numel()
     for count in range(17, native_wide.MAX_TOKENS + 1):
         way = native_wide.choose_way(held, count, same_bits=same_bits)
-        assert way.kernel(held) in native_wide.SOURCE.names
+        assert way.kernel(held) in source_of(kind).names
         assert way.resident * (way.shared_bytes(held) + 2048) <= native.MOST_SHARED + 3072
         assert way.depth(held) >= 2
         assert native_wide.num_places(way, count) * 4096 * 2 <= room
@@ -86,16 +99,20 @@ def test_many_tokens_take_the_way_that_fills_the_device(
 
 def test_every_header_is_named_once() -> None:
     check_headers(native_wide.SOURCE)
+    check_headers(native_wide.CODED_SOURCE)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-def test_it_compiles_without_spills_and_keeps_the_matrix_unit_fed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [native_wide.SOURCE, native_wide.CODED_SOURCE])
+def test_it_compiles_without_spills_and_keeps_the_matrix_unit_fed(
+    source: nvrtc.KernelSource, tmp_path: Path
+) -> None:
     """The assembler says where it makes one product wait for another."""
     target = "-gencode=arch=compute_90a,code=sm_90a"
     command = ["nvcc", "-std=c++17", "-cubin", target, "-Xptxas", "-v"]
     done = subprocess.run(
-        [*command, str(native_wide.SOURCE.path), "-o", str(tmp_path / "wide.cubin")],
+        [*command, str(source.path), "-o", str(tmp_path / "wide.cubin")],
         capture_output=True,
         text=True,
         check=False,
@@ -104,7 +121,7 @@ def test_it_compiles_without_spills_and_keeps_the_matrix_unit_fed(tmp_path: Path
     found = re.findall(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores", done.stderr, re.S
     )
-    assert dict(found) == dict.fromkeys(native_wide.SOURCE.names, "0")
+    assert dict(found) == dict.fromkeys(source.names, "0")
     assert "serialized" not in done.stderr
 
 
@@ -167,7 +184,7 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
     cut = "cut" if native.num_slices(held) > 1 else "wide"
     ways = [
         native_wide.BlockTileConfig(*way, resident)
-        for way in native_wide.WAYS[cut]
+        for way in ways_of(kind)[cut]
         for resident in (1, 2)
     ]
     if cut == "cut":
@@ -191,7 +208,7 @@ def test_every_way_of_a_whole_k(kind: str, gpu: torch.device) -> None:
     x = torch.cat([tokens(held, gpu) for _ in range(8)])[:500]
     want = x[:, : held.num_columns].double() @ unpack(held).double().T
     bias, found = torch.randn(4096, device=gpu), []
-    chosen = (each for each in native_wide._STEP_US if each.is_whole)
+    chosen = (each for each in step_us(kind) if each.is_whole)
     for way in (native_wide.BlockTileConfig(4, 2, is_whole=True), *chosen):
         out = torch.full((500, 4096), NAN, device=gpu)
         arranged = native_wide.scratch(held.num_columns, gpu).fill_(0xFF)

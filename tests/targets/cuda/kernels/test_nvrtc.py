@@ -41,6 +41,7 @@ SOURCES = [
     native_experts.PRODUCTS,
     native_experts.FEW,
     native_wide.SOURCE,
+    native_wide.CODED_SOURCE,
     native_dense.SOURCE,
     native_many.SOURCE,
     exchange.SOURCE,

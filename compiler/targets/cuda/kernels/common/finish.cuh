@@ -5,18 +5,23 @@
 
 constexpr int CHUNK = 64, CHUNK_BYTES = 128;  // columns of x that lie together, and a token's bytes
 
+// A column's piece in its chunk; see `arrange` in wide.cu.
+template <bool CODED> __device__ __forceinline__ int piece_of(int column) {
+  return CODED ? (column >> 3 & 4) + (column >> 1 & 3) : column >> 1 & 7;
+}
+
 // What becomes of a lane's sums: rows g and g + 8 of a tile, tokens `token` + 8 m and one on. What is
 // added to is read before anything is written.
-template <int MT>
+template <int MT, bool CODED = false>
 __device__ __forceinline__ void finish_tile(const Product &p, int token, int tile, int g,
                                             float (&sums)[MT][4]) {
   constexpr int FEW = MT < 4 ? MT : 4;
   if (tile >= p.num_tiles) return;
   if (p.places) {  // as `arrange` of wide.cu does
-    const int column = tile * 8 + g, piece = (column >> 1) & 7;
+    const int column = tile * 8 + g, piece = piece_of<CODED>(column);
     Product to = p;
     u8 *out = (u8 *)p.out + (size_t)(column / CHUNK) * p.places * CHUNK_BYTES +
-              (column >> 4 & 3) * 4 + (column & 1) * 2;
+              (column >> (CODED ? 3 : 4) & 3) * 4 + (column & 1) * 2;
     to.out_stride = 0;
 #pragma unroll
     for (int i = 0; i < 2 * MT; ++i) {

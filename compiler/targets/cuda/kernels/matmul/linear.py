@@ -41,7 +41,7 @@ _SLICES = 8
 CODED = ("q40", "q80", "fp8")
 """Formats of `linear_coded.cu`."""
 
-_LIKE = dict(zip(CODED, ("bfp4", "bfp8", "bfp8"), strict=True))
+LIKE = dict(zip(CODED, ("bfp4", "bfp8", "bfp8"), strict=True))
 """Formats with the tuning values of a block format with tiles of about the same size."""
 
 STEP_BYTES = {"bf16": 4096, **TILE_BYTES} | {name: tile_bytes(name) for name in CODED}
@@ -174,7 +174,7 @@ _GEMV = tuning()["matmul"]["gemv"]
 def _tuned(name: str) -> dict[str, Any]:
     """Return tuning values by format."""
     values: dict[str, Any] = _GEMV[name]
-    return values | {name: values[like] for name, like in _LIKE.items()}
+    return values | {name: values[like] for name, like in LIKE.items()}
 
 
 _WALKS: dict[str, tuple[Walk, ...]] = {

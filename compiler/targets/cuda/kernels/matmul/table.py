@@ -45,7 +45,7 @@ class MatmulSite:
         gpu: The GPU.
         has_values: Whether a bfloat16 copy exists.
         has_codes: Whether an e4m3 copy exists and the fidelity of the phase permits it.
-        has_one_order: Whether `GEMV` gives a row the same bits in all strict decode steps.
+        has_one_order: Whether `GEMV` gives equal bits in all strict decode steps.
         is_aligned: Whether the copy engine finds the rows of x and of the result.
         fed: Rows for which the next matmul reads the result in the layout of `BLOCK`.
     """
@@ -97,10 +97,19 @@ def _gemv_rows(site: MatmulSite) -> range:
 
 
 def _coded_rows(site: MatmulSite) -> range:
-    """Strict prompts have one order of summation, by `CODED`. A launch reads the whole weight."""
-    if not site.has_whole_fours or (site.arithmetic == STRICT and not site.decodes):
+    """Rows for `GEMV`. In fast steps a launch reads the whole weight, or `CODED` takes them."""
+    if not site.has_whole_fours or _has_library_order(site):
         return NONE
     return EVERY if site.arithmetic == STRICT else range(1, native.MAX_TOKENS + 1)
+
+
+def _has_library_order(site: MatmulSite) -> bool:
+    """Whether one kernel takes all rows, for its order of sums: in strict prompts."""
+    return site.arithmetic == STRICT and not site.decodes
+
+
+def _block_rows(site: MatmulSite) -> range:
+    return native_wide.rows_of(site.weight, same_bits=site.arithmetic == STRICT)
 
 
 def _dense_rows(site: MatmulSite) -> range:
@@ -143,6 +152,13 @@ MATMUL: tuple[TableRow[MatmulSite], ...] = (
     ),
     TableRow(DENSE, ("bf16",), _dense_rows, (FAST,), is_cpp=True),
     TableRow(CUBLAS, (*_FORMATS, *_CODED), lambda site: EVERY, (EXACT,)),
+    TableRow(
+        BLOCK,
+        native.CODED,
+        lambda site: NONE if _has_library_order(site) else _block_rows(site),
+        (STRICT, FAST),
+        is_cpp=True,
+    ),
     TableRow(GEMV, native.CODED, _coded_rows, (STRICT, FAST), is_cpp=True),
     TableRow(CODED, _CODED, lambda site: EVERY, (STRICT, FAST)),
     TableRow(
@@ -152,13 +168,7 @@ MATMUL: tuple[TableRow[MatmulSite], ...] = (
         (STRICT,),
     ),
     TableRow(CUBLAS, _BLOCKS, _library_rows, (FAST,)),
-    TableRow(
-        BLOCK,
-        _BLOCKS,
-        lambda site: native_wide.rows_of(site.weight, same_bits=site.arithmetic == STRICT),
-        (STRICT, FAST),
-        is_cpp=True,
-    ),
+    TableRow(BLOCK, _BLOCKS, _block_rows, (STRICT, FAST), is_cpp=True),
     TableRow(
         GEMV,
         _FORMATS,

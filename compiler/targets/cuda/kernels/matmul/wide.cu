@@ -9,12 +9,13 @@
 struct Arrange {
   const u16 *x;  // bf16 [num_tokens, x_stride], of which num_columns count
   u8 *out;       // [num_chunks, places, 128 bytes]
-  int num_tokens, num_places, num_columns, x_stride;
+  int num_tokens, num_places, num_columns, x_stride, is_coded;
 };
 
 // x as the matrix unit reads it beside decoded weights: 64 columns of all tokens together, columns
 // in the order of a lane's fragments (16 t + 4 s + 2 r + e at 16 s + 8 r + 2 t + e), pieces of 16
-// bytes exchanged by row. A thread a piece; places behind the tokens are zeros.
+// bytes exchanged by row. A thread a piece; places behind the tokens are zeros. Code tiles have
+// 32 (s / 2) + 8 t + 4 (s % 2) + 2 r + e instead.
 extern "C" __global__ void __launch_bounds__(256) arrange(const Arrange p) {
   release_dependents();
   const int place = blockIdx.x * 32 + (threadIdx.x >> 3), at = threadIdx.x & 7;
@@ -25,10 +26,11 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const Arrange p) {
   u32 v[4] = {};
   if (place < p.num_tokens) {
     const u16 *from = p.x + (size_t)place * p.x_stride;
-    const int column = chunk * CHUNK + (piece >> 1) * 4 + (piece & 1) * 2;
+    const int each = p.is_coded ? 8 : 16;
+    const int column = chunk * CHUNK + (p.is_coded ? (piece & 4) * 8 + (piece & 3) * 2 : piece * 2);
 #pragma unroll
     for (int t = 0; t < 4; ++t)
-      if (column + 16 * t < p.num_columns) v[t] = *(const u32 *)(from + column + 16 * t);
+      if (column + each * t < p.num_columns) v[t] = *(const u32 *)(from + column + each * t);
   }
   u8 *to = p.out + ((size_t)chunk * p.num_places + place) * CHUNK_BYTES + at * 16;
   *(uint4 *)to = make_uint4(v[0], v[1], v[2], v[3]);
@@ -37,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const Arrange p) {
 struct ArrangeNorm {
   const float *x, *norm;  // fp32 [num_tokens, x_stride], of which num_columns count; [num_columns]
   u8 *out;                // as above
-  int num_places, num_columns, x_stride, padded;
+  int num_places, num_columns, x_stride, padded, is_coded;
   float eps;
 };
 
@@ -47,25 +49,14 @@ extern "C" __global__ void __launch_bounds__(256) arrange_norm(const ArrangeNorm
   const int place = blockIdx.x;
   u8 *to = p.out + (size_t)place * CHUNK_BYTES;
   auto put = [&](int at, uint2 four) {
-    const int t = at >> 4 & 3, piece = at >> 1 & 6;  // of the step of 16 columns: its first half
+    const int t = at >> (p.is_coded ? 3 : 4) & 3;
+    const int piece = p.is_coded ? piece_of<true>(at) : piece_of<false>(at);
     u8 *chunk = to + (size_t)(at / CHUNK) * p.num_places * CHUNK_BYTES + 4 * t;
     *(u32 *)(chunk + (piece ^ (place & 7)) * 16) = four.x;
     *(u32 *)(chunk + ((piece | 1) ^ (place & 7)) * 16) = four.y;
   };
   normalise_by(p.x + (size_t)place * p.x_stride, p.norm, p.num_columns, p.padded, p.eps, put);
 }
-
-// Of a whole K by groups of rows; of slices by groups that take some of them each.
-#define WIDE(name, F, MT, G, BLOCKS)                                                              \
-  extern "C" __global__ void __launch_bounds__(G * 128, BLOCKS)                                   \
-  wide_##name##_##MT##_##G(const Wide p) { wide<F, MT, G, 0>(p); }
-#define CUT(name, F, MT, PARTS, BLOCKS)                                                           \
-  extern "C" __global__ void __launch_bounds__(PARTS * 128, BLOCKS)                               \
-  cut_##name##_##MT##_##PARTS(const Wide p) { wide<F, MT, 1, PARTS>(p); }
-// Of slices by a cluster of C blocks.
-#define JOINED(name, F, MT, C)                                                                    \
-  extern "C" __global__ void __launch_bounds__(512, 1)                                            \
-  joined_##name##_##MT##_##C(const Wide p) { wide<F, MT, 1, 4, C>(p); }
 
 WIDE(bfp8, BFP8, 4, 2, 2)
 WIDE(bfp8, BFP8, 8, 2, 2)

@@ -17,33 +17,36 @@ __device__ __forceinline__ u32 count_here(u32 at) {
   asm volatile("atom.relaxed.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(old) : "r"(at) : "memory");
   return old;
 }
-// `adds` is a predicate: the product is added to c.
+// `ADDS`: the product is added to c; else it replaces c.
 // c += 64 rows x 16 columns of a group's four row tiles times the columns of MT * 8 tokens.
+template <int ADDS>
 __device__ __forceinline__ void multiply_group(float (&c)[4][4], u32 a0, u32 a1, u32 a2, u32 a3,
                                                u64 x) {
   asm volatile(
-      "{.reg .pred adds;\nsetp.eq.u32 adds, 1, 1;\n"
+      "{.reg .pred adds;\nsetp.eq.u32 adds, 1, %21;\n"
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
       "{%16, %17, %18, %19}, %20, adds, 1, 1, 0;}"
       : ACC16(0)
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x), "n"(ADDS));
 }
+template <int ADDS>
 __device__ __forceinline__ void multiply_group(float (&c)[8][4], u32 a0, u32 a1, u32 a2, u32 a3,
                                                u64 x) {
   asm volatile(
-      "{.reg .pred adds;\nsetp.eq.u32 adds, 1, 1;\n"
+      "{.reg .pred adds;\nsetp.eq.u32 adds, 1, %37;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
       "{%32, %33, %34, %35}, %36, adds, 1, 1, 0;}"
       : ACC16(0), ACC16(4)
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x), "n"(ADDS));
 }
+template <int ADDS>
 __device__ __forceinline__ void multiply_group(float (&c)[16][4], u32 a0, u32 a1, u32 a2, u32 a3,
                                                u64 x) {
   asm volatile(
-      "{.reg .pred adds;\nsetp.eq.u32 adds, 1, 1;\n"
+      "{.reg .pred adds;\nsetp.eq.u32 adds, 1, %69;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
@@ -51,12 +54,13 @@ __device__ __forceinline__ void multiply_group(float (&c)[16][4], u32 a0, u32 a1
       "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
       "{%64, %65, %66, %67}, %68, adds, 1, 1, 0;}"
       : ACC16(0), ACC16(4), ACC16(8), ACC16(12)
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x), "n"(ADDS));
 }
+template <int ADDS>
 __device__ __forceinline__ void multiply_group(float (&c)[24][4], u32 a0, u32 a1, u32 a2, u32 a3,
                                                u64 x) {
   asm volatile(
-      "{.reg .pred adds;\nsetp.eq.u32 adds, 1, 1;\n"
+      "{.reg .pred adds;\nsetp.eq.u32 adds, 1, %101;\n"
       "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 "
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
@@ -66,7 +70,7 @@ __device__ __forceinline__ void multiply_group(float (&c)[24][4], u32 a0, u32 a1
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "
       "{%96, %97, %98, %99}, %100, adds, 1, 1, 0;}"
       : ACC16(0), ACC16(4), ACC16(8), ACC16(12), ACC16(16), ACC16(20)
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x), "n"(ADDS));
 }
 
 // A word of codes, as decode_bfp8 and decode_bfp4 of tiles.cuh have it.
@@ -156,27 +160,46 @@ template <int F, int MT, int G> struct Ring {
   }
 };
 
-// A lane's words and exponents of a step. bfp8: of half `j` of the tile; bfp4: of all of it.
+// A lane's words of a step, with exponents or scales. Eight bits: of half `j` of the tile; four
+// bits: of all of it.
 template <int F> struct Codes {
-  u32 w[4], v[4], exponents;
+  u32 w[4], v[4], exponents[is_coded<F> ? 4 : 1];
 
+  // `second`: the address for `second_offset`.
+  __device__ __forceinline__ void begin(u32 tile16, u32 second) {
+    if constexpr (F == Q40 || F == Q80) read_columns(exponents, second);
+    else if constexpr (F != FP8) exponents[0] = read4(second);
+    read(tile16, 0);
+  }
   __device__ __forceinline__ void read(u32 tile16, int j) {
     read16(w, tile16 + j * 1024);
     read16(v, tile16 + j * 1024 + 512);
   }
   // Quarter `i`: fragments of rows g and g + 8, two steps of 16 columns each.
   __device__ __forceinline__ void decode(u32 (&a)[2][4], int i) const {
-    const u32 e0 = scale_of(exponents, i & 2), e1 = scale_of(exponents, (i & 2) + 1);
-    decode_quarter<F>(a[0], a[1], w, v, e0, e1, i);
+    if constexpr (is_coded<F>) {
+      decode_block<F>(a[0], a[1], w, v, F == Q40 ? i : i & 1);
+    } else {
+      const u32 e0 = scale_of(exponents[0], i & 2), e1 = scale_of(exponents[0], (i & 2) + 1);
+      decode_quarter<F>(a[0], a[1], w, v, e0, e1, i);
+    }
+  }
+  // Scales for quarter `i`, rows g and g + 8.
+  __device__ __forceinline__ float2 scale(int i, u32 second) const {
+    if constexpr (F == FP8)
+      return make_float2(__uint_as_float(read4(second)), __uint_as_float(read4(second + 32)));
+    else return halves(exponents[i]);
   }
 };
-template <int MT>
+template <int MT, int ADDS = 1>
 __device__ __forceinline__ void multiply_quarter(float (&acc)[MT][4], const u32 (&a)[2][4], u64 x) {
   group_fence();
-  multiply_group(acc, a[0][0], a[1][0], a[0][1], a[1][1], x);
-  multiply_group(acc, a[0][2], a[1][2], a[0][3], a[1][3], x + 2);
+  multiply_group<ADDS>(acc, a[0][0], a[1][0], a[0][1], a[1][1], x);
+  multiply_group<1>(acc, a[0][2], a[1][2], a[0][3], a[1][3], x + 2);
   group_commit();
 }
+
+template <bool VALUE> struct Starts { static constexpr bool value = VALUE; };
 
 // MT * 8 tokens by G groups of four warps with 64 rows each. CUT: the eight slices of K are shared
 // out between C blocks, a cluster along z, and CUT groups of each, of the same 64 rows; slices are
@@ -224,14 +247,47 @@ __device__ __forceinline__ void wide(const Wide &wide) {
   ring.begin(warp == 0);
   float acc[MT][4] = {}, total[MT][4] = {};
   u32 a[2][4], b[2][4];  // of one quarter, while the other's are multiplied
+  float block[is_coded<F> ? MT : 1][4] = {};  // sums of a block of columns
   Codes<F> codes;
   u32 slot = 0, before = 0, parity = 0, step = 0;
   auto begin = [&]() {
     wait_turn(ring.full + 8 * slot, parity);
     __syncwarp();
     const u32 from = ring.codes + slot * R::W_BYTES;
-    codes.exponents = read4(from + pieces<F> * 512 + lane * 4);
-    codes.read(from + lane * 16, 0);
+    codes.begin(from + lane * 16, from + second_offset<F>(lane));
+  };
+  auto next = [&]() {
+    ring.leave_weights(step, slot);
+    before = slot;
+    if (++slot == depth) slot = 0, parity ^= 1;
+    if (++step < ring.num_steps) begin();
+  };
+  // Multiply quarter `i` of a step, from fragments `now`, while the next quarter is decoded.
+  auto coded_quarter = [&](auto starts, const u32(&now)[2][4], u32(&later)[2][4], u64 x, int i) {
+    constexpr bool WHOLE = F == FP8;  // a scale for all quarters
+    if constexpr (is_coded<F>) {
+      multiply_quarter<MT, decltype(starts)::value ? 0 : 1>(block, now, x);
+      const u32 from = ring.codes + slot * R::W_BYTES;
+      float2 scale;
+      if (!WHOLE || i == 3) scale = codes.scale(i, from + second_offset<F>(lane));
+      if (i == 3) next();
+      else if (F != Q40 && i == 1) codes.read(from + lane * 16, 1);
+      if (WHOLE && i) {
+        group_wait<1>();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)  // keeps later decoding out of the registers before
+          asm volatile("" : "+r"(codes.w[k]), "+r"(codes.v[k])::"memory");
+      }
+      codes.decode(later, (i + 1) & 3);
+      if (WHOLE && i < 3) return;
+      group_wait<0>();
+#pragma unroll
+      for (int m = 0; m < MT; ++m) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) asm volatile("" : "+f"(block[m][k])::"memory");
+        add_scaled(acc[m], block[m], scale);
+      }
+    }
   };
   if (CUT <= 1 || ring.num_steps) begin();
   codes.decode(a, 0);
@@ -241,6 +297,16 @@ __device__ __forceinline__ void wide(const Wide &wide) {
 #pragma unroll 1
     while (step < last) {
       const u64 x = operand_at(ring.x_ring + slot * R::X_BYTES), second = x + (R::X_HALF >> 4);
+      if constexpr (is_coded<F>) {
+        constexpr Starts<true> FIRST;
+        constexpr Starts<F != FP8> LATER;
+        coded_quarter(FIRST, a, b, x, 0);
+        coded_quarter(LATER, b, a, x + 4, 1);
+        coded_quarter(LATER, a, b, second, 2);
+        coded_quarter(LATER, b, a, second + 4, 3);
+        ring.leave_x(step - 1, before);
+        continue;
+      }
       multiply_quarter<MT>(acc, a, x);
       group_wait<1>();  // the step before is over, and its fragments' registers are free
       codes.decode(b, 1);
@@ -253,10 +319,7 @@ __device__ __forceinline__ void wide(const Wide &wide) {
       group_wait<1>();
       codes.decode(b, 3);
       multiply_quarter<MT>(acc, b, second + 4);
-      ring.leave_weights(step, slot);
-      before = slot;
-      if (++slot == depth) slot = 0, parity ^= 1;
-      if (++step < ring.num_steps) begin();
+      next();
       group_wait<1>();
       codes.decode(a, 0);
     }
@@ -277,7 +340,7 @@ __device__ __forceinline__ void wide(const Wide &wide) {
   }
   wait_for_inputs();  // what is added to may be what the kernel before writes
   if (CUT <= 1) {
-    finish_tile<MT>(p, blockIdx.x * TOKENS + 2 * t, tile, g, CUT ? total : acc);
+    finish_tile<MT, is_coded<F>>(p, blockIdx.x * TOKENS + 2 * t, tile, g, CUT ? total : acc);
     return;
   }
   // A slice's sums after the other, value by value, a place for each thread of a group.
@@ -308,7 +371,19 @@ __device__ __forceinline__ void wide(const Wide &wide) {
           all[m][i] = s ? all[m][i] + value : value;
         }
       }
-    finish_tile<EACH>(p, blockIdx.x * TOKENS + first * 8 + 2 * t, tile, g, all);
+    finish_tile<EACH, is_coded<F>>(p, blockIdx.x * TOKENS + first * 8 + 2 * t, tile, g, all);
   }
   if (C > 1) cluster_barrier();  // nobody's memory goes while another reads it
 }
+
+// Of a whole K by groups of rows; of slices by groups that take some of them each.
+#define WIDE(name, F, MT, G, BLOCKS)                                                              \
+  extern "C" __global__ void __launch_bounds__(G * 128, BLOCKS)                                   \
+  wide_##name##_##MT##_##G(const Wide p) { wide<F, MT, G, 0>(p); }
+#define CUT(name, F, MT, PARTS, BLOCKS)                                                           \
+  extern "C" __global__ void __launch_bounds__(PARTS * 128, BLOCKS)                               \
+  cut_##name##_##MT##_##PARTS(const Wide p) { wide<F, MT, 1, PARTS>(p); }
+// Of slices by a cluster of C blocks.
+#define JOINED(name, F, MT, C)                                                                    \
+  extern "C" __global__ void __launch_bounds__(512, 1)                                            \
+  joined_##name##_##MT##_##C(const Wide p) { wide<F, MT, 1, 4, C>(p); }

@@ -16,7 +16,10 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
+    CODED,
+    LIKE,
     MOST_SHARED,
+    STEP_BYTES,
     Product,
     num_slices,
     product_arguments,
@@ -91,7 +94,7 @@ class BlockTileConfig:
 
     def _step_bytes(self, held: PackedWeight) -> int:
         rings = self.groups * 4 // self.row_tiles(held)
-        return rings * (self.eights * 2048 + self.row_tiles(held) * TILE_BYTES[held.kind])
+        return rings * (self.eights * 2048 + self.row_tiles(held) * STEP_BYTES[held.kind])
 
 
 WAYS = {
@@ -99,6 +102,12 @@ WAYS = {
     "cut": ((4, 4), (8, 4), (8, 1)),
 }
 """Eights of tokens and groups that there are kernels for: of a whole K and of slices."""
+
+_TOO_LARGE = (24, 2), (8, 4)
+CODED_WAYS = {
+    cut: tuple(way for way in ways if way not in _TOO_LARGE) for cut, ways in WAYS.items()
+}
+"""The same for code tiles, which take more registers."""
 
 JOINED = BlockTileConfig(8, 4, joined=2)
 """The way of a product whose slices of K, of either kind, two blocks share out."""
@@ -118,17 +127,21 @@ _STEP_US = {
 own: measured with bfp8 on an H100 by `python -m bench kernels`, of 4,096 to 28,672 rows.
 """
 
+_CODED_STEP_US = {
+    BlockTileConfig(*sizes, is_whole=True): us for *sizes, us in _TUNING["coded_step_us"]
+}
+
 
 def choose_way(held: PackedWeight, num_tokens: int, *, same_bits: bool = True) -> BlockTileConfig:
     """How a product with a weight goes, as was measured or is expected to be fastest;
     ``same_bits``: a token's result has the bits that it has among few tokens, whose kernels cut K.
     """
-    is_cut = num_slices(held) > 1
+    is_cut, is_coded = num_slices(held) > 1, held.format in CODED
     if num_tokens > _FEW_TOKENS and not (is_cut and same_bits):
         if not is_cut and held.kind == "bfp4":
             return BlockTileConfig(16, 2, 2, is_whole=True)
-        tiles = held.num_row_tiles, held.num_column_tiles
-        return _fastest(*tiles, num_tokens, is_cut, num_processors(held.data.device))
+        tiles, count = (held.num_row_tiles, held.num_column_tiles), num_tokens
+        return _fastest(*tiles, count, is_cut, is_coded, num_processors(held.data.device))
     many = held.num_row_tiles > _MANY_TILES
     if held.kind == "bfp8" and held.num_row_tiles in _TALL_TILES and num_tokens <= 32:
         return TALL
@@ -137,13 +150,20 @@ def choose_way(held: PackedWeight, num_tokens: int, *, same_bits: bool = True) -
     if num_tokens <= 32:
         return BlockTileConfig(4, 4)
     if num_tokens <= _FEW_TOKENS:
-        return BlockTileConfig(8, 4) if many else JOINED
-    return BlockTileConfig(8, 1, 3) if many and num_tokens > 128 else BlockTileConfig(8, 4)
+        return BlockTileConfig(8, 4) if many and not is_coded else JOINED
+    if many and num_tokens > 128:
+        return BlockTileConfig(8, 1, 3)
+    return JOINED if is_coded else BlockTileConfig(8, 4)
 
 
 @functools.lru_cache(maxsize=4096)
 def _fastest(
-    row_tiles: int, column_tiles: int, num_tokens: int, is_cut: bool, num_processors: int
+    row_tiles: int,
+    column_tiles: int,
+    num_tokens: int,
+    is_cut: bool,
+    is_coded: bool,
+    num_processors: int,
 ) -> BlockTileConfig:
     """By what is expected: blocks come in rounds, and a round takes as long for one as for all."""
 
@@ -151,9 +171,10 @@ def _fastest(
         tiles, own = (4 * way.groups, 1) if way.is_whole else (4, way.groups)
         blocks = -(-row_tiles // tiles) * -(-num_tokens // (8 * way.eights))
         rounds = -(-blocks // (way.resident * num_processors))
-        return rounds * column_tiles / own * _STEP_US[way]
+        return rounds * column_tiles / own * step_us[way]
 
-    return min((way for way in _STEP_US if is_cut or way.is_whole), key=expected)
+    step_us = _CODED_STEP_US if is_coded else _STEP_US
+    return min((way for way in step_us if is_cut or way.is_whole), key=expected)
 
 
 class _Arrange(ctypes.Structure):
@@ -162,6 +183,7 @@ class _Arrange(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out")),
         *((name, ctypes.c_int) for name in ("num_tokens", "num_places", "num_columns", "x_stride")),
+        ("is_coded", ctypes.c_int),
     )
 
 
@@ -171,6 +193,7 @@ class _ArrangeNorm(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "norm", "out")),
         *((name, ctypes.c_int) for name in ("num_places", "num_columns", "x_stride", "padded")),
+        ("is_coded", ctypes.c_int),
         ("eps", ctypes.c_float),
     )
 
@@ -215,14 +238,30 @@ SOURCE = nvrtc.KernelSource(
 )
 
 
+CODED_SOURCE = nvrtc.KernelSource(
+    Path(__file__).with_name("block_coded.cu"),
+    tuple(
+        name
+        for fmt in CODED
+        for name in (
+            *(f"{cut}_{fmt}_{m}_{n}" for cut, ways in CODED_WAYS.items() for m, n in ways),
+            f"joined_{fmt}_{JOINED.eights}_{JOINED.joined}",
+        )
+    ),
+    headers=tuple(name for name in SOURCE.headers if name != "norm.cuh"),
+    structures=SOURCE.structures[2:],
+)
+
+
 def rows_of(held: PackedWeight, *, same_bits: bool = True) -> range:
     """The numbers of tokens of products with a weight that are among these: where they were
     measured faster on an H200, or without ``same_bits`` (:func:`choose_way`) on an H100.
     """
-    if held.kind not in TILE_BYTES or held.num_experts > 1 or held.num_columns % 4:
+    like = LIKE.get(held.format, held.format)
+    if like not in TILE_BYTES or held.num_experts > 1 or held.num_columns % 4:
         return range(0)
     if num_slices(held) == 1:
-        return range((16 if held.kind == "bfp8" else 32) + 1, MAX_TOKENS + 1)
+        return range((16 if like == "bfp8" else 32) + 1, MAX_TOKENS + 1)
     is_large = held.num_row_tiles >= _LEAST_WHOLE and not same_bits
     most = MAX_TOKENS if is_large else _MOST_CUT
     return range((16 if held.num_row_tiles > _MANY_TILES else 32) + 1, most + 1)
@@ -287,6 +326,7 @@ def _arrange(out: Tensor, x: Tensor, held: PackedWeight, num_places: int) -> Non
         num_places=num_places,
         num_columns=held.num_columns,
         x_stride=x.stride(0),
+        is_coded=held.format in CODED,
     )
     at = nvrtc.Launch((num_places // 32, held.num_column_tiles * 128 // _CHUNK, 1), 256)
     nvrtc.launch(SOURCE, "arrange", at=at, arguments=arguments)
@@ -304,6 +344,7 @@ def _arrange_norm(
         num_columns=held.num_columns,
         x_stride=x.stride(0),
         padded=held.num_column_tiles * 128,
+        is_coded=held.format in CODED,
         eps=norm[1],
     )
     nvrtc.launch(SOURCE, "arrange_norm", at=nvrtc.Launch((len(x), 1, 1), 256), arguments=arguments)
@@ -318,4 +359,5 @@ def _launch(product: Product, held: PackedWeight, way: BlockTileConfig) -> None:
     blocks = product.x_stride // (8 * way.eights), row_blocks, way.joined
     at = nvrtc.Launch(blocks, 128 * way.groups, shared, cluster=(1, 1, way.joined))
     arguments = Wide(product=product, depth=depth, tiles=tiles)
-    nvrtc.launch(SOURCE, way.kernel(held), at=at, arguments=arguments)
+    source = CODED_SOURCE if held.format in CODED else SOURCE
+    nvrtc.launch(source, way.kernel(held), at=at, arguments=arguments)
