@@ -282,6 +282,8 @@ EXACT_FORMATS: Mapping[str, str] = MappingProxyType(
             for scales in ("", ", powers of two")
         },
         "FP8 1x32, powers of two": "bf16",
+        **dict.fromkeys(("MLX int2", "MLX int3", "MLX int4"), "q41"),
+        "MLX int5": "q51",
     }
 )
 """Formats with all values of a checkpoint's tensor type, by type."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.fuzz.limits import guarded
 from tests.fuzz.mutations import Mutation, damaged_trees, mutations
-from tests.models.quantized import test_float4, test_float8, test_integers
+from tests.models.quantized import test_float4, test_float8, test_integers, test_packages
 from tests.models.quantized.folders import write
 from tilewright.compiler.formats import STORED_NAMES, get_format, stored_format
 from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
@@ -23,6 +23,7 @@ CASES = {
     **{f"FP8 {n}": case for n, case in test_float8.CASES.items()},
     **test_integers.CASES,
     **test_float4.CASES,
+    **test_packages.CASES,
 }
 FILE = "model.safetensors"
 DTYPES = (torch.float32, torch.float16, torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn)
@@ -96,7 +97,8 @@ def test_settings_that_lie(
 ) -> None:
     folder = copy(folders[case], scratch)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = data.draw(damaged_trees(config["quantization_config"]))
+    key = "quantization" if "quantization" in config else "quantization_config"
+    config[key] = data.draw(damaged_trees(config[key]))
     (folder / "config.json").write_text(json.dumps(config))
     check(folder)
 

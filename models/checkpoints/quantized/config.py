@@ -8,13 +8,19 @@ from tilewright.errors import CheckpointError
 
 METHODS: Mapping[str, str] = {
     "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed-tensors",
     "fp8": "FP8",
     "gptq": "GPTQ",
+    "mlx": "MLX",
     "modelopt": "modelopt",
     "mxfp4": "MXFP4",
 }
 """Readable methods, and the name of their type in messages."""
+
+
+MLX_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose tensors in MLX have the names and values of Hugging Face."""
 
 
 def quantization_of(values: Mapping[str, object], where: str) -> Mapping[str, object] | None:
@@ -23,6 +29,8 @@ def quantization_of(values: Mapping[str, object], where: str) -> Mapping[str, ob
     Raises:
         CheckpointError: Two configurations that differ, no object, or an unknown method.
     """
+    if (mlx := _mlx_of(values, where)) is not None:
+        return mlx
     inner = values.get("text_config")
     key = "quantization_config"
     places = {key: values, f"text_config.{key}": inner if isinstance(inner, Mapping) else {}}
@@ -42,3 +50,22 @@ def quantization_of(values: Mapping[str, object], where: str) -> Mapping[str, ob
             "allowed: equal objects, or one"
         )
     return config
+
+
+def _mlx_of(values: Mapping[str, object], where: str) -> Mapping[str, object] | None:
+    """Return the key ``quantization`` of MLX with a method, if any.
+
+    Raises:
+        CheckpointError: MLX stores the model's tensors in another form.
+    """
+    config = values.get("quantization")
+    other = values.get("quantization_config")
+    has_method = isinstance(other, Mapping) and "quant_method" in other
+    if not isinstance(config, Mapping) or has_method:
+        return None
+    if values.get("model_type") not in MLX_MODELS:
+        raise CheckpointError(
+            f"{where}: quantization of MLX for model_type {str(values.get('model_type'))[:40]!r} "
+            f"is not read; allowed: {', '.join(MLX_MODELS)}"
+        )
+    return {**config, "quant_method": "mlx"}

@@ -8,17 +8,21 @@ from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.alternating import read_mxfp4
 from tilewright.models.checkpoints.quantized.awq import read_awq
 from tilewright.models.checkpoints.quantized.base import RawModel
+from tilewright.models.checkpoints.quantized.bitsandbytes import read_bitsandbytes
 from tilewright.models.checkpoints.quantized.compressed import read_compressed
 from tilewright.models.checkpoints.quantized.config import quantization_of
 from tilewright.models.checkpoints.quantized.float4 import read_modelopt
 from tilewright.models.checkpoints.quantized.float8 import read_fp8
 from tilewright.models.checkpoints.quantized.gptq import read_gptq
+from tilewright.models.checkpoints.quantized.mlx import read_mlx
 
 _READERS: Mapping[str, Callable[[Mapping[str, object], str, RawModel], None]] = {
     "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "mlx": read_mlx,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
 }

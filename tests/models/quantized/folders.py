@@ -66,7 +66,8 @@ def write(
         {name: each.clone().contiguous() for name, each in tensors.items()},
         folder / "model.safetensors",
     )
-    said = {**model.config.to_dict(), "quantization_config": dict(config) or None}
+    key = "quantization_config" if "quant_method" in config else "quantization"  # of MLX
+    said = {**model.config.to_dict(), key: dict(config) or None}
     (folder / "config.json").write_text(json.dumps(said))
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     return values

@@ -1,0 +1,155 @@
+"""Weights made by bitsandbytes and MLX: the packages' own values bit for bit, and refused folders.
+
+packages.safetensors is written by make_packages.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.models.quantized.folders import Quantize, Tensors, check_logits, write, write_dense
+from tests.models.quantized.make_packages import FILE
+from tilewright.compiler.formats import get_format, stored_format
+from tilewright.errors import CheckpointError
+from tilewright.models import load_model, quantised_types
+from tilewright.models.checkpoints.quantized.base import RawModel, RawTensor
+from tilewright.models.checkpoints.quantized.bitsandbytes import read_bitsandbytes
+from tilewright.models.checkpoints.quantized.mlx import read_mlx
+
+UP = "model.layers.1.mlp.up_proj"
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+DTYPES = {
+    **{torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"},
+    **{torch.int8: "I8", torch.uint32: "U32"},
+}
+
+
+def schemes() -> dict[str, Tensors]:
+    found: dict[str, Tensors] = {}
+    for name, tensor in load_file(FILE).items():
+        scheme, _, part = name.partition("|")
+        found.setdefault(scheme, {})[part] = tensor
+    return found
+
+
+SCHEMES = schemes()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_values_are_the_package_s_bit_for_bit(scheme: str) -> None:
+    tensors = {f"m.{name}": tensor for name, tensor in SCHEMES[scheme].items() if name != "value"}
+    raw = {n: RawTensor(tuple(t.shape), DTYPES[t.dtype], t.nbytes) for n, t in tensors.items()}
+
+    def read(name: str, where: tuple[slice, ...]) -> torch.Tensor:
+        return tensors[name][where].clone()
+
+    model = RawModel(Path("m"), raw, read)
+    if scheme.startswith("MLX"):
+        bits = int(scheme.removeprefix("MLX int"))
+        read_mlx({"bits": bits, "group_size": 64}, "config.json", model)
+    else:
+        read_bitsandbytes(BNB, "config.json", model)
+    assert not model.tensors
+    weight, expected = model.found["m.weight"], SCHEMES[scheme]["value"]
+    rows, first = weight.shape[0], weight.shape[0] - len(expected)
+    got = weight.values(read, first, rows)
+    assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
+    assert torch.equal(weight.values(read, rows - 1, rows), expected[-1:])
+    label = weight.stored_type(read)
+    assert label == scheme.removesuffix(" nested")
+    name = stored_format(label)
+    assert (name is not None) == (scheme in ("MLX int2", "MLX int3", "MLX int4", "MLX int5"))
+    if name is not None:
+        data = torch.from_numpy(weight.stored(read, first, rows)[1])
+        assert torch.equal(get_format(name).unpack(data.flatten(), expected.shape), expected)
+
+
+def four_bits(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    own = SCHEMES["bitsandbytes nf4"]
+    codes = rng.integers(0, 16, weight.size, np.uint8)
+    state = f'{{"quant_type": "nf4", "blocksize": 64, "shape": [{weight.shape[0]}, '
+    state += f'{weight.shape[1]}], "dtype": "float32"}}'
+    scales = rng.uniform(0.1, 0.2, weight.size // 64).astype(np.float32)
+    tensors = {
+        "weight": torch.from_numpy(codes[0::2] << 4 | codes[1::2]).view(-1, 1),
+        "weight.quant_map": own["weight.quant_map"],
+        "weight.absmax": torch.from_numpy(scales),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor([*state.encode()], dtype=torch.uint8),
+    }
+    values = own["weight.quant_map"].numpy()[codes] * scales.repeat(64)
+    return tensors, values.reshape(weight.shape)
+
+
+def affine(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    rows, columns = weight.shape
+    codes = rng.integers(0, 16, weight.shape, np.uint8)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(np.uint32)
+    groups = rows, columns // 64
+    scales, biases = (
+        torch.from_numpy(a * rng.uniform(1, 2, groups)).bfloat16() for a in (0.01, -0.07)
+    )
+    spread = [part.float().numpy().repeat(64, 1) for part in (scales, biases)]
+    tensors = {"weight": torch.from_numpy(packed), "scales": scales, "biases": biases}
+    return tensors, codes.astype(np.float32) * spread[0] + spread[1]
+
+
+MLX = {"group_size": 64, "bits": 4}
+CASES: dict[str, tuple[Quantize, dict[str, Any], str]] = {
+    "bitsandbytes": (four_bits, BNB, "bitsandbytes nf4"),
+    "MLX": (affine, MLX, "MLX int4"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_folders_have_the_logits_of_dense_values(case: str, tmp_path: Path) -> None:
+    quantize, config, label = CASES[case]
+    values = write(tmp_path / "m", quantize, config)
+    checkpoint = load_model(tmp_path / "m").checkpoint
+    assert checkpoint.stored_type(f"{UP}.weight") == label
+    assert quantised_types(tmp_path / "m") == (case,)
+    write_dense(tmp_path / "dense", values)
+    check_logits(tmp_path / "m", tmp_path / "dense")
+
+
+def change(name: str, tensor: torch.Tensor | None) -> Callable[[Tensors], None]:
+    def run(tensors: Tensors) -> None:
+        tensors.pop(f"{UP}.{name}", None)
+        if tensor is not None:
+            tensors[f"{UP}.{name}"] = tensor
+
+    return run
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+REFUSED = [
+    ("bitsandbytes", change("weight.absmax", None), {}, r"absmax is missing; allowed: F32 \[384\]"),
+    ("bitsandbytes", change(STATE, torch.zeros(9, dtype=torch.uint8)), {}, "no quantization state"),
+    ("bitsandbytes", change(STATE, torch.zeros(5000, dtype=torch.uint8)), {}, "up to 4096 bytes"),
+    ("bitsandbytes", change("weight.nested_absmax", torch.ones(2)), {}, "absmax is F32"),
+    ("MLX", change("biases", None), {}, r"up_proj\.biases is missing; allowed: F16"),
+    ("MLX", change("x", None), {"bits": 7}, "bits = 7; allowed: 2, 3, 4, 5, 6, 8"),
+    ("MLX", change("x", None), {UP: {"bits": 8}}, r"up_proj\.weight is U32"),
+    ("MLX", change("x", None), {"mode": "mxfp4"}, "mode = 'mxfp4'; allowed: affine"),
+]
+
+
+@pytest.mark.parametrize(("case", "damage", "config", "words"), REFUSED)
+def test_folders_that_do_not_fit_are_refused(
+    case: str,
+    damage: Callable[[Tensors], None],
+    config: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+) -> None:
+    quantize, own, _ = CASES[case]
+    write(tmp_path / "m", quantize, {**own, **config}, change=damage)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load_model(tmp_path / "m")
+    assert "\n" not in str(caught.value)
