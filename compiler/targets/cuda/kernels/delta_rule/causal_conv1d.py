@@ -16,6 +16,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     wait_for_inputs,
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import CHUNK
+from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import FUSES
 from tilewright.compiler.targets.cuda.tuning import tuning
 
 _TUNING = tuning()["convolution"]
@@ -81,7 +82,8 @@ def causal_conv1d_step(
     _step_kernel[(num_rows, triton.cdiv(num_channels, block))](
         out, x, weight, window, positions, slots,
         num_channels, out.stride(0), x.stride(0),
-        W=width, TAPS=block_of(width - 1, least=1), BLOCK=block, SILU=silu, **chained(out),
+        W=width, TAPS=block_of(width - 1, least=1), BLOCK=block, SILU=silu,
+        enable_fp_fusion=FUSES, **chained(out),
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
     EPS,
+    FUSES,
     DeltaInputs,
     decay_of,
 )
@@ -150,7 +151,7 @@ def causal_conv1d_rows(
         out, replayed, x, weight, window, draft_x, positions, slots, rows.counts, rows.accepted,
         num_channels, out.stride(0), x.stride(0),
         N=num_drafts, W=width, TAPS=triton.next_power_of_2(width - 1), BLOCK=block, SILU=silu,
-        **chained(out),
+        enable_fp_fusion=FUSES, **chained(out),
     )  # fmt: skip
 
 
@@ -244,7 +245,7 @@ def delta_rule_rows(
         out.stride(0), inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0), z.stride(0),
         eps, N=gates.shape[1], H=inputs.num_heads, G=inputs.num_key_heads, K=inputs.key_dim,
         V=inputs.value_dim, KEYS=keys, VALUES=values,
-        num_warps=min(16, max(1, keys * values // 2048)), **chained(out),
+        num_warps=min(16, max(1, keys * values // 2048)), enable_fp_fusion=FUSES, **chained(out),
     )  # fmt: skip
 
 

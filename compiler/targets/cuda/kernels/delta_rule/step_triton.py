@@ -22,6 +22,10 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
 
 EPS = tl.constexpr(1e-6)
 """Epsilon of the query and key normalization. It is part of the model."""
+FUSES = False
+"""Contract products and sums. The compiler contracts loops and single steps differently, and the
+rows of drafts must equal single steps.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,5 +134,6 @@ def delta_rule_step(
         state, positions, slots,
         out.stride(0), inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0), z.stride(0),
         eps, H=inputs.num_heads, G=inputs.num_key_heads, K=inputs.key_dim, V=inputs.value_dim,
-        KEYS=keys, VALUES=values, num_warps=min(16, max(1, keys * values // 2048)), **chained(out),
+        KEYS=keys, VALUES=values, num_warps=min(16, max(1, keys * values // 2048)),
+        enable_fp_fusion=FUSES, **chained(out),
     )  # fmt: skip
