@@ -23,7 +23,13 @@ from tilewright.compiler.targets.image_encoder import (
     EncoderSettings,
     encoder_of,
 )
-from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Stage, Target
+from tilewright.compiler.targets.interface.base import (
+    CompileOptions,
+    Executable,
+    Progress,
+    Stage,
+    Target,
+)
 from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.pipeline import RANK, with_ranks
 from tilewright.compiler.targets.table import get_target
@@ -98,6 +104,35 @@ def compile_model(
         graph=lambda: graph_module,
         places=tuple(ctx.places),
     )
+
+
+def compile_draft_layer(
+    model: CompilableModel,
+    layer: CompilableModel,
+    precision: PrecisionConfig,
+    *,
+    target: str,
+    options: CompileOptions,
+    progress: Progress = silent,
+) -> Executable:
+    """Compile a model's draft layer with the model's precision and options.
+
+    Args:
+        model: Result of `load_model`.
+        layer: Result of `load_draft_layer`.
+        precision: Precision of the model. The groups ``draft_*`` are the layer's.
+        target: ``reference`` or ``cpu-native``.
+        options: Options of the model.
+        progress: Called with ``(step, done, total)``.
+
+    Raises:
+        CompileError, CheckpointError: As `compile_model`.
+    """
+    backend, resolved = get_target(target), resolve_precision(model, precision)
+    how: Any = {"block_axis": backend.block_axis}
+    graph_module, _ = lower_model(layer, resolved, backend.stages(), progress, **how)
+    source = weight_source(layer, options.max_context)
+    return backend.compile(graph_module, source, options, progress)
 
 
 def compile_virtual(

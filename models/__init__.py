@@ -20,6 +20,7 @@ from tilewright.models.shapes import ShapeName, parse_shape_name, shape_config
 if TYPE_CHECKING:
     from torch import nn
 
+    from tilewright.models.architectures.base import Architecture
     from tilewright.models.checkpoints.base import Checkpoint
     from tilewright.models.config import ModelConfig
     from tilewright.models.tokenizer.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ __all__ = [
     "check_header",
     "find_model",
     "find_model_or_shape",
+    "load_draft_layer",
     "load_model",
     "model_files",
     "model_types",
@@ -235,6 +237,34 @@ def load_model(
     return LoadedModel(config.name, config, type(module), module, checkpoint, tokenizer, vision)
 
 
+def load_draft_layer(model: LoadedModel) -> LoadedModel:
+    """Open the draft layer in a model's file. No weights are read.
+
+    Raises:
+        CheckpointError: The file has no draft layer, or it is unsupported.
+    """
+    import torch
+
+    from tilewright.models.checkpoints.base import check_tensors
+    from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
+    from tilewright.models.checkpoints.huggingface.draft_layer import DraftLayerCheckpoint
+    from tilewright.models.sources import stored_shapes
+
+    make = _architecture(model.config).draft_layer
+    if make is None or not isinstance(model.checkpoint, SafetensorsCheckpoint):
+        raise CheckpointError(
+            f"{model.checkpoint.path}: no draft layer is read from this model or file; "
+            'allowed: a folder of Qwen3.5 or 3.6, or --speculative-config without "mtp"'
+        )
+    checkpoint = DraftLayerCheckpoint(model.checkpoint.path)
+    with torch.device("meta"):
+        module = make(checkpoint.config)
+    check_tensors(checkpoint, stored_shapes(module))
+    return LoadedModel(
+        model.name, checkpoint.config, type(module), module, checkpoint, model.tokenizer
+    )
+
+
 def _empty_tower(checkpoint: Checkpoint) -> VisionModel | None:
     """Build the vision tower of a checkpoint on the meta device, or return None."""
     vision = getattr(checkpoint, "vision", None)
@@ -272,10 +302,14 @@ def _empty_module(config: ModelConfig) -> nn.Module:
     """Build the module for a configuration on the meta device, without values."""
     import torch
 
+    with torch.device("meta"):
+        return _architecture(config).model(config)
+
+
+def _architecture(config: ModelConfig) -> Architecture:
     from tilewright.models.architectures.table import architecture_of
 
-    with torch.device("meta"):
-        return architecture_of(config.model_type).model(config)
+    return architecture_of(config.model_type)
 
 
 def _in_folder(folder: Path) -> Path:

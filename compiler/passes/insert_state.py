@@ -52,7 +52,8 @@ def _attention(graph_module: GraphModule, node: Node, where: _Where, ctx: PassCo
     assert isinstance(k, Node) and isinstance(window, int)
     facts = info(node)
     num_kv_heads, head_dim = k.meta["val"].shape[-2:]
-    wanted = ctx.precision.format("kv_cache", layer=facts.layer, fqn=facts.fqn)
+    group = facts.tensor_group or "kv_cache"
+    wanted = ctx.precision.format(group, layer=facts.layer, fqn=facts.fqn)
     shape = (2, int(num_kv_heads), int(head_dim))
     name = f"{facts.fqn}.kv"
     spec = StateSpec(name, PER_TOKEN, shape, wanted, window=window)

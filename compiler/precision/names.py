@@ -22,6 +22,11 @@ SEED_TENSOR_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "kv_cache", "activation")
 VISION_GROUPS = ("vision_wqkv", "vision_wo", "vision_ff", "vision_patch", "projector")
 # Groups of cross-attention to images. Keys and values are computed once per image.
 CROSS_GROUPS = ("cross_wq", "cross_wkv", "cross_wo", "cross_kv_cache")
+# Groups of a draft layer. It has no layer index.
+DRAFT_GROUPS = (
+    *("draft_fc", "draft_wqkv", "draft_wo", "draft_kv_cache"),
+    *("draft_ff1_3", "draft_ff2", "draft_lm_head"),
+)
 OUR_TENSOR_GROUPS = (
     "lm_head",
     "embedding",
@@ -36,6 +41,7 @@ OUR_TENSOR_GROUPS = (
     "block_output",
     *VISION_GROUPS,
     *CROSS_GROUPS,
+    *DRAFT_GROUPS,
 )
 TENSOR_GROUPS = SEED_TENSOR_GROUPS + OUR_TENSOR_GROUPS
 
@@ -60,6 +66,13 @@ FOLLOWS = MappingProxyType(
         "cross_wkv": "wqkv",
         "cross_wo": "wo",
         "cross_kv_cache": "kv_cache",
+        "draft_fc": "wqkv",
+        "draft_wqkv": "wqkv",
+        "draft_wo": "wo",
+        "draft_kv_cache": "kv_cache",
+        "draft_ff1_3": "ff1_3",
+        "draft_ff2": "ff2",
+        "draft_lm_head": "lm_head",
     }
 )
 
@@ -68,7 +81,9 @@ FOLLOWS = MappingProxyType(
 UNSET = MappingProxyType({"block_output": "mixed"})
 
 # Groups of linears with a block output as result.
-BLOCK_OUTPUTS = frozenset({"wo", "ff2", "delta_out", "experts_ff2", "shared_ff2"})
+BLOCK_OUTPUTS = frozenset(
+    {"wo", "ff2", "delta_out", "experts_ff2", "shared_ff2", "draft_wo", "draft_ff2"}
+)
 
 # Groups with expert weights: a token reads only its selected experts.
 EXPERT_GROUPS = frozenset({"experts_ff1_3", "experts_ff2"})
@@ -121,6 +136,13 @@ OP_GROUP_OF = MappingProxyType(
         "cross_wkv": "li_qkv",
         "cross_wo": "li_o",
         "cross_kv_cache": "sdpa",
+        "draft_fc": "li_qkv",
+        "draft_wqkv": "li_qkv",
+        "draft_wo": "li_o",
+        "draft_kv_cache": "sdpa",
+        "draft_ff1_3": "li_ff1_3",
+        "draft_ff2": "li_ff2",
+        "draft_lm_head": "li_lm_head",
     }
 )
 
@@ -176,6 +198,13 @@ ALLOWED_FORMATS = MappingProxyType(
         "cross_wkv": _WEIGHT_FORMATS,
         "cross_wo": _WEIGHT_FORMATS,
         "cross_kv_cache": ("fp32", "bf16", "fp16", "bfp8", "bfp4"),
+        "draft_fc": _WEIGHT_FORMATS,
+        "draft_wqkv": _WEIGHT_FORMATS,
+        "draft_wo": _WEIGHT_FORMATS,
+        "draft_kv_cache": ("fp32", "bf16", "fp16", "bfp8", "bfp4"),
+        "draft_ff1_3": _WEIGHT_FORMATS,
+        "draft_ff2": _WEIGHT_FORMATS,
+        "draft_lm_head": _WEIGHT_FORMATS,
         "block_output": ("q80", MIXED),
     }
 )

@@ -27,6 +27,7 @@ from tilewright.compiler.precision.hits import (
 )
 from tilewright.compiler.precision.names import (
     CROSS_GROUPS,
+    DRAFT_GROUPS,
     FOLLOWS,
     GLOBAL_GROUPS,
     PHASES,
@@ -96,7 +97,7 @@ class ResolvedPrecision:
         model_name: Name for exceptions by model. None: no exceptions.
         block_axis: ``in`` or ``out``.
         settings: The most common value per group, and the groups outside layers.
-        layers: The full table of each layer.
+        layers: All settings of each layer.
         patterns: Rules by name.
         base: The first fragment in the chain.
         rows: Lines of ``--explain``.
@@ -306,7 +307,7 @@ def _layer_table(table: Mapping[str, _Set], override: Mapping[str, _Set]) -> dic
     merged = {**table, **override}
     values = {key: merged[key].value for key in _LAYER_KEYS if key in merged}
     for follower, leader in FOLLOWS.items():
-        values.setdefault(follower, values[leader])
+        values.setdefault(follower, merged[leader].value)
     return UNSET | values
 
 
@@ -327,7 +328,9 @@ def _kept(
             return True
         # The group is set to its leader's value. That is no difference, unless a pattern changes
         # the leader.
-        return not has_patterns and all(layer[follower] == layer[leader] for layer in layers)
+        return not has_patterns and all(
+            layer[follower] == layer.get(leader, table[leader].value) for layer in layers
+        )
 
     left = {each for each, leader in FOLLOWS.items() if follows(each, leader)}
     left |= {key for key, unset in UNSET.items() if all(each[key] == unset for each in layers)}
@@ -366,7 +369,7 @@ def _followers(scope: str, key: str, value: str, table: Mapping[str, _Set]) -> I
     for follower, leader in FOLLOWS.items():
         if leader != key or follower in table:
             continue
-        if follower not in (*VISION_GROUPS, *CROSS_GROUPS):
+        if follower not in (*VISION_GROUPS, *CROSS_GROUPS, *DRAFT_GROUPS):
             yield ExplainRow(scope, follower, value, f"as {key}")
         elif not scope.startswith("layer "):  # outside the layers
             yield ExplainRow("model", follower, value, f"as {key}")

@@ -246,7 +246,7 @@ class ReferenceExecutable(HostExecutable):
         )
         self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
         self._run: Callable[..., Tensor] = graph_module
-        self._runs: dict[tuple[bool, bool], Callable[..., Tensor]] = {}
+        self._runs: dict[tuple[bool, bool, bool], Callable[..., Tensor]] = {}
         self._exchange: SocketAllGather | None = None
 
     def join(self, peers: SetupCollectives) -> None:
@@ -260,7 +260,11 @@ class ReferenceExecutable(HostExecutable):
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> np.ndarray:
-        logits: Tensor = self._function(batch)(*self.arguments(batch)).float()
+        result: Any = self._function(batch)(*self.arguments(batch))
+        if self.keeps_hidden:
+            result, hidden = result
+            self.last_hidden = hidden.float().numpy()
+        logits: Tensor = result.float()
         return logits.numpy()
 
     @torch.no_grad()
@@ -271,12 +275,14 @@ class ReferenceExecutable(HostExecutable):
         return states.numpy()
 
     def _function(self, batch: Batch, *, is_hidden: bool = False) -> Callable[..., Tensor]:
-        """Return a batch's function: logits or hidden states, with or without images."""
-        key = is_hidden, batch.has_images
-        if key == (False, False):
+        """Return a batch's function: logits, hidden states or both, with or without images."""
+        has_both = self.keeps_hidden and not is_hidden
+        key = is_hidden, batch.has_images, has_both
+        if not any(key):
             return self._run
         if key not in self._runs:
             graph_module = self.hidden_graph if is_hidden else self.graph_module
+            graph_module = self.graph_with_hidden if has_both else graph_module
             if batch.has_images:
                 graph_module = with_images(graph_module)
             run: Callable[..., Tensor] = graph_module
@@ -296,6 +302,17 @@ class ReferenceExecutable(HostExecutable):
         graph.eliminate_dead_code()
         return module_of(graph)
 
+    @functools.cached_property
+    def graph_with_hidden(self) -> GraphModule:
+        """Return the graph with two results: logits, and hidden states of all tokens."""
+        head, _ = head_of(self.graph_module)
+        assert head is not None, "no product makes the logits"
+        graph, copies = Graph(), dict[Node, Node]()
+        logits = graph.graph_copy(self.graph_module.graph, copies)
+        gathered = head.all_input_nodes[0]
+        graph.output((logits, copies[gathered.all_input_nodes[0]]))
+        return module_of(graph)
+
     def arguments(self, batch: Batch) -> list[Any]:
         """Return the graph's inputs for a step, in order."""
         step_values: dict[str, Any] = {
@@ -305,6 +322,8 @@ class ReferenceExecutable(HostExecutable):
             "slots": torch.tensor(batch.slots, dtype=torch.int64),
             "logit_rows": torch.from_numpy(batch.logit_rows),
         }
+        if batch.hidden is not None:
+            step_values["hidden"] = torch.from_numpy(batch.hidden)
         if self._cross_width:
             step_values |= self._cross_arguments(batch)
         arguments = [

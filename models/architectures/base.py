@@ -56,6 +56,8 @@ class Architecture:
         gguf_norm_offset: Number added to norm weights by GGUF's converter, except in linear
             attention.
         gguf_views: Tensors split differently by GGUF's converter, except experts.
+        draft_layer: Class of the module for a draft layer in Hugging Face files. Its constructor
+            takes the layer's configuration. None: draft layers are ignored.
         gguf_tiled_heads: GGUF's converter orders linear attention's value heads by index within the
             key head. False: the value heads of a key head are adjacent.
     """
@@ -81,4 +83,5 @@ class Architecture:
     gguf_pairs_adjacent: bool = False
     gguf_norm_offset: float = 0.0
     gguf_views: Views | None = None
+    draft_layer: type[nn.Module] | None = None
     gguf_tiled_heads: bool = False

@@ -1,11 +1,11 @@
-"""Qwen3.5's text model (Qwen Team, 2026): three layers of Gated DeltaNet to one of attention,
-which has a gate on its result; weights of norms kept as their difference from one.
+"""Qwen3.5's text model and draft layer (Qwen Team, 2026): three Gated DeltaNet layers, then a gated
+attention layer. Files store norm weights minus one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from tilewright.models.architectures.gated_delta_net import TENSOR_GROUPS as DEL
 from tilewright.models.architectures.gated_delta_net import GatedDeltaNet
 from tilewright.models.architectures.layers import MLP, Attention, Linear, RMSNorm
 from tilewright.models.architectures.llama import LlamaForCausalLM, LlamaModel
+from tilewright.models.architectures.rope import inverse_frequencies
 from tilewright.models.checkpoints.spelling.delta import gguf_delta, hf_delta
 from tilewright.models.config import HybridConfig
 from tilewright.models.sources import Sources, TensorSource, cut_rows
@@ -84,6 +85,90 @@ class Qwen35ForCausalLM(LlamaForCausalLM):
         return found
 
 
+class DraftModules(nn.Module):
+    """A draft layer: a token's embedding and a hidden state to a hidden state."""
+
+    def __init__(self, config: HybridConfig, block: nn.Module) -> None:
+        super().__init__()
+        hidden, sizes = config.hidden_size, (config.hidden_size, config.norm_eps)
+        self.pre_fc_norm_embedding = RMSNorm(*sizes)
+        self.pre_fc_norm_hidden = RMSNorm(*sizes)
+        self.fc_embedding = Linear(hidden, hidden, bias=False)
+        self.fc_hidden = Linear(hidden, hidden, bias=False)
+        self.block = block
+        self.norm = RMSNorm(*sizes)
+
+    def forward(self, embedding: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.fc_embedding(self.pre_fc_norm_embedding(embedding))
+        x = x + self.fc_hidden(self.pre_fc_norm_hidden(hidden))
+        result: Tensor = self.norm(self.block(x, cos, sin))
+        return result
+
+
+class Qwen35DraftLayer(nn.Module):
+    """Qwen3.5's draft layer with the model's embedding and head.
+
+    Inputs at position t are token t + 1 and the model's final hidden state after the norm. Logits
+    predict token t + 2.
+    """
+
+    model_class: ClassVar[type[Qwen35ForCausalLM]] = Qwen35ForCausalLM
+    tensor_groups: Mapping[str, str] = {
+        "embed_tokens": "embedding",
+        "mtp.fc_*": "draft_fc",
+        "mtp.block.self_attn.[qkv]_proj": "draft_wqkv",
+        "mtp.block.self_attn.gate_proj": "draft_wqkv",
+        "mtp.block.self_attn.o_proj": "draft_wo",
+        "mtp.block.self_attn": "draft_kv_cache",
+        "mtp.block.mlp.gate": "router",
+        "mtp.block.mlp.shared_expert_gate": "router",
+        "mtp.block.mlp.*gate_proj": "draft_ff1_3",
+        "mtp.block.mlp.*up_proj": "draft_ff1_3",
+        "mtp.block.mlp.*down_proj": "draft_ff2",
+        "lm_head": "draft_lm_head",
+    }
+
+    def __init__(self, config: HybridConfig) -> None:
+        """Take the configuration of a single layer with attention."""
+        super().__init__()
+        self.config = config
+        whole = self.model_class(config)
+        self._sources = dict(whole.sources())
+        self.embed_tokens, self.rotary = whole.model.embed_tokens, whole.model.rotary
+        self.mtp = DraftModules(config, whole.model.layers[0])
+        self.lm_head = whole.lm_head
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, hidden: Tensor) -> Tensor:
+        cos, sin = self.rotary(positions_T)
+        logits: Tensor = self.lm_head(self.mtp(self.embed_tokens(tokens_T), hidden, cos, sin))
+        return logits
+
+    def trace_inputs(self) -> tuple[dict[str, Tensor], tuple[dict[int, Any], ...]]:
+        """Return example inputs by name, and their dynamic sizes."""
+        tokens, positions = torch.empty((2, 7), dtype=torch.int64, device="meta").clone()
+        hidden = torch.empty(7, self.config.hidden_size, device="meta")
+        length = torch.export.Dim("length", min=2, max=1 << 24)
+        inputs = {"tokens": tokens, "positions": positions, "hidden": hidden}
+        return inputs, ({0: length},) * len(inputs)
+
+    def sources(self) -> Sources:
+        """Return the sources in the draft layer's checkpoint. Its block is layer 0."""
+        sources: dict[str, tuple[TensorSource, ...]] = {}
+        for name, _ in self.named_parameters():
+            stored = name.replace("mtp.block.", "model.layers.0.")
+            stored = f"model.{stored}" if stored.startswith("embed_tokens") else stored
+            offset = 1.0 if name.startswith("mtp.") and name.endswith("norm.weight") else 0.0
+            offset = 1.0 if "pre_fc_norm" in name else offset
+            sources[name] = self._sources.get(stored, (TensorSource(stored, offset=offset),))
+        return sources
+
+    def constants(self, max_context: int | None = None) -> dict[str, Tensor]:
+        """Return rotation frequencies, as the model's."""
+        longest = self.config.max_positions if max_context is None else max_context
+        inv_freq = inverse_frequencies(self.config.rope, self.config.head_dim, longest)
+        return {"rotary.inv_freq": torch.tensor(inv_freq, dtype=torch.float32)}
+
+
 def _query_and_gate(path: str, config: HybridConfig) -> dict[str, Any]:
     head_dim, hidden = config.head_dim, config.hidden_size
     total = 2 * config.num_heads * head_dim
@@ -135,5 +220,6 @@ ARCHITECTURE = Architecture(
     text_config=True,
     gguf_names=GGUF_NAMES,
     gguf_norm_offset=1.0,
+    draft_layer=Qwen35DraftLayer,
     gguf_tiled_heads=True,
 )

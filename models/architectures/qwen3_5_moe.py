@@ -16,6 +16,7 @@ from tilewright.models.architectures.qwen3_5 import (
     GGUF_NAMES,
     HybridLayer,
     HybridModel,
+    Qwen35DraftLayer,
     Qwen35ForCausalLM,
 )
 from tilewright.models.checkpoints.spelling.delta import gguf_delta, hf_delta
@@ -41,6 +42,12 @@ class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
 
     def sources(self) -> Sources:
         return {**super().sources(), **sources_of_stacks(self.config)}
+
+
+class Qwen35MoeDraftLayer(Qwen35DraftLayer):
+    """Qwen3.5 mixtures' draft layer, with experts of its own."""
+
+    model_class = Qwen35MoeForCausalLM
 
 
 def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:
@@ -108,5 +115,6 @@ ARCHITECTURE = Architecture(
     gguf_intermediate_key="expert_feed_forward_length",
     gguf_names={**GGUF_NAMES, **MOE_NAMES},
     gguf_norm_offset=1.0,
+    draft_layer=Qwen35MoeDraftLayer,
     gguf_tiled_heads=True,
 )

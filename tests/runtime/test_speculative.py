@@ -178,6 +178,9 @@ def test_options_have_the_names_of_vllm() -> None:
     key = "num_speculative_tokens_per_batch_size"
     found = read_speculative_config(f'{{"method": "ngram", "{key}": {rows}}}')
     assert [found.limit(size) for size in (1, 16, 17, 65, 999)] == [3, 3, 1, 0, 0]
+    for name in ("mtp", "qwen3_5_mtp", "qwen3_next_mtp"):
+        found = read_speculative_config(f'{{"method": "{name}"}}')
+        assert (found.method, found.max_drafts) == ("mtp", 3)
     found = read_speculative_config('{"method": "ngram", "disable_by_batch_size": 8}')
     assert [found.limit(size) for size in (7, 8)] == [5, 0]
 
@@ -198,6 +201,9 @@ def test_options_have_the_names_of_vllm() -> None:
         ('{"method": "ngram", "draft_sample_method": "gumbel"}', "allowed: greedy"),
         ('{"method": "ngram", "disable_by_batch_size": 1}', "integers, 2 to 4096"),
         ('{"method": "ngram", "model": "m"}', "model with method ngram; allowed: method draft_mod"),
+        ('{"method": "mtp", "num_speculative_tokens": 16}', "integers, 1 to 15"),
+        ('{"method": "mtp", "num_speculative_tokens": 0}', "integers, 1 to 15"),
+        ('{"method": "mtp", "model": "m"}', "model with method mtp; allowed: method draft_mod"),
         ('{"method": "draft_model"}', "model 'None'; allowed: a path"),
         (
             '{"method": "draft_model", "model": "m", "prompt_lookup_max": 2}',

@@ -1,22 +1,67 @@
-"""Draft models for speculative decoding: opened, compared with the target model, compiled."""
+"""Draft models and draft layers for speculative decoding: checks and compilation."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tilewright.compiler.targets.interface.base import Executable, Progress
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable, Progress
 from tilewright.errors import ConfigError
 from tilewright.loading.source import ModelHandle
 from tilewright.options.resolve import ResolvedConfig, resolve
+from tilewright.runtime.speculative.config import MTP
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tilewright.compiler.targets.interface.compiled import Compiled
 
+_LAYER_TARGETS = ("reference", "cpu-native")
 _MAX_SEQS = 8
 """Maximum requests with drafts at a time. Drafts pay for few requests."""
+
+
+def has_draft_layer(resolved: ResolvedConfig) -> bool:
+    """Return whether the draft layer makes drafts."""
+    speculative = resolved.config.speculative
+    return speculative is not None and speculative.method == MTP
+
+
+def attach_draft_layer(
+    source: ModelHandle,
+    resolved: ResolvedConfig,
+    compiled: Compiled,
+    options: CompileOptions,
+    progress: Progress,
+) -> tuple[str, ...]:
+    """Compile the draft layer of a model and give it to the model's executable. Return notes.
+
+    The program cache excludes the layer, with its copies of embedding and head.
+
+    Raises:
+        ConfigError: for several ranks or a compiled directory.
+        CheckpointError: for a file without a draft layer.
+    """
+    where = "speculative_config: method mtp"
+    if not resolved.grouping.is_alone:
+        raise ConfigError(f"{where} with several ranks; allowed: a single rank")
+    if source.manifest is not None:
+        raise ConfigError(f"{where} with a compiled folder; allowed: a checkpoint")
+    from tilewright.compiler.driver import compile_draft_layer
+    from tilewright.compiler.targets.host.executable import HostExecutable
+    from tilewright.models import load_draft_layer
+
+    model = source.checkpoint_model()
+    layer, executable = load_draft_layer(model), compiled.executable
+    if compiled.target not in _LAYER_TARGETS:
+        return (f"{where}: target {compiled.target} runs no draft layer; decoding without drafts",)
+    progress("preparing the draft layer", 0, 1)
+    assert resolved.precision is not None and isinstance(executable, HostExecutable)
+    how: Any = {"target": compiled.target, "options": options, "progress": progress}
+    made = compile_draft_layer(model, layer, resolved.precision, **how)
+    assert isinstance(made, HostExecutable)
+    executable.attach(made)
+    return ()
 
 
 def open_draft_model(
@@ -27,9 +72,9 @@ def open_draft_model(
     load: Callable[[ResolvedConfig], ModelHandle],
     compile: Callable[[ModelHandle, ResolvedConfig], Compiled],
 ) -> Executable | None:
-    """Return the executable of the draft model in a configuration. None: there is no draft model.
+    """Return the executable of the configured draft model. None: no draft model.
 
-    Compile it before the target model, whose pages take the rest of the memory.
+    Call this before the compilation of the target model: pages take the remaining memory.
 
     Raises:
         ConfigError: for several ranks, other tokens than the target model's, or state that cannot

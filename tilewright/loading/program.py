@@ -18,6 +18,7 @@ from tilewright.compiler.targets.interface.base import CompileOptions, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.compiler.targets.table import get_target
 from tilewright.distributed import hello
+from tilewright.loading import draft
 from tilewright.loading.ranks import RankConfig, compile_ranks
 from tilewright.loading.source import ModelHandle, precision_of
 from tilewright.loading.start import keep_start
@@ -48,7 +49,10 @@ def compile_program(
         compiled = compile_alone(source, resolved, options, progress)
     else:
         compiled = _compile_ranks(source, resolved, options, progress, ends_process=ends_process)
-    return replace(compiled, notes=(*compiled.notes, *compiled.executable.notes))
+    notes = (*compiled.notes, *compiled.executable.notes)
+    if draft.has_draft_layer(resolved):
+        notes += draft.attach_draft_layer(source, resolved, compiled, options, progress)
+    return replace(compiled, notes=notes)
 
 
 def settle_backend(resolved: ResolvedConfig, progress: Progress) -> ResolvedConfig:

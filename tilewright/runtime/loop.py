@@ -28,6 +28,8 @@ from tilewright.runtime.scheduling.request_state import (
 )
 from tilewright.runtime.scheduling.scheduler import Scheduler
 from tilewright.runtime.scheduling.step_cost_model import StepCost, StepMeter
+from tilewright.runtime.speculative.config import MTP
+from tilewright.runtime.speculative.draft_layer import DraftLayerClient
 from tilewright.runtime.speculative.draft_model import DraftModel
 
 OnToken = Callable[[RequestState, int], None]
@@ -83,9 +85,11 @@ class EngineLoop:
 
         Args:
             grammars: Compiles for the tokenizer. None: no grammars.
-            draft_model: Proposes drafts. None: n-grams do.
+            draft_model: Proposes drafts. None: n-grams or the draft layer do.
         """
-        self._draft_model = draft_model
+        speculative = None if policy is None else policy.speculative
+        has_layer = speculative is not None and speculative.method == MTP
+        self._draft_model = DraftLayerClient(executable) if has_layer else draft_model
         self.executable = executable
         self.masks = Masks(grammars)
         executable.reset()
@@ -97,7 +101,7 @@ class EngineLoop:
             cost=self.cost,
             state_bytes=executable.state_bytes,
             cross_width=0 if executable.encoder is None else executable.encoder.cross_width,
-            draft_model=draft_model,
+            draft_model=self._draft_model,
         )
         self.num_dropped = 0
         self.failed: tuple[RequestState, ...] = ()
@@ -203,7 +207,7 @@ class EngineLoop:
         """
         self.executable.prepare()
         if self._draft_model is not None:
-            self._draft_model.executable.prepare()
+            self._draft_model.prepare()
         limits = self.executable.capabilities
         sampling = SamplingParams(max_tokens=min(3, limits.max_context))
         most = limits.max_context - sampling.max_tokens + 1

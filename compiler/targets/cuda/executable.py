@@ -37,7 +37,7 @@ from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes
 from tilewright.compiler.targets.cuda.weights.stream import Weights
-from tilewright.compiler.targets.host.executable import SlotState
+from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, MemoryUse
 from tilewright.compiler.targets.interface.step import (
     AssignPages,

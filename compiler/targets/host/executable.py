@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
-from tilewright.compiler.sampling.draw import log_probabilities
-from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.host.batch import Batch, decode_batch, images_by_token
+from tilewright.compiler.targets.host.choice import HostChoice, SlotState, log_probs
+from tilewright.compiler.targets.host.draft_layer import DraftLayer
 from tilewright.compiler.targets.host.draft_outputs import divide, join, output_at
 from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.interface.step import (
-    END_TOKEN,
     GOES_ON,
-    NOT_A_NUMBER,
     Chosen,
     CloseSlot,
     CopyState,
@@ -45,52 +43,10 @@ from tilewright.compiler.targets.interface.step import (
 from tilewright.compiler.targets.interface.token_masks import Allowed
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
     from torch import Tensor
 
 _NOTHING = SamplerOutput((), lambda: Chosen((), ()))
 """A follower's result."""
-
-
-@dataclass(slots=True)
-class SlotState:
-    """Host-side state of an open slot.
-
-    Attributes:
-        sampling: Sampling parameters.
-        prompt: Tokens before the output.
-        length: Positions in the state.
-        token: Next token to read. None before the first sample.
-        counts: Output tokens with their number of occurrences, including ``token``.
-        is_cut: Per-sequence state belongs to a longer sequence. A snapshot must replace it before
-            use.
-        rotary_delta: See `OpenSlot`.
-        images: Images with cross-attention from decoded tokens.
-    """
-
-    sampling: SamplingParams
-    prompt: tuple[int, ...]
-    length: int = 0
-    token: int | None = None
-    counts: dict[int, int] = field(default_factory=dict)
-    is_cut: bool = False
-    rotary_delta: int = 0
-    images: tuple[ImageId, ...] = ()
-
-    def hold(self, token: int) -> None:
-        """Store a sampled token as the next input."""
-        self.token = token
-        self.counts[token] = self.counts.get(token, 0) + 1
-
-    def force(self, token: int) -> None:
-        """Replace the next input."""
-        if self.token is not None:
-            self.counts[self.token] -= 1
-        self.hold(token)
-
-    def row(self) -> SamplingRow:
-        """Return the sampler's input for the next token."""
-        return SamplingRow(self.sampling, self.length, self.prompt, self.counts)
 
 
 class HostExecutable(Executable):
@@ -104,6 +60,12 @@ class HostExecutable(Executable):
     follows = False
     verifies_in_turn = False
     """Verify a draft per slot in a forward. True for state without truncation."""
+    keeps_hidden = False
+    """Whether `forward` stores ``last_hidden``, float32 ``[T, hidden]``: normalized hidden states
+    of all tokens.
+    """
+    last_hidden: np.ndarray
+    draft_layer: DraftLayer | None = None
 
     def __init__(self) -> None:
         self._slot_states: dict[Slot, SlotState] = {}
@@ -154,6 +116,11 @@ class HostExecutable(Executable):
         """Return the number of positions in an open slot's state."""
         return self._slot_states[slot].length
 
+    def attach(self, layer: HostExecutable) -> None:
+        """Use the executable of the model's draft layer for `Step.proposes`."""
+        self.draft_layer, self.keeps_hidden = DraftLayer(layer), True
+        self.capabilities = replace(self.capabilities, max_proposals=MAX_DRAFTS)
+
     def agreed(self) -> bytes:
         lengths = {int(slot): state.length for slot, state in self._slot_states.items()}
         return repr(sorted(lengths.items())).encode()
@@ -173,7 +140,20 @@ class HostExecutable(Executable):
             part = self._run_prompt(chunk, step)
             if part is not None:
                 parts.append(part)
+        if step.proposes:
+            parts.append(self._propose(step.proposes))
         return StepOutput(tuple(parts))
+
+    def _propose(self, counts: Mapping[Slot, int]) -> SamplerOutput:
+        assert self.draft_layer is not None, "there is no draft layer"
+        tokens = {slot: self._slot_states[slot].token for slot in counts}
+        known = {slot: token for slot, token in tokens.items() if token is not None}
+        assert len(known) == len(tokens), "a slot without a next token drafts"
+        drafts = self.draft_layer.propose(counts, known, self.num_choosable)
+        flat = [token for draft in drafts.values() for token in draft]
+        sizes = [len(draft) for draft in drafts.values()]
+        chosen = Chosen(flat, [GOES_ON] * len(flat), counts=sizes)
+        return SamplerOutput(tuple(drafts), lambda: chosen)
 
     def step_for_followers(self, step: Step) -> Step:
         current = {
@@ -198,6 +178,8 @@ class HostExecutable(Executable):
         elif isinstance(edit, CloseSlot):
             del self._slot_states[edit.slot]
             self.clear_state(edit.slot)
+            if self.draft_layer is not None:
+                self.draft_layer.close(edit.slot)
         elif isinstance(edit, CopyState):
             self._copy(edit.source, edit.target, edit.num_positions)
         elif isinstance(edit, SaveState):
@@ -239,6 +221,8 @@ class HostExecutable(Executable):
     def _copy(self, source: Slot, target: Slot, num_positions: int) -> None:
         """Copy the first positions to another slot. The target is open and empty."""
         self.copy_state(source, target, num_positions)
+        if self.draft_layer is not None:
+            self.draft_layer.copy(source, target, num_positions)
         self._slot_states[target].length = num_positions
         self._slot_states[target].images = self._slot_states[source].images
         self._slot_states[target].is_cut = self._cuts(num_positions, self._slot_states[source])
@@ -276,7 +260,18 @@ class HostExecutable(Executable):
             accepted = dict(zip(verified.slots, verified.read().counts or (), strict=True))
             self._counts = bytes(accepted.get(slot, 1) for slot in step.decode)
             self._discard_rejected(self._counts)
+        if self.draft_layer is not None:
+            self._note_decoded(
+                batch, self._counts if step.drafts else bytes([1] * len(batch.slots))
+            )
         return parts
+
+    def _note_decoded(self, batch: Batch, counts: bytes) -> None:
+        """Give the accepted rows to the draft layer."""
+        assert self.draft_layer is not None
+        for slot, first, count in zip(batch.slots, batch.cu_seqlens, counts, strict=False):
+            rows, start = slice(first, first + count), int(batch.positions[first])
+            self.draft_layer.note(slot, start, batch.tokens[rows], self.last_hidden[rows])
 
     def _decoded(self, step: Step, logits: np.ndarray, ends: Sequence[int]) -> list[SamplerOutput]:
         """Return the outputs of decode rows. With masks, slots with drafts do not wait for them."""
@@ -379,7 +374,12 @@ class HostExecutable(Executable):
         if chunk.visible:
             seen = images_by_token(chunk)[start - chunk.start : end - chunk.start]
             batch = self._with_visible(batch, seen)
-        return self.hidden(batch) if chunk.pools else self.forward(batch)
+        if chunk.pools:
+            return self.hidden(batch)
+        logits = self.forward(batch)
+        if self.draft_layer is not None:
+            self.draft_layer.note(chunk.slot, start, tokens, self.last_hidden)
+        return logits
 
     def _with_images(self, batch: Batch, chunk: PrefillChunk, start: int) -> Batch:
         """Add embeddings and positions of rotation to a batch of a chunk's tokens at ``start``."""
@@ -478,99 +478,6 @@ class HostExecutable(Executable):
         self._waiting.clear()
 
 
-@dataclass(slots=True)
-class HostChoice:
-    """Rows for sampling on the host, immediately or after the masks arrive.
-
-    Attributes:
-        slots: The slots.
-        logits: float32 ``[R, V]``. Only the first ``num_choosable`` columns are sampled.
-        num_top: Value of `Step.logprobs`.
-        echo: Value for :class:`Chosen`.
-        num_choosable: Number of real tokens.
-        drafts: Draft tokens by slot. A slot with k drafts has k + 1 rows.
-        chosen: The result. None before sampling.
-    """
-
-    slots: tuple[Slot, ...]
-    logits: np.ndarray
-    num_top: int | None
-    echo: list[LogProbs] | None
-    num_choosable: int
-    drafts: Mapping[Slot, tuple[int, ...]] = field(default_factory=dict)
-    chosen: Chosen | None = None
-
-    def choose(self, slot_states: Mapping[Slot, SlotState], allowed: Allowed) -> None:
-        """Sample a token per slot and store it as the slot's next input."""
-        chosen_for = [slot_states[slot] for slot in self.slots]
-        width = self.num_choosable
-        masks = [allowed.flags(slot, width) for slot in self.slots]
-        rows = [slot_state.row() for slot_state in chosen_for]
-        first = self._first_rows()
-        values = self.logits[:, :width]
-        tokens, is_number = choose_tokens(values[first], rows, masks)
-        why = []
-        for slot_state, token, good in zip(chosen_for, tokens, is_number, strict=True):
-            slot_state.hold(token)
-            why.append(_why(slot_state, token, good))
-        counts, kept = None, self.logits
-        if self.drafts:
-            tokens, why, counts, used = self._verify(values, chosen_for, first, tokens, why)
-            kept = self.logits[used]
-        scores = None
-        if self.num_top is not None:
-            scores = log_probs(kept, tokens, self.num_top)
-        self.chosen = Chosen(tokens, why, scores, self.echo, counts=counts)
-
-    def _first_rows(self) -> np.ndarray | slice:
-        """Return the first of the rows of each slot."""
-        if not self.drafts:
-            return slice(None)
-        sizes = [1 + len(self.drafts.get(slot, ())) for slot in self.slots]
-        return np.cumsum([0, *sizes[:-1]])
-
-    def _verify(
-        self,
-        values: np.ndarray,
-        slot_states: Sequence[SlotState],
-        first: np.ndarray | slice,
-        sampled: list[int],
-        reasons: list[int],
-    ) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Sample further rows while the drafts are right. Return the emitted tokens and their
-        finish state, the number per slot, and the rows.
-        """
-        assert isinstance(first, np.ndarray)
-        tokens, why, counts, used = list[int](), list[int](), list[int](), list[int]()
-        for index, (slot, slot_state) in enumerate(zip(self.slots, slot_states, strict=True)):
-            at, start = int(first[index]), len(tokens)
-            token, reason = sampled[index], reasons[index]
-            tokens.append(token)
-            why.append(reason)
-            for draft in self.drafts.get(slot, ()):
-                if draft != token:
-                    break
-                at, slot_state.length = at + 1, slot_state.length + 1
-                (token,), (good,) = choose_tokens(values[at : at + 1], [slot_state.row()])
-                slot_state.hold(token)
-                tokens.append(token)
-                why.append(_why(slot_state, token, good))
-            counts.append(len(tokens) - start)
-            used += range(at + 1 - counts[-1], at + 1)
-        return tokens, why, counts, used
-
-    def read(self) -> Chosen:
-        """Return the sampled tokens with their finish state."""
-        assert self.chosen is not None, "the choice still waits for its masks"
-        return self.chosen
-
-
-def _why(slot_state: SlotState, token: int, is_number: bool) -> int:
-    if not is_number:
-        return NOT_A_NUMBER
-    return END_TOKEN if token in slot_state.sampling.stop_token_ids else GOES_ON
-
-
 def with_all_rows(batch: Batch) -> Batch:
     """Return the batch with logits for every token."""
     return replace(batch, logit_rows=np.arange(len(batch.tokens)))
@@ -579,13 +486,6 @@ def with_all_rows(batch: Batch) -> Batch:
 def pooled_of(hidden: np.ndarray) -> Pooled:
     """Pool a chunk's hidden states ``[T, hidden]``."""
     return Pooled(len(hidden), hidden.sum(axis=0, dtype=np.float32), hidden[-1].copy())
-
-
-def log_probs(logits: ArrayLike, tokens: Sequence[int], num_top: int) -> list[LogProbs]:
-    """Return log probabilities for the tokens of all rows and for their ``num_top`` most probable
-    tokens.
-    """
-    return [LogProbs(*values) for values in log_probabilities(logits, tokens, num_top)]
 
 
 def tensor_of(logits: np.ndarray) -> Tensor:

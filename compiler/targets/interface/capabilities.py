@@ -38,6 +38,8 @@ class Capabilities:
         invariant_rows: Maximum number of open sequences for ``invariant``. Larger steps may share
             passes. 0: no limit.
         max_drafts: Maximum draft tokens per slot and step (`Step.drafts`). 0: no drafts.
+        max_proposals: Maximum tokens of a slot from the draft layer (`Step.proposes`). 0: no draft
+            layer.
     """
 
     max_num_seqs: int
@@ -60,6 +62,7 @@ class Capabilities:
     hidden_size: int = 0
     invariant_rows: int = 0
     max_drafts: int = 0
+    max_proposals: int = 0
 
     def shares_passes(self, num_sequences: int) -> bool:
         """Return whether a step may share passes while ``num_sequences`` sequences are open."""

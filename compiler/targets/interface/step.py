@@ -292,6 +292,8 @@ class Step:
         drafts: Draft tokens to verify, by slot of ``decode``: 1 to `Capabilities.max_drafts` ids of
             the vocabulary. The positions fit the context and the slot's pages. These slots are not
             in ``forced`` and have neither a token mask nor penalties.
+        proposes: Maximum number of tokens to draft after the step's work, by slot with a next
+            token. They are the last output, 0 to this number per slot.
         masked: Delay sampling until :meth:`Executable.choose` with the token masks. Slots with
             drafts do not wait.
         logprobs: Number of top log probabilities per sampled token, in addition to the sampled
@@ -304,6 +306,7 @@ class Step:
     edits: tuple[StateUpdate, ...] = ()
     forced: Mapping[Slot, int] = field(default_factory=dict)
     drafts: Mapping[Slot, tuple[int, ...]] = field(default_factory=dict)
+    proposes: Mapping[Slot, int] = field(default_factory=dict)
     masked: bool = False
     logprobs: int | None = None
     want_logits: bool = False

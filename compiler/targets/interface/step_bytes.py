@@ -17,6 +17,7 @@ _Fields = tuple[
     tuple[tuple[int, msgspec.Raw], ...],
     dict[int, int],
     dict[int, tuple[int, ...]],
+    dict[int, int],
     bool,
     int | None,
     bool,
@@ -29,20 +30,22 @@ def step_bytes(step: Step) -> bytes:
     edits = [(_KINDS[type(edit)], edit) for edit in step.edits]
     fields = (
         *(step.decode, step.prompts, edits, dict(step.forced), dict(step.drafts)),
-        *(step.masked, step.logprobs, step.want_logits),
+        *(dict(step.proposes), step.masked, step.logprobs, step.want_logits),
     )
     return msgspec.msgpack.encode(fields)
 
 
 def read_step(data: bytes) -> Step:
     """The step that :func:`step_bytes` wrote."""
-    decode, prompts, edits, forced, drafts, masked, logprobs, want_logits = _READER.decode(data)
+    fields = _READER.decode(data)
+    decode, prompts, edits, forced, drafts, proposes, masked, logprobs, want_logits = fields
     return Step(
         decode=decode,
         prompts=prompts,
         edits=tuple(_READERS[kind].decode(raw) for kind, raw in edits),
         forced=forced,
         drafts=drafts,
+        proposes=proposes,
         masked=masked,
         logprobs=logprobs,
         want_logits=want_logits,

@@ -38,6 +38,13 @@ class EmbedOp:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadHiddenOp:
+    """Read a draft layer's input: a hidden state per token."""
+
+    out: BufferView
+
+
+@dataclass(frozen=True, slots=True)
 class LinearOp:
     """A matmul (``fused_linear``). With ``residual``, add the result to ``out``.
 
@@ -291,8 +298,10 @@ Collective = AllReduceOp | AllReduceAdd
 Cross = CrossAttentionOp | AddGatedOp
 """Instructions of cross-attention layers."""
 
+Input = EmbedOp | ReadHiddenOp
+
 Plain = (
-    EmbedOp | LinearOp | GatherOp | SwiGLUOp | NormHeads | NormOp | Elementwise | Collective | Cross
+    Input | LinearOp | GatherOp | SwiGLUOp | NormHeads | NormOp | Elementwise | Collective | Cross
 )
 Instruction = Plain | AttentionOp | Mixer
 

@@ -37,6 +37,7 @@ from tilewright.compiler.targets.program.instructions import (
     Needs,
     NormHeads,
     NormOp,
+    ReadHiddenOp,
     SwiGLUOp,
 )
 from tilewright.compiler.targets.program.plan_mixers import EXPERTS, MIXERS, recipe_of, values_read
@@ -107,6 +108,9 @@ class Lowering:
             tokens, table = args[:2]
             assert tokens.target == "tokens"
             self.append(EmbedOp(self.take(node, RESIDUAL), recipe_of(table)))
+            for hidden in self._nodes:
+                if hidden.op == "placeholder" and hidden.target == "hidden":
+                    self.append(ReadHiddenOp(self.take(hidden, RESIDUAL)))
         elif target is ops.linear.overload or target is ops.fused_linear.overload:
             self._linear(node, ops.FusedArguments.of(args))
         elif target is ops.rope_attention_step.overload:

@@ -40,6 +40,7 @@ from tilewright.models.checkpoints.pieces import TensorSlice, View, expert_views
 from tilewright.models.checkpoints.quantized.alternating import take_alternating
 from tilewright.models.checkpoints.quantized.base import QuantizedTensor, RawModel, RawTensor
 from tilewright.models.checkpoints.quantized.methods import take_quantized
+from tilewright.models.config import ModelConfig
 
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _RAW_BYTES = {
@@ -76,7 +77,7 @@ class SafetensorsCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         values = read_json(path / "config.json")
-        self.config = config_of_hf(values, where=path / "config.json")
+        self.config = self._config_of(values)
         self._shards, expected = find_shards(path)
         self._files = {shard: _open_shard(path / shard) for shard in self._shards}
         self._num_mapped = dict.fromkeys(self._shards, 0)
@@ -106,6 +107,9 @@ class SafetensorsCheckpoint:
         self._views = self._make_views()
         self._settle_head(says="tie_word_embeddings" in values)
         self._settle_tower(why)
+
+    def _config_of(self, values: dict[str, Any]) -> ModelConfig:
+        return config_of_hf(values, where=self.path / "config.json")
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -34,6 +34,7 @@ from tilewright.runtime.scheduling.request_state import (
 )
 from tilewright.runtime.scheduling.step_cost_model import StepCost
 from tilewright.runtime.scheduling.waiting_queue import WaitingLine
+from tilewright.runtime.speculative.draft_layer import DraftLayerClient
 from tilewright.runtime.speculative.draft_model import DraftModel
 from tilewright.runtime.speculative.speculator import Speculator
 
@@ -71,7 +72,7 @@ class Scheduler:
         cost: StepCost | None = None,
         state_bytes: StateBytes = lambda num_positions, num_sequences: 0,
         cross_width: int = 0,
-        draft_model: DraftModel | None = None,
+        draft_model: DraftModel | DraftLayerClient | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.capabilities = capabilities

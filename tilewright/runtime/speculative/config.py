@@ -10,9 +10,10 @@ from typing import Any
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS, Capabilities
 from tilewright.errors import ConfigError, allowed
 
-NGRAM, DRAFT_MODEL = "ngram", "draft_model"
-METHODS = (NGRAM, DRAFT_MODEL)
-_DRAFTS, _LOOKUP, _MAX_LOOKUP, _MAX_BATCH = 5, 5, 64, 4096
+NGRAM, MTP, DRAFT_MODEL = "ngram", "mtp", "draft_model"
+METHODS = (NGRAM, MTP, DRAFT_MODEL)
+_ALIASES = {"qwen3_5_mtp": MTP, "qwen3_next_mtp": MTP}
+_DRAFTS, _LAYER_DRAFTS, _LOOKUP, _MAX_LOOKUP, _MAX_BATCH = 5, 3, 5, 64, 4096
 _OWN_KEYS = {
     NGRAM: ("prompt_lookup_max", "prompt_lookup_min"),
     DRAFT_MODEL: ("model", "draft_tensor_parallel_size"),
@@ -31,7 +32,7 @@ class SpeculativeConfig:
 
     Attributes:
         method: ``ngram``: the tokens after an earlier occurrence of the last tokens.
-            ``draft_model``: the tokens of a smaller model.
+            ``mtp``: the model's own draft layer. ``draft_model``: a smaller model.
         model: The draft model. None: no draft model.
         max_drafts: Maximum draft tokens per request and step.
         max_lookup, min_lookup: Longest and shortest match, in tokens.
@@ -69,7 +70,8 @@ def read_speculative_config(text: str) -> SpeculativeConfig:
     for key in values:
         if key not in _KEYS:
             raise ConfigError(f"unknown key {key[:80]!r}; {allowed(_KEYS, key)}")
-    method = values.get("method")
+    method: Any = values.get("method")
+    method = _ALIASES.get(method, method) if isinstance(method, str) else method
     if method not in METHODS:
         raise ConfigError(f"method {str(method)[:80]!r}; {allowed(METHODS, method)}")
     for other, keys in _OWN_KEYS.items():
@@ -83,7 +85,8 @@ def read_speculative_config(text: str) -> SpeculativeConfig:
     for key, value in _FIXED.items():
         if values.get(key, value) != value:
             raise ConfigError(f"{key} {str(values[key])[:80]!r}; allowed: {value}")
-    count = _integer(values, "num_speculative_tokens", 1, MAX_DRAFTS) or _DRAFTS
+    count = _integer(values, "num_speculative_tokens", 1, MAX_DRAFTS)
+    count = count or (_LAYER_DRAFTS if method == MTP else _DRAFTS)
     high = _integer(values, "prompt_lookup_max", 1, _MAX_LOOKUP)
     low = _integer(values, "prompt_lookup_min", 1, _MAX_LOOKUP)
     high, low = high or low or _LOOKUP, low or high or _LOOKUP

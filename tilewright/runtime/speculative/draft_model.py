@@ -140,6 +140,10 @@ class DraftModel:
             decode = decode if slots == decode else slots  # executables compare identity
             self._launch(Step(decode=decode), drafts)
 
+    def prepare(self) -> None:
+        """Do the one-time work for the first steps."""
+        self.executable.prepare()
+
     def close(self) -> None:
         """Close the executable."""
         self.executable.close()

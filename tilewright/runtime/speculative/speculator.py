@@ -10,13 +10,14 @@ from typing import Any
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.runtime.scheduling.step_cost_model import StepCost
-from tilewright.runtime.speculative.config import SpeculativeConfig
+from tilewright.runtime.speculative.config import MTP, NGRAM, SpeculativeConfig
 from tilewright.runtime.speculative.counts import (
     GRAMMAR,
     OPT_OUT,
     PENALTIES,
     SpeculationCounts,
 )
+from tilewright.runtime.speculative.draft_layer import DraftLayerClient
 from tilewright.runtime.speculative.draft_length import DraftLength
 from tilewright.runtime.speculative.draft_model import DraftModel
 from tilewright.runtime.speculative.ngram import NgramIndex
@@ -38,14 +39,17 @@ class Speculator:
         config: SpeculativeConfig | None,
         capabilities: Capabilities,
         cost: StepCost,
-        model: DraftModel | None = None,
+        model: DraftModel | DraftLayerClient | None = None,
     ) -> None:
-        """``model``: Draft model. None: drafts come from n-grams."""
+        """``model``: Draft model or draft layer. None: drafts come from n-grams."""
         self._model = model
         self._is_enabled = config is not None
         self._config = config or SpeculativeConfig()
         count = max((k for *_, k in self._config.schedule or ()), default=self._config.max_drafts)
-        self.max_drafts = min(count, capabilities.max_drafts) if config is not None else 0
+        limit = capabilities.max_drafts if config is not None else 0
+        if self._config.method == MTP:
+            limit = min(limit, capabilities.max_proposals)
+        self.max_drafts = min(count, limit)
         self._cost = cost
         self.is_warming_up = False
         self.seconds = 0.0
@@ -56,10 +60,10 @@ class Speculator:
         if not self._is_enabled:
             return None
         facts = {"method": self._config.method, "num_speculative_tokens": self.max_drafts}
-        if self._config.model is None:
+        if self._config.method == NGRAM:
             facts["prompt_lookup_max"] = self._config.max_lookup
             facts["prompt_lookup_min"] = self._config.min_lookup
-        else:
+        elif self._config.model is not None:
             facts["model"] = self._config.model
         return {**facts, "without_drafts": [PENALTIES, GRAMMAR, OPT_OUT]}
 

@@ -65,6 +65,7 @@ class NativeExecutable(HostExecutable):
         self._library = library
         self._lengths = [0] * options.max_batch
         self._is_hidden = False
+        self._carried: np.ndarray | None = None
         self._image_inputs: _ImageInputs | None = None
         self._cross_inputs: _CrossInputs | None = None
         self._times: times.Times | None = None
@@ -112,6 +113,9 @@ class NativeExecutable(HostExecutable):
         )
         slots = np.array(batch.slots, dtype=np.int32)
         found = np.empty((len(rows), width), np.float32)
+        if self.keeps_hidden and not self._is_hidden:
+            self.last_hidden = np.empty((len(tokens), self.capabilities.hidden_size), np.float32)
+        self._carried = batch.hidden
         self._image_inputs = _ImageInputs.of(batch)
         self._cross_inputs = _CrossInputs.of(batch)
         if len(tokens) <= MAX_TOKENS:
@@ -177,6 +181,10 @@ class NativeExecutable(HostExecutable):
             logits=None if self._is_hidden else found.ctypes.data,
             hidden=found.ctypes.data if self._is_hidden else None,
         )
+        if self.keeps_hidden and not self._is_hidden:
+            step.hidden = self.last_hidden[first:].ctypes.data
+        if self._carried is not None:
+            step.carried = self._carried[first:].ctypes.data
         if self._image_inputs is not None:
             self._image_inputs.complete(step, first)
         if self._cross_inputs is not None:

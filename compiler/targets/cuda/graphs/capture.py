@@ -33,7 +33,7 @@ from tilewright.compiler.targets.cuda.state.snapshot_positions import NO_MARKS, 
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.run import Steps
-from tilewright.compiler.targets.host.executable import SlotState
+from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram
 

@@ -15,7 +15,7 @@ from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import drawing_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.host.executable import SlotState
+from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.step import (
     AssignPages,
     Chosen,

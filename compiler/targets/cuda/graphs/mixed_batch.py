@@ -14,7 +14,7 @@ from tilewright.compiler.targets.cuda.state.ragged import join, num_tokens_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.steps.run import Steps
-from tilewright.compiler.targets.host.executable import SlotState
+from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.step import PrefillChunk, SamplerOutput, Slot, Step
 
 

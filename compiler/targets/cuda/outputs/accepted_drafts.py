@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tilewright.compiler.targets.host.executable import log_probs
+from tilewright.compiler.targets.host.choice import log_probs
 from tilewright.compiler.targets.interface.step import Chosen
 
 

@@ -31,7 +31,7 @@ from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
     drawing_of,
 )
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
-from tilewright.compiler.targets.host.executable import HostChoice, SlotState, log_probs
+from tilewright.compiler.targets.host.choice import HostChoice, SlotState, log_probs
 from tilewright.compiler.targets.interface.step import (
     Chosen,
     PrefillChunk,

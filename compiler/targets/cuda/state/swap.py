@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.host.executable import SlotState
+from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.step import DropSwapped, HostPlace, Slot, SwapIn, SwapOut
 
 

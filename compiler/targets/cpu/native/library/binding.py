@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cpu.native.library.build import library_path
 from tilewright.compiler.targets.cpu.native.library.recipe import ARM
 from tilewright.errors import CompileError
 
-VERSION = 11
+VERSION = 12
 _ERROR_BYTES = 512
 
 ISA_NAMES = (
@@ -32,7 +32,7 @@ ISA_NAMES = (
 OPS = (
     *("embed", "linear", "attend", "gather", "swiglu", "norm_heads", "norm", "elementwise"),
     *("sigmoid_gate", "route", "experts", "expert_sum", "convolve", "delta_rule"),
-    *("all_reduce", "gather_logits", "cross_attend", "add_gated"),
+    *("all_reduce", "gather_logits", "cross_attend", "add_gated", "read_hidden"),
 )
 KINDS = (
     *("fp32", "bf16", "fp16", "q80", "q40", "bfp8", "bfp4", "q41", "q50", "q51", "q4_k", "q5_k"),
@@ -193,6 +193,7 @@ class TwStep(Structure):
         ("cross_rows", c_void_p),
         ("num_images", c_int32),
         ("cross_width", c_int32),
+        ("carried", c_void_p),
     )
 
 

@@ -36,6 +36,7 @@ from tilewright.compiler.targets.program.instructions import (
     LinearOp,
     NormHeads,
     NormOp,
+    ReadHiddenOp,
     SigmoidGate,
     SwiGLUOp,
     TopKRouteOp,
@@ -125,6 +126,10 @@ def _widths(plan: KernelProgram) -> tuple[list[int], int]:
 
 def _embed(assembly: Assembly, each: EmbedOp) -> None:
     assembly.append("embed", each.out, weight=assembly.weight(each.table))
+
+
+def _read_hidden(assembly: Assembly, node: ReadHiddenOp) -> None:
+    assembly.append("read_hidden", node.out)
 
 
 def _linear(assembly: Assembly, each: LinearOp) -> None:
@@ -244,6 +249,7 @@ def _all_reduce_add(assembly: Assembly, each: AllReduceAdd) -> None:
 
 _MAKERS: dict[type[Instruction], Callable[[Assembly, Any], None]] = {
     EmbedOp: _embed,
+    ReadHiddenOp: _read_hidden,
     LinearOp: _linear,
     AttentionOp: _attend,
     CrossAttentionOp: _cross_attend,

@@ -70,6 +70,7 @@ void check_instruction(const TwProgram& program, int32_t index, Routed& routed) 
             checked.panels(each.weight, table.rows, each.out.width, false);
             break;
         }
+        case TW_READ_HIDDEN: break;
         case TW_LINEAR: check_linear(checked, each); break;
         case TW_ATTEND: check_attend(checked, each); break;
         case TW_NORM_HEADS: check_norm_heads(checked, each); break;
@@ -145,7 +146,7 @@ void check_program(const TwProgram& program) {
         bool logits = false;
         for (const TwPlace* place : {&each.out, &each.x, &each.y, &each.z, &each.gate}) logits = logits || place->buffer == program.logits;
         const bool of_all = each.op == TW_ATTEND || each.op == TW_EMBED || each.op == TW_CONVOLVE || each.op == TW_DELTA_RULE ||
-                            each.op == TW_CROSS_ATTEND || each.op == TW_ADD_GATED;
+                            each.op == TW_CROSS_ATTEND || each.op == TW_ADD_GATED || each.op == TW_READ_HIDDEN;
         require(gathered ? !of_all : !logits, "instruction " + std::to_string(i) + ": its order");
         require(each.op != TW_GATHER || !logits, "rows are gathered into logits");
     }

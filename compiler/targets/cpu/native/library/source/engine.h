@@ -101,7 +101,7 @@ struct Engine {
     Memory weights, unpacked;                // on large pages
     std::unique_ptr<Exchange> exchange;      // with the ranks
     std::vector<int32_t> logit_widths;       // per rank
-    bool needs_peers = false;
+    bool needs_peers = false, reads_hidden = false;
     int64_t cross_width = 0;                 // columns of an image's keys and values
     int64_t max_blocks = 0;                  // per collective
 
@@ -171,7 +171,7 @@ constexpr int kRegions = 4;  // maximum per instruction
 void give_back(Engine& engine, int32_t slot, int32_t end);
 
 void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& following);
-void run_hidden(Worker& worker, const TwInstruction& head);
+void write_hidden(Worker& worker, const TwInstruction& head, const TwPlace& from);
 void run_attend(Worker& worker, const TwInstruction& each, int32_t index);
 void make_angles(Worker& worker);
 void copy_weights(Engine& engine);

@@ -9,12 +9,13 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum { TW_VERSION = 11 };
+enum { TW_VERSION = 12 };
 
 enum TwOp : int32_t {
     TW_EMBED, TW_LINEAR, TW_ATTEND, TW_GATHER, TW_SWIGLU, TW_NORM_HEADS, TW_NORM, TW_ELEMENTWISE,
     TW_SIGMOID_GATE, TW_ROUTE, TW_EXPERTS, TW_EXPERT_SUM, TW_CONVOLVE, TW_DELTA_RULE,
-    TW_ALL_REDUCE, TW_GATHER_LOGITS, TW_CROSS_ATTEND, TW_ADD_GATED, TW_NUM_OPS
+    TW_ALL_REDUCE, TW_GATHER_LOGITS, TW_CROSS_ATTEND, TW_ADD_GATED, TW_READ_HIDDEN,
+    TW_NUM_OPS
 };
 
 // ROUNDED: round outputs to bfloat16, stored in float. NORM_ROUNDED: round a matmul's fused norm.
@@ -104,8 +105,8 @@ struct TwStep {
     const int32_t *tokens, *positions, *bounds, *slots, *rows;
     float* logits;                            // [num_rows, logits width]
     TwBest* best;                             // [num_rows], or null
-    float* hidden;                            // [num_rows, columns of the head]: its input, normed, instead
-                                              // of logits; or null
+    float* hidden;                            // [num_rows, columns of the head]: its input, normed; or null.
+                                              // With logits: [num_tokens, columns], of all tokens
     int32_t num_choosable;
     const int32_t* image_rows;                // [num_tokens], index in embeddings, or -1 for text
     const float* embeddings;                  // [image tokens, hidden size]
@@ -114,6 +115,7 @@ struct TwStep {
     const float* const* cross;                // per image: [cross_rows, cross_width], keys and values
     const int32_t* cross_rows;                // per image
     int32_t num_images, cross_width;
+    const float* carried;                     // [num_tokens, hidden size], for TW_READ_HIDDEN
 };
 
 // The ranks of a program: sockets by rank (its own entry is unused), timeout, socket polls before

@@ -90,11 +90,11 @@ void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& 
     });
 }
 
-// Write the normalized input rows of the output layer to the caller.
-void run_hidden(Worker& worker, const TwInstruction& head) {
-    const int64_t width = head.x.width;
+// Write rows to the caller, normalized as the input of the output layer.
+void write_hidden(Worker& worker, const TwInstruction& head, const TwPlace& from) {
+    const int64_t width = from.width;
     worker.share(worker.num_rows, [&](int64_t row) {
-        const float* x = worker.at(head.x, row);
+        const float* x = worker.at(from, row);
         float* out = worker.step.hidden + row * width;
         if (head.norm < 0) {
             std::memcpy(out, x, width * 4);

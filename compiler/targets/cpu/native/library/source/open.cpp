@@ -232,6 +232,7 @@ Engine* open_program(const TwProgram& program) {
     find_next_products(*engine);
     find_head(*engine);
     for (const TwInstruction& each : engine->instructions) {
+        engine->reads_hidden = engine->reads_hidden || each.op == TW_READ_HIDDEN;
         engine->needs_peers = engine->needs_peers || each.op == TW_ALL_REDUCE || each.op == TW_GATHER_LOGITS;
         if (each.op == TW_CROSS_ATTEND)
             engine->cross_width = std::max(engine->cross_width, each.window + 2 * (int64_t)each.num_key_heads * engine->tensors[each.norm].rows);

@@ -33,6 +33,14 @@ void run_embed(Worker& worker, const TwInstruction& each) {
     });
 }
 
+void read_hidden(Worker& worker, const TwInstruction& each) {
+    const int64_t width = each.out.width;
+    worker.share(worker.num_rows, [&](int64_t row) {
+        std::memcpy(worker.at(each.out, row), worker.step.carried + row * width, width * 4);
+        if (each.flags & TW_ROUNDED) worker.kernels().round_bf16(worker.at(each.out, row), width);
+    });
+}
+
 void norm_heads(Worker& worker, const TwInstruction& each, int64_t row) {
     const int64_t dim = worker.engine.tensors[each.norm].rows, num_parts = each.x.width / dim;
     const int64_t num_keys = (num_parts - each.num_heads) / 2;
@@ -92,15 +100,17 @@ void run_step(void* given, int thread) {
     make_angles(worker);
     for (size_t i = 0; i < engine.instructions.size(); i++) {
         const TwInstruction& each = engine.instructions[i];
+        if ((each.op == TW_CROSS_ATTEND || each.op == TW_ADD_GATED || each.flags & TW_CROSS) && !step.visible) continue;
+        if (step.hidden && step.logits && each.op == TW_GATHER) write_hidden(worker, engine.instructions[engine.head], each.x);
         if (each.op == TW_GATHER) worker.num_rows = step.num_rows;
         if (!worker.num_rows) break;
-        if ((each.op == TW_CROSS_ATTEND || each.op == TW_ADD_GATED || each.flags & TW_CROSS) && !step.visible) continue;
-        if (step.hidden && (int32_t)i == engine.head) {
-            run_hidden(worker, each);
+        if (step.hidden && !step.logits && (int32_t)i == engine.head) {
+            write_hidden(worker, each, each.x);
             break;
         }
         switch (each.op) {
             case TW_EMBED: run_embed(worker, each); break;
+            case TW_READ_HIDDEN: read_hidden(worker, each); break;
             case TW_LINEAR: run_linear(worker, each, engine.instructions[engine.next_products[i]]); break;
             case TW_ATTEND: run_attend(worker, each, (int32_t)i); break;
             case TW_ROUTE: run_route(worker, each); break;
@@ -140,6 +150,8 @@ bool fits(const Engine& engine, const TwStep& step) {
             if (step.positions[t] != step.positions[t - 1] + 1) return false;
     }
     if (engine.needs_peers && !engine.exchange) return false;
+    if (engine.reads_hidden && !step.carried) return false;
+    if (step.hidden && step.logits && (engine.head < 0 || engine.instructions[engine.head].norm < 0)) return false;
     if (step.visible && step.cross_width != engine.cross_width) return false;
     for (int32_t i = 0; step.visible && i < step.num_tokens; i++)
         if (step.visible[2 * i] < 0 || step.visible[2 * i] > step.visible[2 * i + 1] || step.visible[2 * i + 1] > step.num_images) return false;

@@ -1,0 +1,119 @@
+"""Tiny draft layers, and a plain torch version of a draft layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.tiny import FakeCheckpoint, precision_of
+from tilewright.compiler.driver import compile_draft_layer
+from tilewright.compiler.targets.host.executable import HostExecutable
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.models.architectures.table import architecture_of
+from tilewright.models.sources import stored_shapes
+
+SHARED = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def tiny_layer(model: SimpleNamespace, *, seed: int = 1, std: float = 0.3) -> SimpleNamespace:
+    """Return a random draft layer of a tiny model, as `load_draft_layer`."""
+    changes = {"num_layers": 1, "linear_layers": (False,), "dense_layers": ()}
+    config: Any = dataclasses.replace(model.config, **changes)
+    make = architecture_of(config.model_type).draft_layer
+    assert make is not None
+    with torch.device("meta"):
+        module: Any = make(config)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in stored_shapes(module).items():
+        values = torch.randn(shape, generator=generator) * std
+        tensors[name] = model.checkpoint.tensors[name] if name in SHARED else values
+    checkpoint = FakeCheckpoint(tensors)
+    return SimpleNamespace(name="layer", config=config, module=module, checkpoint=checkpoint)
+
+
+def attach(
+    executable: HostExecutable, model: SimpleNamespace, layer: SimpleNamespace, target: str
+) -> HostExecutable:
+    """Compile a layer and attach it. Return the layer's executable."""
+    limits = executable.capabilities
+    options = CompileOptions(
+        max_batch=limits.max_num_seqs,
+        max_context=limits.max_context,
+        compute="exact",
+        num_threads=1,
+    )
+    made = compile_draft_layer(model, layer, precision_of(), target=target, options=options)
+    assert isinstance(made, HostExecutable)
+    executable.attach(made)
+    return made
+
+
+def plain_drafts(
+    layer: SimpleNamespace, tokens: list[int], hidden: Tensor, count: int
+) -> tuple[list[int], Tensor]:
+    """Return drafts after ``tokens``, and the logits of the first draft.
+
+    ``hidden`` is the model's final hidden states ``[T, hidden]`` of all tokens except the last,
+    after the norm. Row t reads token t + 1 and state t.
+    """
+    tensors, config = layer.checkpoint.tensors, layer.config
+    drafts: list[int] = []
+    first = torch.empty(0)
+    for _ in range(count):
+        read, states = torch.tensor([*tokens, *drafts][1:]), hidden
+        embedding = tensors["model.embed_tokens.weight"][read]
+        both = [
+            _norm(embedding, tensors["mtp.pre_fc_norm_embedding.weight"], config.norm_eps),
+            _norm(states, tensors["mtp.pre_fc_norm_hidden.weight"], config.norm_eps),
+        ]
+        halves = tensors["mtp.fc_embedding.weight"], tensors["mtp.fc_hidden.weight"]
+        x = torch.cat(both, dim=-1) @ torch.cat(halves, dim=1).T
+        x = _block(x, tensors, config)
+        z = _norm(x, tensors["mtp.norm.weight"], config.norm_eps)
+        head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+        logits = z[-1] @ head.T
+        first = logits if not drafts else first
+        drafts.append(int(logits.argmax()))
+        hidden = torch.cat((hidden, z[-1:]))
+    return drafts, first
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (1 + weight)
+
+
+def _block(x: Tensor, tensors: dict[str, Tensor], config: Any) -> Tensor:
+    def get(name: str) -> Tensor:
+        return tensors[f"model.layers.0.{name}.weight"]
+
+    eps, count, dim = config.norm_eps, config.num_heads, config.head_dim
+    normed, length = _norm(x, get("input_layernorm"), eps), len(x)
+    query, gate = (normed @ get("self_attn.q_proj").T).view(length, count, 2, dim).unbind(2)
+    keys = (normed @ get("self_attn.k_proj").T).view(length, -1, dim)
+    values = (normed @ get("self_attn.v_proj").T).view(length, -1, dim)
+    query = _rotate(_norm(query, get("self_attn.q_norm"), eps), config)
+    keys = _rotate(_norm(keys, get("self_attn.k_norm"), eps), config)
+    keys, values = (part.repeat_interleave(count // part.shape[1], 1) for part in (keys, values))
+    scores = torch.einsum("thd,shd->hts", query, keys) * dim**-0.5
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    attended = torch.einsum("hts,shd->thd", scores.softmax(-1), values) * gate.sigmoid()
+    x = x + attended.flatten(1) @ get("self_attn.o_proj").T
+    normed = _norm(x, get("post_attention_layernorm"), eps)
+    up = normed @ get("mlp.up_proj").T
+    inner = torch.nn.functional.silu(normed @ get("mlp.gate_proj").T) * up
+    return x + inner @ get("mlp.down_proj").T
+
+
+def _rotate(x: Tensor, config: Any) -> Tensor:
+    """Rotate the first channels of heads ``[T, heads, dim]``. Row t has position t."""
+    pairs = config.rope.num_pairs(config.head_dim)
+    powers = torch.arange(pairs) / pairs
+    angles = torch.arange(len(x))[:, None] * config.rope.theta**-powers
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -1,0 +1,103 @@
+"""Draft layers in Hugging Face folders: names, halves of a tensor, experts, and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.draft_layers import SHARED, tiny_layer
+from tests.models.test_experts_folder import saved
+from tests.models.test_experts_gguf import make
+from tilewright.errors import CheckpointError
+from tilewright.models import load_draft_layer, load_model
+from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
+from tilewright.models.checkpoints.huggingface.draft_layer import DraftLayerCheckpoint
+
+KINDS = ["qwen3_5", "qwen3_5_moe"]
+
+
+def with_layer(
+    kind: str,
+    folder: Path,
+    change: Callable[[dict[str, Tensor]], None] = lambda tensors: None,
+    **keys: object,
+) -> dict[str, Tensor]:
+    """Save a tiny model with a draft layer. Return the layer's tensors under the model's names."""
+    model = make(kind)
+    layer = tiny_layer(model)
+    own = {name: each for name, each in layer.checkpoint.tensors.items() if name not in SHARED}
+    stored = {name.replace("model.layers.0.", "mtp.layers.0."): each for name, each in own.items()}
+    halves = [stored.pop(f"mtp.fc_{part}.weight") for part in ("embedding", "hidden")]
+    stored["mtp.fc.weight"] = torch.cat(halves, dim=1)
+    change(stored)
+    saved(model, folder)
+    tensors = {**load_file(folder / "model.safetensors"), **stored}
+    save_file(
+        {name: each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"mtp_num_hidden_layers": 1, **keys}
+    (folder / "config.json").write_text(json.dumps(config))
+    found: dict[str, Tensor] = layer.checkpoint.tensors
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_layer_of_a_folder_has_its_tensors(kind: str, tmp_path: Path) -> None:
+    expected = with_layer(kind, tmp_path)
+    found = DraftLayerCheckpoint(tmp_path)
+    assert set(found.names) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found.get(name), tensor), name
+    half = "mtp.fc_hidden.weight"
+    part = found.get(half, slice(1, 5), slice(2, 9))
+    assert torch.equal(part, expected[half][1:5, 2:9]) and found.stored_type(half) == "F32"
+    assert not [name for name in SafetensorsCheckpoint(tmp_path).names if "mtp" in name]
+
+
+def drop(tensors: dict[str, Tensor]) -> None:
+    del tensors["mtp.fc.weight"]
+
+
+def add(tensors: dict[str, Tensor]) -> None:
+    tensors["mtp.layers.1.mlp.gate_proj.weight"] = torch.ones(2, 2)
+
+
+def narrow(tensors: dict[str, Tensor]) -> None:
+    tensors["mtp.fc.weight"] = tensors["mtp.fc.weight"][:, 2:]
+
+
+@pytest.mark.parametrize(
+    ("change", "keys", "words"),
+    [
+        (drop, {}, "mtp_num_hidden_layers = 1, and no tensor mtp.fc.weight; allowed: a file with"),
+        (add, {}, "a second draft layer; allowed: a single layer"),
+        (narrow, {}, "mtp.fc_embedding.weight has shape"),
+        (None, {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers = 2 is not read; allowed: 0"),
+        (None, {"mtp_use_dedicated_embeddings": True}, "dedicated_embeddings = true is not read"),
+    ],
+)
+def test_a_wrong_draft_layer_is_an_error_of_a_line(
+    change: Callable[[dict[str, Tensor]], None] | None,
+    keys: dict[str, object],
+    words: str,
+    tmp_path: Path,
+) -> None:
+    with_layer("qwen3_5", tmp_path, change or (lambda tensors: None), **keys)
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    model = SimpleNamespace(checkpoint=checkpoint, config=checkpoint.config)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load_draft_layer(model)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_draft_layers_refuses_the_method() -> None:
+    with pytest.raises(CheckpointError, match=r'allowed: a folder of Qwen3.5 or 3.6, or .*"mtp"'):
+        load_draft_layer(load_model())
