@@ -33,7 +33,7 @@ from tilewright.compiler.targets.interface.base import (
 from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.pipeline import RANK, with_ranks
 from tilewright.compiler.targets.table import get_target
-from tilewright.compiler.targets.tile_encoder import TileEncoderSettings
+from tilewright.compiler.targets.tile_encoder import CROSS_CACHE_BYTES, TileEncoderSettings
 from tilewright.compiler.tracer import grouped_modules, trace
 from tilewright.distributed.parallel import ALONE, Parallel
 
@@ -88,7 +88,7 @@ def compile_model(
     graph_module, ctx = lower_model(
         text, resolved, backend.stages(), report, block_axis=backend.block_axis, **how
     )
-    encoder = compile_encoder(model, resolved, backend, parallel)
+    encoder = compile_encoder(model, resolved, backend, parallel, is_fast=options.compute == "fast")
     if encoder is not None:
         options = replace(options, tower_bytes=tower_bytes(model))
     backend.check_room(graph_module, options)
@@ -212,15 +212,30 @@ def takes_images(model: CompilableModel, backend: Target, parallel: Parallel) ->
     return vision.text_module is None or backend.has_cross_layers
 
 
+_MAX_CACHED_IMAGES = 32
+"""Images for which memory is reserved, unless their maximum bytes are less."""
+
+
 def tower_bytes(model: CompilableModel) -> int:
-    """Return the device memory for a tower in fp32 and the values of its largest image."""
+    """Return the device memory for a tower in fp32, the values of its largest image, and keys and
+    values for cross-attention.
+    """
     vision: Any = model.vision  # type: ignore[attr-defined]
     config, processor = vision.config, vision.processor
-    rows = 0
+    num_values = sum(tensor.numel() for tensor in vision.module.parameters())
     if vision.text_module is None:
         rows = processor.max_pixels // processor.patch_size**2
-    num_values = sum(tensor.numel() for tensor in vision.module.parameters())
-    return 4 * (num_values + 3 * rows * config.intermediate_size)
+        return 4 * (num_values + 3 * rows * config.intermediate_size)
+    keys, width = config.max_tiles * config.num_padded_rows, cross_width(model)
+    values = keys * (3 * config.intermediate_size + config.feature_size + 2 * width)
+    cached = min(CROSS_CACHE_BYTES, 4 * _MAX_CACHED_IMAGES * keys * width)
+    return 4 * (num_values + values) + cached
+
+
+def cross_width(model: CompilableModel) -> int:
+    """Return the columns of cross-attention keys and values, over all layers."""
+    text: Any = model.config
+    return int(2 * text.num_kv_heads * text.head_dim * len(text.cross_layers))
 
 
 def lower_tower(
@@ -241,12 +256,11 @@ def lower_tower(
 def encoder_settings(model: CompilableModel, precision: ResolvedPrecision) -> AnySettings:
     """Return the settings of the model's vision tower. It must have one."""
     vision: Any = model.vision  # type: ignore[attr-defined]
-    config, text = vision.config, model.config
+    config = vision.config
     if vision.text_module is not None:
-        width = 2 * text.num_kv_heads * text.head_dim * len(text.cross_layers)
         cache_format = precision.format("cross_kv_cache")
         return TileEncoderSettings(
-            processor=vision.processor, cross_width=width, cache_format=cache_format
+            processor=vision.processor, cross_width=cross_width(model), cache_format=cache_format
         )
     return EncoderSettings(
         processor=vision.processor,
@@ -258,10 +272,16 @@ def encoder_settings(model: CompilableModel, precision: ResolvedPrecision) -> An
 
 
 def compile_encoder(
-    model: CompilableModel, precision: ResolvedPrecision, backend: Target, parallel: Parallel
+    model: CompilableModel,
+    precision: ResolvedPrecision,
+    backend: Target,
+    parallel: Parallel,
+    *,
+    is_fast: bool,
 ) -> AnyEncoder | None:
     """Return the model's image encoder. Its weights are read with the first image.
 
+    ``is_fast``: A GPU may use bfloat16.
     None: the model has no tower, the target takes no images, or there are several ranks.
     """
     from tilewright.compiler.targets.reference_tower import compile_tower
@@ -271,7 +291,8 @@ def compile_encoder(
     lowered = lower_tower(model, precision)
     assert lowered is not None
     device = backend.tower_device()
-    return encoder_of(encoder_settings(model, precision), lambda: compile_tower(*lowered, device))
+    settings = encoder_settings(model, precision)
+    return encoder_of(settings, lambda: compile_tower(*lowered, device, is_fast=is_fast))
 
 
 _MAX_TRACED = 32

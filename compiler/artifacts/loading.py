@@ -77,7 +77,9 @@ def load_part(
     executable = target.load(program, options, progress)
     in_use = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # `tilewright models` keeps the program
     weakref.finalize(executable, os.close, in_use)
-    executable.encoder = load_encoder(folder, target.tower_device())
+    executable.encoder = load_encoder(
+        folder, target.tower_device(), is_fast=manifest.compute == "fast"
+    )
     return Compiled(
         executable=executable,
         target=manifest.target,
@@ -98,7 +100,7 @@ def _encoder_file(folder: Path) -> EncoderFile | None:
         raise CheckpointError(f"{path}: damaged ({one_line(error)})") from None
 
 
-def load_encoder(folder: Path, device: str = "cpu") -> AnyEncoder | None:
+def load_encoder(folder: Path, device: str = "cpu", *, is_fast: bool = False) -> AnyEncoder | None:
     """Return a program's image encoder. None: it has no tower. The first image reads the tower.
 
     Raises:
@@ -114,6 +116,7 @@ def load_encoder(folder: Path, device: str = "cpu") -> AnyEncoder | None:
         from tilewright.compiler.ir.serialise import read_graph
         from tilewright.compiler.targets.reference_tower import load_tower
 
-        return load_tower(read_graph(data, graph_path, is_fixed=True), folder / VISION, device)
+        graph = read_graph(data, graph_path, is_fixed=True)
+        return load_tower(graph, folder / VISION, device, is_fast=is_fast)
 
     return encoder_of(file.settings, load)

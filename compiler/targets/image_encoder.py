@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from tilewright.compiler.targets.tile_encoder import TileEncoder, TileEncoderSettings
+from tilewright.compiler.targets.tile_encoder import TileEncoder, TileEncoderSettings, Tower
 from tilewright.images.patches import coordinates, corners, normalized, patches_of
 from tilewright.images.processor import ImageProcessor
 
-Tower = Callable[..., np.ndarray]
-"""Called with patches, corners, weights and positions; returns embeddings, float32."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -41,8 +41,8 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class ImageEncoder:
     """A tower with its settings. ``load`` returns the tower."""
 
-    cross_width = 0
-    """Columns of image rows. 0: embeddings."""
+    cross_width = tile_keys = 0
+    """Values per key, and keys per tile. 0: embeddings."""
 
     def __init__(self, settings: EncoderSettings, load: Callable[[], Tower]) -> None:
         self.settings = settings
@@ -55,6 +55,11 @@ class ImageEncoder:
 
     def encode(self, height: int, width: int, pixels: bytes) -> np.ndarray:
         """Return a resized image's embeddings, float32 ``[tokens, hidden]``."""
+        values: np.ndarray = self.encode_tensor(height, width, pixels).cpu().numpy()
+        return values
+
+    def encode_tensor(self, height: int, width: int, pixels: bytes) -> Tensor:
+        """Return the result of :meth:`encode` on the tower's device."""
         return self._tower(*self.inputs(height, width, pixels))
 
     def inputs(self, height: int, width: int, pixels: bytes) -> tuple[Any, ...]:

@@ -32,33 +32,45 @@ _STORED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ReferenceTower:
-    """A tower's graph with its values."""
+    """A tower's graph with its values. ``is_fast``: Use bfloat16 in matmuls and attention."""
 
     def __init__(
         self,
         graph_module: GraphModule,
         get_values: Callable[[WeightRecipe], Tensor],
         device: str = "cpu",
+        *,
+        is_fast: bool = False,
     ) -> None:
         self._run, self._device = graph_module, torch.device(device)
+        self._is_fast = is_fast and self._device.type == "cuda"
         inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         recipes = [info(node).recipe for node in inputs if info(node).role != INPUT]
         values = (get_values(recipe) for recipe in recipes if recipe is not None)
         self._values = [value.to(self._device) for value in values]
 
     @torch.no_grad()
-    def __call__(self, *inputs: np.ndarray) -> np.ndarray:
-        """Return the embeddings for patches, corners, weights and positions."""
+    def __call__(self, *inputs: np.ndarray) -> Tensor:
+        """Return the tower's result, float32, on its device."""
         tensors = [torch.from_numpy(values).to(self._device) for values in inputs]
-        result: Tensor = self._run(*tensors, *self._values)
-        return result.cpu().numpy()
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._is_fast):
+            result: Tensor = self._run(*tensors, *self._values)
+        return result.float()
 
 
 def compile_tower(
-    graph_module: GraphModule, get_weight: Callable[[str], Tensor], device: str = "cpu"
+    graph_module: GraphModule,
+    get_weight: Callable[[str], Tensor],
+    device: str = "cpu",
+    *,
+    is_fast: bool = False,
 ) -> ReferenceTower:
     """Return a tower from its weights."""
-    return ReferenceTower(graph_module, lambda recipe: load_values(recipe, get_weight), device)
+
+    def get_values(recipe: WeightRecipe) -> Tensor:
+        return load_values(recipe, get_weight)
+
+    return ReferenceTower(graph_module, get_values, device, is_fast=is_fast)
 
 
 def build_tower(
@@ -76,7 +88,9 @@ def build_tower(
     save_tensors(values, folder / _WEIGHTS)
 
 
-def load_tower(graph_module: GraphModule, folder: Path, device: str = "cpu") -> ReferenceTower:
+def load_tower(
+    graph_module: GraphModule, folder: Path, device: str = "cpu", *, is_fast: bool = False
+) -> ReferenceTower:
     """Return a tower of `build_tower`.
 
     Raises:
@@ -91,7 +105,7 @@ def load_tower(graph_module: GraphModule, folder: Path, device: str = "cpu") -> 
         }
     except (OSError, SafetensorError, KeyError) as error:
         raise CheckpointError(f"{path}: not the weights of this tower: {error}") from None
-    return ReferenceTower(graph_module, stored.__getitem__, device)
+    return ReferenceTower(graph_module, stored.__getitem__, device, is_fast=is_fast)
 
 
 def _recipes(graph_module: GraphModule) -> list[WeightRecipe]:

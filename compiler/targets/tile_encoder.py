@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -15,8 +16,14 @@ import numpy.typing as npt
 from tilewright.compiler.formats import get_format
 from tilewright.images.tiles import TileSettings, tiles_of
 
-Tower = Callable[..., np.ndarray]
-"""Called with patches, aspect and padding rows. Returns rows for all tiles, float32."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tower = Callable[..., "Tensor"]
+"""Called with a tower's inputs as arrays. Returns float32 values on the tower's device."""
+
+CROSS_CACHE_BYTES = 4 << 30
+"""Maximum bytes for keys and values of images."""
 
 _ROW_MULTIPLE = 8
 """Multiple for the padded row count per tile."""
@@ -38,7 +45,7 @@ class TileEncoderSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     Attributes:
         processor: Image processor.
-        cache_format: Number format of keys and values. They are stored in fp32.
+        cache_format: Number format of keys and values, before they are stored.
         cross_width: Columns of image rows: keys and values for all cross-attention layers.
     """
 
@@ -53,6 +60,7 @@ class TileEncoder:
     def __init__(self, settings: TileEncoderSettings, load: Callable[[], Tower]) -> None:
         self.settings = settings
         self.cross_width = settings.cross_width
+        self.tile_keys = settings.processor.rows_per_tile
         self._load = load
 
     @functools.cached_property
@@ -64,6 +72,11 @@ class TileEncoder:
 
         ``pixels`` are the canvas as RGB bytes, with black padding.
         """
+        values: npt.NDArray[np.float32] = self.encode_tensor(height, width, pixels).cpu().numpy()
+        return values
+
+    def encode_tensor(self, height: int, width: int, pixels: bytes) -> Tensor:
+        """Return the result of :meth:`encode` on the tower's device."""
         canvas = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
         tiled = tiles_of(canvas, self.settings.processor)
         patches = patches_of(tiled.pixels, self.settings.processor.patch_size)
@@ -72,13 +85,10 @@ class TileEncoder:
         result = self._tower(patches, np.array([tiled.aspect_id]), is_padding)
         return self._rounded(result[: tiled.num_tiles * rows])
 
-    def _rounded(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def _rounded(self, values: Tensor) -> Tensor:
         if self.settings.cache_format == "fp32":
             return values
-        import torch
-
-        rounded = get_format(self.settings.cache_format).round_trip(torch.from_numpy(values))
-        return rounded.float().numpy()
+        return get_format(self.settings.cache_format).round_trip(values).float()
 
     def by_pair(self, positions: np.ndarray) -> np.ndarray:
         """Images of this tower do not change rotary positions."""

@@ -100,7 +100,7 @@ class EngineLoop:
             policy=policy,
             cost=self.cost,
             state_bytes=executable.state_bytes,
-            cross_width=0 if executable.encoder is None else executable.encoder.cross_width,
+            cross_key_bytes=executable.cross_key_bytes,
             draft_model=self._draft_model,
         )
         self.num_dropped = 0

@@ -24,9 +24,11 @@ from tilewright.compiler.targets.cuda.memory_budget import (
     decode_rows,
     num_marks,
 )
+from tilewright.compiler.targets.cuda.numerics import EXACT_IN_BF16
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now, needs_host
 from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingBatch, drawing_of
+from tilewright.compiler.targets.cuda.state.encoded_images import EncodedImages
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.ragged import can_join, one, split
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send
@@ -46,7 +48,6 @@ from tilewright.compiler.targets.interface.step import (
     DropImage,
     DropSwapped,
     EncodeImage,
-    ImageId,
     LoadState,
     OpenSlot,
     PrefillChunk,
@@ -61,6 +62,7 @@ from tilewright.compiler.targets.interface.step import (
 )
 from tilewright.compiler.targets.interface.token_masks import Allowed
 from tilewright.compiler.targets.program.instructions import KernelProgram
+from tilewright.compiler.targets.tile_encoder import TileEncoderSettings
 from tilewright.distributed.peers import SetupCollectives
 
 _NUM_ENDS = 16
@@ -119,7 +121,7 @@ class CudaExecutable(Executable):
         self._device_slots = SlotTable(options.max_batch, _NUM_ENDS, device)
         self._buckets = self._make_buckets(plan, rows, options)
         self._slot_states: dict[Slot, SlotState] = {}
-        self._images: dict[ImageId, Tensor] = {}
+        self._images, self._is_exact = EncodedImages(device), exact
         self._away = Away(self._slot_states, self._state, self._device_slots)
         self._captured_slots: CapturedSlots | None = None
         self._answers = Answers(
@@ -184,11 +186,11 @@ class CudaExecutable(Executable):
         plain, verified = self._drafts.divide(step, max_rows)
         decodes = () if decoding else self._buckets.cut(plain)
         batches, alone = split(
-            [chunk for chunk in step.prompts if not self._has_offsets(chunk)],
+            [chunk for chunk in step.prompts if not self._runs_alone(chunk)],
             limits.max_prompts if shares else 1,
             marks=limits.marks, most_rows=limits.most_shared, beside=bool(decoding),
         )  # fmt: skip
-        alone += [chunk for chunk in step.prompts if self._has_offsets(chunk)]
+        alone += [chunk for chunk in step.prompts if self._runs_alone(chunk)]
         self._answers.begin(len(decodes) + len(verified) + len(batches) + len(alone))
         parts = [self._drafts.run(slots, step) for slots in verified]
         parts += [self._decode(slots, step) for slots in decodes]
@@ -205,10 +207,11 @@ class CudaExecutable(Executable):
         limits = self.capabilities
         if step.drafts or not (limits.passes and step.decode):
             return False
-        if any(self._slot_states[slot].rotary_delta for slot in step.decode):
+        states = [self._slot_states[slot] for slot in step.decode]
+        if any(state.rotary_delta or state.images for state in states):
             return False
         most_rows = limits.most_shared
-        prompts = [chunk for chunk in step.prompts if not self._has_offsets(chunk)]
+        prompts = [chunk for chunk in step.prompts if not self._runs_alone(chunk)]
         joined = [chunk for chunk in prompts if can_join(chunk, limits.marks, most_rows)]
         if not joined:
             return False
@@ -270,13 +273,17 @@ class CudaExecutable(Executable):
         """Copy state within the device, to the host or back. Encode or drop an image."""
         if isinstance(edit, EncodeImage):
             assert self.encoder is not None, "there is no tower"
-            rows = self.encoder.encode(edit.height, edit.width, edit.pixels)
-            self._images[edit.image] = torch.from_numpy(rows).to(self.device)
+            values = self.encoder.encode_tensor(edit.height, edit.width, edit.pixels)
+            values = values.to(self.device)
+            if self.image_value_bytes == 2:
+                values = values.bfloat16()
+            self._images.add(edit.image, values, self.encoder.tile_keys)
         elif isinstance(edit, DropImage):
-            del self._images[edit.image]
+            self._images.drop(edit.image)
         elif isinstance(edit, CopyState):
             self._state.copy(edit.source, edit.target, edit.num_positions)
             self._slot_states[edit.target].length = edit.num_positions
+            self._slot_states[edit.target].images = self._slot_states[edit.source].images
         elif isinstance(edit, SaveState):
             self._state.save(edit.slot, edit.snapshot, self._slot_states[edit.slot].length)
         elif isinstance(edit, LoadState):
@@ -333,6 +340,7 @@ class CudaExecutable(Executable):
         lengths = np.array([self._slot_states[slot].length for slot in slots], dtype=np.int64)
         offsets = np.array([self._slot_states[slot].rotary_delta for slot in slots])
         at = bucket.admit(self._device_slots, slots, lengths, offsets)
+        bucket.show(self._images, [self._slot_states[slot].images for slot in slots])
         chosen = [self._slot_states[slot].sampling for slot in slots]
         is_late = any(map(needs_host, chosen))
         return CapturedSlots(slots, bucket, at, drawing_of(chosen), is_late, lengths)
@@ -356,6 +364,7 @@ class CudaExecutable(Executable):
         pooled: list[Tensor] = []
         for section in sections:
             slot_state.length, slot_state.token = section.end, None
+            slot_state.images = section.visible[-1].images if section.visible else ()
             if chunk.pools:
                 rows, _ = one(section, self.device, self._state.marks((section,)))
                 rows = self._with_images(rows, section)
@@ -375,7 +384,7 @@ class CudaExecutable(Executable):
         is_late = self._answers.is_late((chunk.slot, *chunk.also), step)
         drawing = None if is_late else drawing_of(chosen)
         marks = self._state.marks((chunk,))
-        is_captured = not (chunk.echoes or self._has_offsets(chunk))
+        is_captured = not (chunk.echoes or self._runs_alone(chunk))
         if len(chunk.tokens) <= self._buckets.tokens[-1] and is_captured:
             bucket = self._buckets.prompt(len(chunk.tokens))
             choice = bucket.choice
@@ -393,13 +402,19 @@ class CudaExecutable(Executable):
             choice = choose_now(self._device_slots, *of, chosen if not is_late else (), self._group)
         return self._end_prompt(chunk, step, logits, choice, is_late)
 
+    def _runs_alone(self, chunk: PrefillChunk) -> bool:
+        """Return whether a chunk needs a forward of its own, without a graph."""
+        return bool(chunk.visible) or self._has_offsets(chunk)
+
     def _has_offsets(self, chunk: PrefillChunk) -> bool:
         """Return whether a chunk has images, or rotary positions that differ from its positions."""
         delta = self._slot_states[chunk.slot].rotary_delta
         return bool(chunk.images or chunk.rotary or delta)
 
     def _with_images(self, rows: TokenBatch, chunk: PrefillChunk) -> TokenBatch:
-        """Add a chunk's image embeddings and rotary offsets to its rows."""
+        """Add a chunk's image embeddings, rotary offsets and visible tiles to its rows."""
+        if chunk.visible:
+            rows = replace(rows, tiles=self._images.of_chunk(chunk))
         if not self._has_offsets(chunk):
             return rows
         count = len(chunk.tokens)
@@ -429,6 +444,7 @@ class CudaExecutable(Executable):
         for slot in slots[1:]:
             self._state.copy(chunk.slot, slot, chunk.end)
             self._slot_states[slot].length = chunk.end
+            self._slot_states[slot].images = self._slot_states[chunk.slot].images
         if is_late:
             return self._answers.late(slots, logits, step, chunk if chunk.echoes else None)
         if len(slots) > 1:
@@ -468,7 +484,16 @@ class CudaExecutable(Executable):
 
     def memory(self) -> MemoryUse:
         copies = self._steps.copies.num_bytes
-        return MemoryUse(self._weights.num_bytes + copies, self._state.num_used_bytes(), copies)
+        state = self._state.num_used_bytes() + self._images.num_bytes
+        return MemoryUse(self._weights.num_bytes + copies, state, copies)
+
+    @property
+    def image_value_bytes(self) -> int:
+        """Return the bytes of an image value: 2 if bfloat16 represents all keys and values."""
+        settings = None if self.encoder is None else self.encoder.settings
+        if self._is_exact or not isinstance(settings, TileEncoderSettings):
+            return 4
+        return 2 if settings.cache_format in EXACT_IN_BF16 else 4
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         return self._state.num_bytes(num_positions, num_sequences)

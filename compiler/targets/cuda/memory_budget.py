@@ -25,6 +25,7 @@ from tilewright.compiler.targets.interface.base import Capabilities, CompileOpti
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.program.instructions import (
     OPERAND,
+    CrossAttentionOp,
     DeltaRuleOp,
     KernelProgram,
 )
@@ -201,7 +202,12 @@ def decode_rows(options: CompileOptions) -> tuple[int, ...]:
 
 
 def max_drafts(program: KernelProgram, options: CompileOptions) -> int:
-    """Return the maximum drafts per slot. A delta rule needs its convolution in the kernel."""
+    """Return the maximum drafts per slot. A delta rule needs its convolution in the kernel.
+
+    With cross-attention layers, drafts are not supported.
+    """
+    if any(isinstance(op, CrossAttentionOp) for op in program.instructions):
+        return 0
     if not program.sequence_states:
         return options.max_drafts
     rules = [op for op in program.instructions if isinstance(op, DeltaRuleOp)]

@@ -29,8 +29,8 @@ from tilewright.errors import CompileError, allowed
 BLOCK_KINDS = tuple(TILE_BYTES)
 """Block formats that kernels read directly."""
 
-_EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
-_FORMATS = (*_EXACT_IN_BF16, *CODED_TILES)
+EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
+_FORMATS = (*EXACT_IN_BF16, *CODED_TILES)
 CACHE_KINDS = ("bf16", "bfp8")
 TABLES = ("embedding",)
 _LOFI = (
@@ -48,11 +48,11 @@ def storage_format(recipe: WeightRecipe, group: str | None) -> str:
     assert recipe.format is not None
     if is_coded(recipe):
         return recipe.format
-    if recipe.format not in _EXACT_IN_BF16:
+    if recipe.format not in EXACT_IN_BF16:
         raise CompileError(
             f"{group or 'weight'} {recipe.names[0]}: format {recipe.format}{_where(recipe)} on "
             "target cuda, which has no kernel for it; "
-            f"{allowed(_EXACT_IN_BF16 if _where(recipe) else _FORMATS)}"
+            f"{allowed(EXACT_IN_BF16 if _where(recipe) else _FORMATS)}"
         )
     in_blocks = recipe.format in BLOCK_KINDS and recipe.block_axis == "in"
     return recipe.format if in_blocks and group not in TABLES else "bf16"
@@ -133,7 +133,7 @@ def meanings(*, exact: bool, fp8: bool = False, bfp8_pages: bool = False) -> Mea
     def weight(name: str, axis: str) -> Meaning:
         if name in CODED_TILES and axis == "in":
             return Meaning(HONOURED, name)
-        if name not in _EXACT_IN_BF16:
+        if name not in EXACT_IN_BF16:
             return Meaning(NOT_HONOURED, "refused")
         if (name in BLOCK_KINDS and axis == "in") or name == "bf16":
             return Meaning(HONOURED, name)

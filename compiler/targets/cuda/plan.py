@@ -21,6 +21,7 @@ NEEDS = Needs(
     row_multiple=TILE_ROWS,
     has_soft_caps=False,
     max_delta_dim=128,  # channels of a key and of a value that the rule's kernels keep in registers
+    has_cross_layers=True,
 )
 """What its kernels ask of a plan."""
 
@@ -46,8 +47,9 @@ def has_mixers(plan: KernelProgram) -> bool:
 
 
 def num_multiplied(plan: KernelProgram) -> int:
-    """Weights that a token of a prompt is multiplied with: those of all products but the head."""
-    return sum(math.prod(each.weight.shape) for each in plan.products[:-1])
+    """Weights that a token of text is multiplied with: those of all products but the head."""
+    own = (linear for linear in plan.products[:-1] if not linear.is_cross)
+    return sum(math.prod(linear.weight.shape) for linear in own)
 
 
 def far_of(plan: KernelProgram) -> int:

@@ -66,6 +66,7 @@ class CudaTarget(Target):
     name = "cuda"
     emits = ("program", "engine")
     has_images = True
+    has_cross_layers = True
 
     def tower_device(self) -> str:
         """Return the current GPU. With Triton's interpreter, return the CPU."""

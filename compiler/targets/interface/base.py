@@ -117,6 +117,17 @@ class Executable(ABC):
         """Return the number of leading logits that can be sampled."""
         return min(self.vocab_size, self.num_tokens or self.vocab_size)
 
+    @property
+    def image_value_bytes(self) -> int:
+        """Return the bytes of an image value."""
+        return 4
+
+    @property
+    def cross_key_bytes(self) -> int:
+        """Return the bytes of a key and value, over all cross layers. 0: embeddings."""
+        width = 0 if self.encoder is None else self.encoder.cross_width
+        return self.image_value_bytes * width
+
     @abstractmethod
     def step(self, step: Step) -> StepOutput:
         """Run a step, or queue it if ``runs_ahead``.

@@ -63,6 +63,11 @@ class LinearOp:
     group: str = ""
     compute: Compute | None = None
 
+    @property
+    def is_cross(self) -> bool:
+        """Return whether the matmul belongs to a cross-attention layer."""
+        return ".cross_layers." in self.fqn
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionOp:

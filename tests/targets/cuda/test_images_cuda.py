@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.images import test_mllama_chats as mllama
 from tests.images.test_vision_models import CHATS, chat_of, expected, picture
+from tests.images.tiny_mllama import save_mllama, tiny_mllama
 from tests.images.tiny_vl import save_vl, tiny_vl
 from tilewright import LLM
 from tilewright.compiler.targets.cuda.kernels.attention.rotate_offsets import rotate_offsets
@@ -21,6 +23,7 @@ from tilewright.compiler.targets.interface.step import (
     Slot,
     VisibleImages,
 )
+from tilewright.runtime.memory import image_cache
 from tilewright.runtime.scheduling.request_state import RequestState
 
 COUNT = 3
@@ -60,12 +63,10 @@ def test_a_batch_of_text_and_images_gives_the_tokens_of_transformers(model: Any,
         assert list(answer.tokens) == expected(model, llm, parts, COUNT)
 
 
-@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
-def test_a_preempted_chat_continues_with_its_image(
-    host_bytes: int, model: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The state is swapped out, or computed again. The previous step is unread at preemption."""
-    parts = (picture(24, 40, 9), "so?")
+def preempted(
+    llm: LLM, parts: tuple[Any, ...], host_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> list[int]:
+    """Return a preempted chat's output. The previous step is unread at preemption."""
     scheduler, executable = llm._loop.scheduler, llm._loop.executable
     ahead = dataclasses.replace(executable.capabilities, runs_ahead=True)
     monkeypatch.setattr(executable, "capabilities", ahead)
@@ -84,7 +85,17 @@ def test_a_preempted_chat_continues_with_its_image(
         while request.finish_reason is None:
             llm._loop.step()
     assert request.num_preemptions == 1
-    assert request.output == expected(model, llm, parts, COUNT + 1)
+    return request.output
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_a_preempted_chat_continues_with_its_image(
+    host_bytes: int, model: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is swapped out, or computed again."""
+    parts = (picture(24, 40, 9), "so?")
+    output = preempted(llm, parts, host_bytes, monkeypatch)
+    assert output == expected(model, llm, parts, COUNT + 1)
 
 
 def test_a_prefix_with_another_image_is_not_shared(model: Any, llm: LLM) -> None:
@@ -113,7 +124,7 @@ def test_decode_steps_agree_with_prefill_in_fast_arithmetic(folder: Path) -> Non
 def scored(
     llm: LLM, prompt: tuple[int, ...], images: Any, count: int
 ) -> tuple[list[int], list[dict[int, float]]]:
-    """Return the tokens of a continuation, and the log probabilities at every position."""
+    """Return a continuation's tokens, and log probabilities at every position."""
     sampling: dict[str, Any] = {"max_tokens": count, "logprobs": 20, "stop_token_ids": ()}
     with llm.stream_tokens(prompt, images, **sampling) as stream:
         for _ in stream:
@@ -174,3 +185,80 @@ def test_a_slice_of_a_chunk_has_its_images() -> None:
     assert left.rotary == (0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15)
     assert right.rotary == (4, 5, 10, 11, 16, 17)
     assert left.visible == chunk.visible and right.visible == (VisibleImages(0, (ImageId(2),)),)
+
+
+@pytest.fixture(scope="module")
+def tiled() -> Any:
+    """transformers' Llama 3.2 Vision."""
+    made = tiny_mllama()
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.copy_(weight.bfloat16())
+    return made
+
+
+@pytest.fixture(scope="module")
+def tiled_folder(tiled: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_mllama(tiled, tmp_path_factory.mktemp("mllama") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def tiled_llm(tiled_folder: Path) -> Iterator[LLM]:
+    with LLM(tiled_folder, compute="exact", max_seats=3, **OPTIONS) as made:
+        yield made
+
+
+def test_cross_layers_give_the_tokens_of_transformers(tiled: Any, tiled_llm: LLM) -> None:
+    """Text and images decode together. Chunks cut a prompt between its images."""
+    llm = tiled_llm
+    chats = [chat_of(*parts) for parts in mllama.CHATS.values()]
+    answers = llm.chat(chats, max_tokens=COUNT, stop_token_ids=())
+    for answer, parts in zip(answers, mllama.CHATS.values(), strict=True):
+        assert list(answer.tokens) == mllama.expected(tiled, llm, parts, COUNT)
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_a_preempted_chat_continues_with_its_tiles(
+    host_bytes: int, tiled: Any, tiled_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The swapped request retains its image, although no request runs and the cache is full."""
+    llm, parts = tiled_llm, (picture(50, 50, 9), "so?")
+    monkeypatch.setattr(llm._loop.scheduler.images, "max_bytes", 1)
+    for name in ("check", "fits"):
+        monkeypatch.setattr(llm._loop.scheduler.images, name, lambda *_: True)
+    output = preempted(llm, parts, host_bytes, monkeypatch)
+    assert output == mllama.expected(tiled, llm, parts, COUNT + 1)
+
+
+def test_chunks_and_evicted_images_give_the_tokens_of_transformers(
+    tiled: Any, tiled_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_cache, "CROSS_CACHE_BYTES", 0)
+    monkeypatch.setattr(image_cache.ImageCache, "check", lambda *_: None)
+    monkeypatch.setattr(image_cache.ImageCache, "fits", lambda *_: True)
+    with LLM(tiled_folder, compute="exact", max_num_batched_tokens=5, **OPTIONS) as llm:
+        for name in ("two_images", "adjacent", "text"):
+            parts = mllama.CHATS[name]
+            answer = llm.chat(chat_of(*parts), max_tokens=2, stop_token_ids=())
+            assert list(answer.tokens) == mllama.expected(tiled, llm, parts, 2)
+        assert llm.compiled.executable._images.num_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strict", ["never", "always"])
+def test_captured_steps_with_tiles_agree_with_prefill(
+    strict: str, tiled: Any, tiled_folder: Path
+) -> None:
+    """Decode steps agree with prefill. In strict arithmetic, a batch gives every chat its tokens."""
+    with LLM(tiled_folder, max_seats=4, batch_invariant=strict, **OPTIONS) as llm:
+        chats = [chat_of(*parts) for parts in mllama.CHATS.values()]
+        sampling: dict[str, Any] = {"max_tokens": 6, "stop_token_ids": ()}
+        for answer, chat in zip(llm.chat(chats, **sampling), chats, strict=True):
+            if strict == "always":
+                assert llm.chat(chat, **sampling).tokens == answer.tokens
+        for parts in mllama.CHATS.values():
+            prompt, images = llm._of_chat(chat_of(*parts))
+            tokens, scores = scored(llm, prompt, images, 6)
+            for at in (1, 5):
+                _, again = scored(llm, (*prompt, *tokens[:at]), images, 1)
+                assert abs(again[0][tokens[at]] - scores[at][tokens[at]]) < 0.2

@@ -16,6 +16,7 @@ from tilewright.compiler.targets.interface.step import (
     StateUpdate,
     VisibleImages,
 )
+from tilewright.compiler.targets.tile_encoder import CROSS_CACHE_BYTES
 from tilewright.errors import RequestError
 from tilewright.images.processor import PreparedImage
 from tilewright.images.prompt import PromptImage
@@ -23,8 +24,6 @@ from tilewright.images.visible import visible_images
 
 IMAGE_CACHE_BYTES = 1 << 30
 """Maximum bytes for embeddings."""
-CROSS_CACHE_BYTES = 4 << 30
-"""Maximum bytes for cross-attention keys and values."""
 
 
 class ImageCache:
@@ -39,11 +38,11 @@ class ImageCache:
     """
 
     def __init__(
-        self, hidden_size: int, max_bytes: int | None = None, *, cross_width: int = 0
+        self, hidden_size: int, max_bytes: int | None = None, *, cross_key_bytes: int = 0
     ) -> None:
-        """``cross_width``: Columns of rows for cross-attention. 0: rows are embeddings."""
-        self._rows_bytes = 4 * (cross_width or hidden_size)
-        default = CROSS_CACHE_BYTES if cross_width else IMAGE_CACHE_BYTES
+        """``cross_key_bytes``: Bytes of a key and value for cross-attention. 0: embeddings."""
+        self._rows_bytes = cross_key_bytes or 4 * hidden_size
+        default = CROSS_CACHE_BYTES if cross_key_bytes else IMAGE_CACHE_BYTES
         self.max_bytes = default if max_bytes is None else max_bytes
         self._images: OrderedDict[bytes, tuple[ImageId, int]] = OrderedDict()
         self._in_step: set[bytes] = set()
@@ -115,13 +114,15 @@ class ImageCache:
     def end_step(self, edits: list[StateUpdate], running: Iterable[Sequence[PromptImage]]) -> None:
         """Evict images above the limit, after all chunks in a step. ``running``: images in use."""
         if self._num_bytes > self.max_bytes:
+            dropped = list[StateUpdate]()
             kept = self._in_step | self._bytes_by_digest(running).keys()
             for digest in [name for name in self._images if name not in kept]:
                 if self._num_bytes <= self.max_bytes:
                     break
                 image, num_bytes = self._images.pop(digest)
                 self._num_bytes -= num_bytes
-                edits.append(DropImage(image))
+                dropped.append(DropImage(image))
+            edits[:0] = dropped  # free their memory before new images take it
         self._in_step.clear()
 
     def forget(self) -> None:

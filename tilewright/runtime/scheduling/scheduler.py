@@ -60,7 +60,7 @@ class Scheduler:
         policy: options. None: the defaults.
         cost: measured step times.
         state_bytes: returns the bytes for positions and sequences.
-        cross_width: columns of image rows for cross-attention. 0: images are embeddings.
+        cross_key_bytes: bytes of a key and value for cross-attention. 0: embeddings.
         now: clock in seconds.
     """
 
@@ -71,7 +71,7 @@ class Scheduler:
         policy: SchedulerConfig | None = None,
         cost: StepCost | None = None,
         state_bytes: StateBytes = lambda num_positions, num_sequences: 0,
-        cross_width: int = 0,
+        cross_key_bytes: int = 0,
         draft_model: DraftModel | DraftLayerClient | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,7 +83,7 @@ class Scheduler:
         self.cache_manager = kind(capabilities, self.policy, state_bytes)
         self.line = WaitingLine()
         self.places = HostPlaces(self.policy.host_bytes)
-        self.images = ImageCache(capabilities.hidden_size, cross_width=cross_width)
+        self.images = ImageCache(capabilities.hidden_size, cross_key_bytes=cross_key_bytes)
         self.num_arrived = self.num_preemptions = self.num_preempted = 0
         cost = cost or StepCost()
         self._prefill = PrefillScheduler(capabilities, self.policy, cost)
@@ -350,7 +350,9 @@ class Scheduler:
         return True
 
     def _running_images(self) -> list[tuple[PromptImage, ...]]:
-        return [request.images for request in self.cache_manager.running if request.images]
+        """Return the images of running requests, and of requests that continue after a swap."""
+        requests = (*self.cache_manager.running, *self._swapped)
+        return [request.images for request in requests if request.images]
 
     def _is_copied_later(self, request: RequestState) -> bool:
         """Return whether the first choice still has to compute the common prompt."""

@@ -11,13 +11,14 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup
+from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import ImageTiles
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
     EVERY_DRAWING,
     Drawing,
@@ -26,6 +27,7 @@ from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
     num_why_words,
 )
 from tilewright.compiler.targets.cuda.plan import has_mixers, num_multiplied
+from tilewright.compiler.targets.cuda.state.encoded_images import EncodedImages
 from tilewright.compiler.targets.cuda.state.pages import PAGE
 from tilewright.compiler.targets.cuda.state.ragged import lay_out
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send, send_into
@@ -34,8 +36,10 @@ from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.host.choice import SlotState
-from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
+from tilewright.compiler.targets.interface.step import ImageId, PrefillChunk, Slot
 from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram
+
+_Key = TypeVar("_Key", int, tuple[int, int])
 
 _PROMPTS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)
 """Captured prompt sizes. Without a graph, launches take longer than these prompts run on the
@@ -227,13 +231,16 @@ class DecodeBucket(Bucket):
         self._has_offsets = False
         self._passes: dict[int, CapturedGraph] = {}  # by context length in pages
         self._offset_passes: dict[int, CapturedGraph] = {}  # with rotary offsets
+        self._tile_passes: dict[tuple[int, int], CapturedGraph] = {}  # and by number of tiles
+        self._tile_words: dict[int, Tensor] = {}  # by size
+        self._tiles: ImageTiles | None = None
 
     def admit(
         self, table: SlotTable, slots: Sequence[Slot], positions: np.ndarray, offsets: np.ndarray
     ) -> Tensor:
         """Assign slots to the rows of this bucket. The rows read their tokens at ``positions``.
 
-        Return the table entries ``[B]``. Unused rows have the padding entry. ``offsets``: rotary
+        Return the entries ``[B]``. Unused rows have the padding entry. ``offsets``: rotary
         positions minus positions.
         """
         assert self.rows.words is not None
@@ -250,6 +257,19 @@ class DecodeBucket(Bucket):
         torch.index_select(table.tokens, 0, sent[0], out=self.rows.tokens)
         self.choice.gather(table, sent[0])
         return sent[0]
+
+    def show(self, images: EncodedImages, seen: Sequence[tuple[ImageId, ...]]) -> None:
+        """Set the visible images, after :meth:`admit`."""
+        self._tiles = None
+        if any(seen):
+            words = images.words_of(seen, self.num_rows)
+            if len(words) not in self._tile_words:
+                self._tile_words[len(words)] = torch.zeros(
+                    len(words), dtype=torch.int64, device=self._device
+                )
+            kept = self._tile_words[len(words)]
+            send_into(kept, words)
+            self._tiles = images.of_words(kept, self.num_rows)
 
     def prepare(self) -> None:
         """Capture all graphs. No row may have a sequence."""
@@ -270,15 +290,24 @@ class DecodeBucket(Bucket):
             self.draw(drawing)
 
     def _capture(self, reach: int) -> CapturedGraph:
-        passes = self._offset_passes if self._has_offsets else self._passes
-        if reach not in passes:
-            rows = replace(self.rows, offsets=self._offsets) if self._has_offsets else self.rows
+        if self._tiles is not None:
+            key, rows = (reach, self._tiles.offsets.shape[1]), replace(self.rows, tiles=self._tiles)
+            return self._capture_in(self._tile_passes, key, rows, reach)
+        if self._has_offsets:
+            rows = replace(self.rows, offsets=self._offsets)
+            return self._capture_in(self._offset_passes, reach, rows, reach)
+        return self._capture_in(self._passes, reach, self.rows, reach)
+
+    def _capture_in(
+        self, passes: dict[_Key, CapturedGraph], key: _Key, rows: TokenBatch, reach: int
+    ) -> CapturedGraph:
+        if key not in passes:
             kept = [each.clone() for each in (self.rows.tokens, self.rows.positions)]
             self.rows.positions.fill_(-1)  # while it is compiled and captured, all is padding
-            passes[reach] = self.captured(lambda: self._run(rows, reach))
+            passes[key] = self.captured(lambda: self._run(rows, reach))
             self.rows.tokens.copy_(kept[0])
             self.rows.positions.copy_(kept[1])
-        return passes[reach]
+        return passes[key]
 
     def _run(self, rows: TokenBatch, reach: int) -> None:
         is_gpu = self._device.type == "cuda"

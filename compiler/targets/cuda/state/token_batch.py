@@ -8,6 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import ImageTiles
+
 MAX_ROWS = 8
 """Maximum rows of a slot in a step with per-sequence state."""
 
@@ -38,6 +40,7 @@ class TokenBatch:
         by_slot: Rows by slot. None: a row is a slot.
         offsets: Rotary position minus position, ``[R]`` or by rotated pair. None: zeros.
         image_rows: Indices and their image embeddings, float32. None: no images.
+        tiles: Image tiles for cross-attention layers. None: the step skips them.
     """
 
     tokens: Tensor
@@ -48,6 +51,7 @@ class TokenBatch:
     by_slot: SlotRows | None = None
     offsets: Tensor | None = None
     image_rows: tuple[Tensor, Tensor] | None = None
+    tiles: ImageTiles | None = None
 
     @classmethod
     def padding(cls, num_rows: int, device: torch.device) -> Self:

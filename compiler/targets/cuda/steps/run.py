@@ -26,6 +26,7 @@ from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.attention import AttentionRunner
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, padded
+from tilewright.compiler.targets.cuda.steps.cross_layers import CrossLayers
 from tilewright.compiler.targets.cuda.steps.cublas import apply_function
 from tilewright.compiler.targets.cuda.steps.matmul import Products
 from tilewright.compiler.targets.cuda.steps.mixers import Mixers
@@ -37,11 +38,13 @@ from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
     OPERAND,
+    AddGatedOp,
     AllReduceAdd,
     AllReduceOp,
     AttentionOp,
     BufferView,
     Convolve,
+    CrossAttentionOp,
     DeltaRuleOp,
     Elementwise,
     EmbedOp,
@@ -106,6 +109,7 @@ class Steps:
             plan, weights, state, gpu=gpu, arithmetic=self._arithmetic(is_strict), **how
         )
         self._beside = Beside(self.device)
+        self._cross = CrossLayers(plan, weights)
         self._operand = torch.float32 if exact else torch.bfloat16
         self._num_rows = rows = native.room_for(max_rows) if self.is_native else max_rows
         self.copies = DequantizedCopies(plan, weights, copies)
@@ -183,7 +187,7 @@ class Steps:
         num_rows = len(rows.tokens)
         step = self._decode_buffers(num_rows)
         kernels = self._kernels(is_strict=num_rows <= self._strict_rows)
-        for each in self._plan.instructions:
+        for each in self._cross.instructions_of(rows):
             if isinstance(each, GatherOp):
                 step.alias(each.out, each.x)
             elif isinstance(each, AttentionOp):
@@ -267,7 +271,7 @@ class Steps:
         is_mixed = decoding.stop > decoding.start
         is_single = starts is None and not is_mixed
         kernels = self._kernels(is_strict=is_single and self._small is not None)
-        for each in self._plan.instructions:
+        for each in self._cross.instructions_of(rows):
             if isinstance(each, GatherOp):
                 if pools:
                     return self._pool_rows(step.view(each.x))
@@ -337,6 +341,8 @@ class Steps:
             apply_function(each.function, step.view(each.out), inputs)
         elif isinstance(each, LinearOp):
             kernels.products.run(each, step.view(each.out), step.view(each.x), decodes=decodes)
+        elif isinstance(each, CrossAttentionOp | AddGatedOp):
+            self._cross.run(each, step, rows, decodes=decodes)
         elif isinstance(each, AllReduceOp | AllReduceAdd):
             self._reduce(each, step, keeps_wire=decodes or kernels.is_strict)
 

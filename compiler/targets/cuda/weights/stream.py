@@ -23,9 +23,11 @@ from tilewright.compiler.targets.cuda.weights.packing import GROUP, fits, hold
 from tilewright.compiler.targets.host.tensor_files import save_tensors
 from tilewright.compiler.targets.interface.base import Progress
 from tilewright.compiler.targets.program.instructions import (
+    AddGatedOp,
     AllReduceAdd,
     AttentionOp,
     Convolve,
+    CrossAttentionOp,
     DeltaRuleOp,
     EmbedOp,
     ExpertLinearOp,
@@ -89,6 +91,10 @@ def _wanted(plan: KernelProgram) -> Iterator[CudaTensorSpec]:
             yield vector_of(instruction.k_norm)
         elif isinstance(instruction, NormOp | Convolve):
             yield vector_of(instruction.weight)
+        elif isinstance(instruction, CrossAttentionOp):
+            yield vector_of(instruction.norm)
+        elif isinstance(instruction, AddGatedOp):
+            yield vector_of(instruction.gate)
         elif isinstance(instruction, AllReduceAdd) and instruction.norm is not None:
             yield vector_of(instruction.norm)
         elif isinstance(instruction, DeltaRuleOp):

@@ -139,18 +139,13 @@ def _linear(assembly: Assembly, each: LinearOp) -> None:
         "linear",
         each.out,
         x=place_of(each.x),
-        flags=lib.RESIDUAL * each.residual | lib.PAIRED * each.swiglu | lib.CROSS * _is_cross(each),
+        flags=lib.RESIDUAL * each.residual | lib.PAIRED * each.swiglu | lib.CROSS * each.is_cross,
         arithmetic=arithmetics_of(kind, each.compute, exact=assembly.exact),
         weight=assembly.weight(each.weight, paired=each.swiglu),
         norm=-1 if each.norm is None else assembly.vector(each.norm),
         bias=assembly.bias(each.bias, num_rows, paired=each.swiglu),
         eps=each.eps,
     )
-
-
-def _is_cross(node: LinearOp) -> bool:
-    """Return whether a matmul belongs to a cross-attention layer."""
-    return ".cross_layers." in node.fqn
 
 
 def _cross_attend(assembly: Assembly, node: CrossAttentionOp) -> None:
