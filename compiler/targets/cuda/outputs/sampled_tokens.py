@@ -90,7 +90,7 @@ class Answers:
         return self._width()
 
     def open(self, slot: Slot, end_tokens: Sequence[int]) -> None:
-        """Store end tokens of a slot if the device tables have no capacity for them."""
+        """Store a slot's end tokens if the device tables have no capacity for them."""
         if len(end_tokens) > self._table.num_ends:
             self._ends[slot] = frozenset(end_tokens)
 
@@ -304,7 +304,7 @@ class Answers:
         return logits if self.group is None else self.group.whole(logits)
 
     def _ends_of(self, slots: tuple[Slot, ...]) -> Ends:
-        """The end tokens, by index, of slots that have more of them than the device looks for."""
+        """Return long end-token sets by row index. The device checks short sets only."""
         if not self._ends:
             return {}
         return {at: self._ends[slot] for at, slot in enumerate(slots) if slot in self._ends}

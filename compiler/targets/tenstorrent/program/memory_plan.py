@@ -1,4 +1,4 @@
-"""A program's memory plan: DRAM per chip and L1 per core. Loads nothing."""
+"""Memory plan: DRAM per chip and L1 per core. Loads nothing."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def plan_memory(program: DeviceProgram) -> MemoryPlan:
 
 
 def check_memory(program: DeviceProgram) -> MemoryPlan:
-    """Check a program's memory usage against the board's DRAM and L1, and return it.
+    """Check the memory usage against the board's DRAM and L1, and return it.
 
     Raises:
-        CompileError: with the required bytes and fitting changes.
+        CompileError: Includes the required bytes and fitting changes.
     """
     usage, device = plan_memory(program), get_device(program.device)
     assert device.dram_bytes is not None and device.l1_bytes is not None
@@ -87,7 +87,7 @@ def check_memory(program: DeviceProgram) -> MemoryPlan:
         )
     if usage.l1_bytes > device.l1_bytes:
         raise CompileError(
-            f"{usage.fullest}: {usage.l1_bytes} bytes of L1 on a core of {device.l1_bytes}; "
+            f"{usage.fullest}: {usage.l1_bytes} bytes of L1 per core, limit {device.l1_bytes}; "
             "allowed: a larger mesh, or narrower formats"
         )
     return usage

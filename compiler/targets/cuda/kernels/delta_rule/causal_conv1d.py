@@ -70,10 +70,13 @@ def causal_conv1d_step(
 ) -> None:
     """Convolve one token for B sequences.
 
-    ``window [S, C, W - 1]`` moves on by one in the row's slot. ``positions`` and ``slots [B]``
-    int64: at position 0 zeros lie before the token; at a negative one nothing is kept, and the row
-    gets zeros. Rows of ``x`` and ``out`` may be further apart than they are long. ``silu`` applies
-    SiLU to the result.
+    Args:
+        out, x: Rows with any stride.
+        window: ``[S, C, W - 1]``. Shifted by one token in the rows' slots.
+        positions: int64 ``[B]``. Position 0 starts from a zero window. Negative: the result is zero
+            and the window does not change.
+        slots: int64 ``[B]``.
+        silu: Apply SiLU to the result.
     """
     num_rows, num_channels = x.shape
     width = weight.shape[1]

@@ -1,8 +1,7 @@
 """Launcher for ``delta_step.cu``: linear attention for one token, from convolution to gated norm.
 
-Divides the state of a row into blocks. Excludes operand sources. Shape letters: B rows, H value
-heads, G key heads, D size of a key and of a value, C = 2 G D + H D channels, W convolution width, S
-slots.
+Divides a row's state into blocks. Excludes operand sources. Shape letters: B rows, H value heads, G
+key heads, D key and value size, C = 2 G D + H D channels, W convolution width, S slots.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ COLUMNS = (32, 64)
 
 
 _STREAMED_ROWS: int = tuning()["delta_rule"]["streamed_rows"]
-"""Maximum number of rows for which cache bypass is faster, with 32 heads and 128 channels on an
+"""Maximum rows for a cache bypass, with 32 heads and 128 channels on an
 H200.
 """
 
@@ -56,7 +55,7 @@ SOURCE = nvrtc.KernelSource(
 
 
 def columns_of_a_block(num_heads: int, num_key_heads: int, head_dim: int) -> int:
-    """Return the state columns of a block. 0: the heads do not fit a cluster."""
+    """Return the state columns per block. 0: the heads do not fit a cluster."""
     each = num_heads // num_key_heads * head_dim
     return next((columns for columns in COLUMNS if each // columns <= MOST_BLOCKS), 0)
 
@@ -75,12 +74,16 @@ def delta_step(
     early: bool = False,
     streams: bool | None = None,
 ) -> None:
-    """Run the convolution, the delta rule and the gated norm for one token of each row.
+    """Run the convolution, the delta rule and the gated norm for a token per row.
 
-    ``inputs.qkv [B, C]`` is what the convolution reads, with ``weight [C, W]`` and ``window [S, C,
-    W - 1]``. ``out`` is bfloat16, its rows 8-byte aligned. ``early``: positions, slots, window and
-    state were complete before any kernel that may still run was launched. ``streams``: no cache is
-    to keep the state; None: where that is faster. Bits are the same.
+    Args:
+        out: bfloat16, with rows aligned to 8 bytes.
+        inputs: ``inputs.qkv [B, C]`` is the convolution's input.
+        weight: ``[C, W]``.
+        window: ``[S, C, W - 1]``.
+        early: Whether positions, slots, window and state are complete before the running
+            kernels start.
+        streams: Whether the state bypasses the cache. None: if this is faster. Bits are equal.
     """
     common, at, suffix = launch_of(
         out,
@@ -112,7 +115,7 @@ def launch_of(
 ) -> tuple[dict[str, Any], nvrtc.Launch, str]:
     """Check operands. Return the fields of both kernels, their launch and the end of their names.
 
-    Both are for a token of each row, or for consecutive tokens of a slot.
+    Both take a token per row, or consecutive tokens in a slot.
     """
     _check_operands(out, inputs, z, norm[0])
     _check_state(inputs, weight, window, state)

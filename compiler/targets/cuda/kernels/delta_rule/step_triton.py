@@ -1,4 +1,4 @@
-"""Gated delta rule for one token, with unit vectors, gates, state and gated norm, in float32.
+"""Gated delta rule for a single token, with unit vectors, gates, state and gated norm, in float32.
 
 A program computes a head. Shape letters: B rows, H value heads, G key heads, K key size, V value
 size, S slots.
@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
 
 EPS = tl.constexpr(1e-6)
-"""Epsilon of the query and key normalization. It is part of the model."""
+"""Epsilon of the query and key normalization. The model defines the value."""
 FUSES = False
 """Contract products and sums. The compiler contracts loops and single steps differently, and the
 rows of drafts must equal single steps.
@@ -119,11 +119,13 @@ def delta_rule_step(
     positions: Tensor,
     slots: Tensor,
 ) -> None:
-    """Run the delta rule and the gated norm for one token of B sequences. Inputs are float32.
+    """Run the delta rule and the gated norm for one token per sequence. Inputs are float32.
 
-    ``state [S, H, K, V]`` goes on by the token in the row's slot. ``positions`` and ``slots [B]``
-    int64: at position 0 it starts from zeros; at a negative one nothing is kept, and the row gets
-    zeros. All inputs are float32.
+    Args:
+        state: ``[S, H, K, V]``. Updated in the rows' slots.
+        positions: int64 ``[B]``. Position 0 starts from a zero state. Negative: the result is zero
+            and the state does not change.
+        slots: int64 ``[B]``.
     """
     inputs.check(state)
     weight, eps = norm
