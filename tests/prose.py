@@ -58,7 +58,6 @@ _CLEANING = (
     (re.compile(r"https?://\S+|\S+/\S+/\S*|<[^>\n]{1,60}>"), _NOUN),  # paths
     (re.compile(r"(?m)^\s*([-*+:]|\d+\.)\s+"), _STOP),  # list items
     (re.compile(r"(?m)^\s*\*{0,2}[\w, ]{1,40}(\([^)]*\))?:(\s|$)"), _STOP),  # heads: "Args:"
-    (re.compile(r"\(default: "), "(default "),  # the form of help texts joins no sentences
 )
 
 

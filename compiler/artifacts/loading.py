@@ -75,7 +75,9 @@ def load_part(
     if file is not None:
         options = replace(options, tower_bytes=file.num_bytes)
     executable = target.load(program, options, progress)
-    in_use = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # `tilewright models` keeps the program
+    in_use = os.open(
+        path, os.O_RDONLY | os.O_CLOEXEC
+    )  # `tilewright models` does not delete the program
     weakref.finalize(executable, os.close, in_use)
     executable.encoder = load_encoder(
         folder, target.tower_device(), is_fast=manifest.compute == "fast"
