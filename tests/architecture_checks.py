@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import gguf
 import pytest
@@ -40,6 +40,8 @@ TARGETS = ("reference", "cpu")
 EVERY_TARGET = (*TARGETS, "cpu-native")
 WITHIN = 1e-4
 ODD_CHUNKS = ([1] * 22, [3, 7, 5], [1, 1, 13, 2], [22])
+NotRead: TypeAlias = list[tuple[dict[str, Any], str]]
+"""Changes of a config.json that are refused, and a pattern of the message."""
 
 
 def check_logits(model: SimpleNamespace, target: str, **options: Any) -> None:

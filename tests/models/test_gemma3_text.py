@@ -15,10 +15,9 @@ from torch import Tensor
 
 from tests import architecture_checks as checks
 from tests.tiny import compiled, prefill, random_tokens, tiny_model
-from tests.twins import Twin, assert_eager_equals_twin, twin_of
+from tests.twins import Twin, twin_of
 from tilewright.compiler.driver import trace_model
 from tilewright.compiler.ir.info import WEIGHT, info
-from tilewright.errors import CheckpointError
 from tilewright.models.architectures.gemma3_text import Gemma3Config
 from tilewright.models.checkpoints.containers import open_checkpoint
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
@@ -65,30 +64,12 @@ def make(shape: str = "grouped", **changes: Any) -> SimpleNamespace:
     return tiny_model(std=0.2, model_type="gemma3_text", **values)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_eager_logits_and_names_are_transformers(shape: str) -> None:
-    assert_eager_equals_twin(make(shape))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("target", checks.TARGETS)
-def test_logits_on_every_target(target: str, shape: str) -> None:
-    checks.check_logits(make(shape), target)
-
-
-@pytest.mark.parametrize("target", checks.TARGETS)
-def test_batches_and_random_operations(target: str) -> None:
-    checks.check_mixed_lengths(make(), target)
-    checks.check_random_operations(make("scaled_and_capped"), target)
-
-
-def test_formats() -> None:
-    checks.check_formats(make())
-
-
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make())
-    checks.check_rewrites(make("scaled_and_capped"))
+NOT_READ: checks.NotRead = [
+    ({"hidden_activation": "gelu"}, "hidden_activation = 'gelu'.*gelu_pytorch_tanh"),
+    ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ({"layer_types": ["full_attention"]}, "layer_types.*2 of full_attention"),
+    ({"final_logit_softcapping": -1.0}, "final_logit_softcapping = -1.0"),
+]
 
 
 def test_norms_are_kept_as_their_difference_from_one() -> None:
@@ -125,11 +106,6 @@ def test_capped_scores(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checks.assert_near(prefill(compiled(model, target), tokens, [3, 7]), expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_folder_of_transformers(shape: str, tmp_path: Path) -> None:
-    checks.check_folder(make(shape), tmp_path / "tiny")
-
-
 def test_what_older_files_say_and_leave_out() -> None:
     """The keys of gemma-3-1b-it, and those that gemma-3-4b-it's text part alone has."""
     values: dict[str, Any] = {
@@ -151,22 +127,6 @@ def test_what_older_files_say_and_leave_out() -> None:
     assert isinstance(config, Gemma3Config)
     assert (config.rope.theta, config.local_rope.theta) == (5e5, 100.0)
     assert config.windows[:4] == (1024, 0, 1024, 0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"hidden_activation": "gelu"}, "hidden_activation = 'gelu'.*gelu_pytorch_tanh"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
-        ({"layer_types": ["full_attention"]}, "layer_types.*2 of full_attention"),
-        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping = -1.0"),
-    ],
-)
-def test_what_is_not_read(changes: dict[str, Any], words: str) -> None:
-    values = twin_of(make().config).config.to_dict() | changes
-    with pytest.raises(CheckpointError, match=words) as caught:
-        config_of_hf(values, where="gemma/config.json")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_gguf_with_llama_cpps_names(tmp_path: Path) -> None:

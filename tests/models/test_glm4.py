@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import pytest
 import torch
 import transformers
 from torch import Tensor
 
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
-from tests.twins import Twin, assert_eager_equals_twin
+from tests.twins import Twin
 from tilewright.models.checkpoints.containers import open_checkpoint
 from tilewright.models.config import RopeConfig
 
@@ -46,22 +45,6 @@ TWIN = Twin(transformers.Glm4Config, transformers.Glm4ForCausalLM, _changes, adj
 
 def make(shape: str = "biased") -> Any:
     return tiny_model(std=0.2, model_type="glm4", **{**ROPE, **SHAPES[shape]})
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_eager_logits_and_names_are_transformers(shape: str, tmp_path: Path) -> None:
-    assert_eager_equals_twin(make(shape))
-    checks.check_folder(make(shape), tmp_path / "tiny")
-
-
-@pytest.mark.parametrize("target", checks.EVERY_TARGET)
-def test_logits_on_every_target(target: str) -> None:
-    for shape in SHAPES:
-        checks.check_logits(make(shape), target)
-
-
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make())
 
 
 def test_slices_of_reordered_rows_are_those_of_the_whole_tensor(tmp_path: Path) -> None:

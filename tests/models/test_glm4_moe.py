@@ -15,15 +15,13 @@ from torch import Tensor
 from tests import architecture_checks as checks
 from tests.models.test_qwen3_moe import stacked
 from tests.tiny import compiled, prefill, random_tokens, tiny_model
-from tests.twins import Twin, assert_eager_equals_twin, twin_of
+from tests.twins import Twin
 from tilewright.errors import CheckpointError, CompileError
 from tilewright.models.checkpoints.base import check_tensors
 from tilewright.models.checkpoints.containers import open_checkpoint
-from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.config import RopeConfig
 from tilewright.models.sources import stored_shapes
 
-TARGETS = ("reference", "cpu-native")
 SIZES: dict[str, Any] = {
     **{"rope": RopeConfig(10000.0, num_rotated=16), "head_dim": 32, "dense_layers": (0,)},
     **{"num_experts": 6, "experts_per_token": 2, "expert_size": 24, "shared_size": 24},
@@ -61,17 +59,13 @@ def make(shape: str = "air", **changes: Any) -> Any:
     return tiny_model(std=0.2, model_type="glm4_moe", **values)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_eager_logits_and_names_are_transformers(shape: str, tmp_path: Path) -> None:
-    assert_eager_equals_twin(make(shape))
-    checks.check_folder(make(shape), tmp_path / "tiny")
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_logits_on_every_target(target: str) -> None:
-    for shape in SHAPES:
-        checks.check_logits(make(shape), target)
-    checks.check_mixed_lengths(make(), target)
+NOT_READ: checks.NotRead = [
+    ({"n_routed_experts": 1}, "n_routed_experts = 1"),
+    ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7"),
+    ({"first_k_dense_replace": 3}, "first_k_dense_replace = 3"),
+    ({"n_group": 2}, "n_group = 2"),
+    ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
+]
 
 
 def test_the_bias_changes_the_selection_only() -> None:
@@ -84,10 +78,6 @@ def test_the_bias_changes_the_selection_only() -> None:
     for name in biases:
         model.checkpoint.tensors[name][0] += 100.0
     assert (prefill(compiled(model), tokens) - expected).abs().max() > 1e-2
-
-
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make())
 
 
 def test_onnx_runtime_refuses_a_sigmoid_router_in_one_line() -> None:
@@ -144,19 +134,3 @@ def test_draft_layers_after_the_last_layer_are_ignored(tmp_path: Path) -> None:
     save_file(tensors | drafts, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.3\.eh_proj.*not part of the model"):
         check_tensors(open_checkpoint(tmp_path), stored_shapes(model.module))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"n_routed_experts": 1}, "n_routed_experts = 1"),
-        ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7"),
-        ({"first_k_dense_replace": 3}, "first_k_dense_replace = 3"),
-        ({"n_group": 2}, "n_group = 2"),
-        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
-    ],
-)
-def test_what_is_not_read(changes: dict[str, Any], words: str) -> None:
-    values = twin_of(make().config).config.to_dict() | changes
-    with pytest.raises(CheckpointError, match=words):
-        config_of_hf(values, where="config.json")

@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests import architecture_checks as checks
 from tests.tiny import compiled, precision_of, prefill, random_tokens, tiny_model
-from tests.twins import Twin, assert_eager_equals_twin, twin_of
+from tests.twins import Twin, twin_of
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.interface.base import CompileOptions
@@ -23,12 +23,10 @@ from tilewright.errors import CheckpointError, CompileError
 from tilewright.models import load_model
 from tilewright.models.checkpoints.base import check_tensors
 from tilewright.models.checkpoints.containers import open_checkpoint
-from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.config import RopeConfig, YarnScaling
 from tilewright.models.sources import stored_shapes
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 
-TARGETS = ("reference", "cpu-native")
 YARN = RopeConfig(150000.0, YarnScaling(4.0, 64, 1.1386294361119891, truncate=False))
 ON_CUDA: dict[str, Any] = {
     **{"num_experts": 4, "experts_per_token": 2, "expert_size": 24, "intermediate_size": 24},
@@ -79,16 +77,14 @@ def make(shape: str = "alternating", **changes: Any) -> Any:
     return tiny_model(std=0.2, model_type="gpt_oss", **values)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_eager_logits_and_names_are_transformers(shape: str) -> None:
-    assert_eager_equals_twin(make(shape))
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_logits_on_every_target(target: str) -> None:
-    for shape in SHAPES:
-        checks.check_logits(make(shape), target)
-    checks.check_mixed_lengths(make(), target)
+NOT_READ: checks.NotRead = [
+    ({"num_local_experts": None}, "num_local_experts is missing"),
+    ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7"),
+    ({"experts_per_token": 3}, "experts_per_token = 3 .*allowed: as num_experts_per_tok, 2"),
+    ({"swiglu_limit": -1.0}, r"swiglu_limit = -1\.0"),
+    ({"layer_types": ["full_attention"]}, "layer_types.*2 of full_attention"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+]
 
 
 def test_sinks_and_the_clamp_matter() -> None:
@@ -112,19 +108,10 @@ def test_formats_on_native(name: str) -> None:
     executable.close()
 
 
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make())
-
-
 def test_onnx_runtime_refuses_it_in_one_line() -> None:
     with pytest.raises(CompileError, match=r"sinks; allowed: --backend native") as caught:
         compiled(make(), "cpu")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_folder_of_transformers(shape: str, tmp_path: Path) -> None:
-    checks.check_folder(make(shape), tmp_path / "tiny")
 
 
 def _write_mxfp4(model: Any, folder: Path, **changes: Tensor) -> dict[str, Tensor]:
@@ -210,20 +197,3 @@ def test_malformed_mxfp4_is_one_line(
     with pytest.raises(CheckpointError, match=words) as caught:
         open_checkpoint(tmp_path).get("model.layers.0.mlp.experts.gate_proj.weight")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"num_local_experts": None}, "num_local_experts is missing"),
-        ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7"),
-        ({"experts_per_token": 3}, "experts_per_token = 3 .*allowed: as num_experts_per_tok, 2"),
-        ({"swiglu_limit": -1.0}, r"swiglu_limit = -1\.0"),
-        ({"layer_types": ["full_attention"]}, "layer_types.*2 of full_attention"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-    ],
-)
-def test_what_is_not_read(changes: dict[str, Any], words: str) -> None:
-    values = twin_of(make().config).config.to_dict() | changes
-    with pytest.raises(CheckpointError, match=words):
-        config_of_hf(values, where="config.json")

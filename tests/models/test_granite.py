@@ -11,7 +11,7 @@ import transformers
 
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
-from tests.twins import Twin, assert_eager_equals_twin, twin_of
+from tests.twins import Twin, twin_of
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 
@@ -39,22 +39,6 @@ TWIN = Twin(transformers.GraniteConfig, transformers.GraniteForCausalLM, factors
 
 def make(shape: str = "factors") -> Any:
     return tiny_model(std=0.2, model_type="granite", **SHAPES[shape])
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_eager_logits_and_names_are_transformers(shape: str, tmp_path: Path) -> None:
-    assert_eager_equals_twin(make(shape))
-    checks.check_folder(make(shape), tmp_path / "tiny")
-
-
-@pytest.mark.parametrize("target", checks.EVERY_TARGET)
-def test_logits_on_every_target(target: str) -> None:
-    for shape in SHAPES:
-        checks.check_logits(make(shape), target)
-
-
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make())
 
 
 def test_a_gguf_with_llama_cpps_names(tmp_path: Path) -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import transformers
 from torch import Tensor
 
 from tests import architecture_checks as checks
 from tests.models.test_qwen3_moe import stacked
 from tests.tiny import tiny_model
-from tests.twins import Twin, assert_eager_equals_twin, twin_of
-from tilewright.errors import CheckpointError
+from tests.twins import Twin, twin_of
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.config import RopeConfig
 
-TARGETS = ("reference", "cpu-native")
 SIZES: dict[str, Any] = {
     **{"rope": RopeConfig(5e6, num_rotated=8), "tie_embeddings": False, "intermediate_size": 24},
     **{"num_experts": 6, "experts_per_token": 2, "expert_size": 24},
@@ -47,23 +43,23 @@ def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 TWIN = Twin(transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM, _changes, renamed)
 
 
-def make(**changes: Any) -> Any:
-    return tiny_model(std=0.2, model_type="minimax_m2", **{**SIZES, **changes})
+SHAPES: dict[str, dict[str, Any]] = {
+    "as_published": {},
+    "one_layer": {"num_layers": 1, "num_experts": 5, "experts_per_token": 3},
+}
 
 
-def test_eager_logits_and_names_are_transformers(tmp_path: Path) -> None:
-    assert_eager_equals_twin(make())
-    checks.check_folder(make(), tmp_path / "tiny")
+def make(shape: str = "as_published") -> Any:
+    return tiny_model(std=0.2, model_type="minimax_m2", **{**SIZES, **SHAPES[shape]})
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_logits_on_every_target(target: str) -> None:
-    checks.check_logits(make(), target)
-    checks.check_logits(make(num_layers=1, num_experts=5, experts_per_token=3), target)
-
-
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make())
+NOT_READ: checks.NotRead = [
+    ({"rotary_dim": 4}, "rotary_dim = 4.*allowed: 8, as partial_rotary_factor"),
+    ({"use_qk_norm": False}, "use_qk_norm = False"),
+    ({"shared_intermediate_size": 8}, "shared_intermediate_size = 8"),
+    ({"attn_type_list": [1, 0]}, "attn_type_list.*2 of 1"),
+    ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
+]
 
 
 def test_published_keys_are_read() -> None:
@@ -73,19 +69,3 @@ def test_published_keys_are_read() -> None:
     values |= {"qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid"}
     config: Any = config_of_hf(values, where="config.json")
     assert config.rope == RopeConfig(5e6, num_rotated=8) and config.num_experts == 6
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"rotary_dim": 4}, "rotary_dim = 4.*allowed: 8, as partial_rotary_factor"),
-        ({"use_qk_norm": False}, "use_qk_norm = False"),
-        ({"shared_intermediate_size": 8}, "shared_intermediate_size = 8"),
-        ({"attn_type_list": [1, 0]}, "attn_type_list.*2 of 1"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9"),
-    ],
-)
-def test_what_is_not_read(changes: dict[str, Any], words: str) -> None:
-    values = twin_of(make().config).config.to_dict() | changes
-    with pytest.raises(CheckpointError, match=words):
-        config_of_hf(values, where="config.json")

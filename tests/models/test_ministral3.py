@@ -12,9 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests import architecture_checks as checks
 from tests.tiny import tiny_model
-from tests.twins import Twin, assert_eager_equals_twin, twin_of
+from tests.twins import Twin, twin_of
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.base import check_tensors
 from tilewright.models.checkpoints.containers import open_checkpoint
@@ -33,18 +32,11 @@ def _changes(config: Any) -> dict[str, Any]:
 TWIN = Twin(transformers.Ministral3Config, transformers.Ministral3ForCausalLM, _changes)
 
 
-def make(**changes: Any) -> Any:
-    return tiny_model(std=0.2, model_type="ministral3", **ON_CUDA, **changes)
+SHAPES: dict[str, dict[str, Any]] = {"tied": {}, "untied": {"tie_embeddings": False}}
 
 
-def test_eager_logits_and_names_are_transformers(tmp_path: Path) -> None:
-    assert_eager_equals_twin(make())
-    checks.check_folder(make(), tmp_path / "tiny")
-
-
-@pytest.mark.parametrize("target", checks.EVERY_TARGET)
-def test_logits_on_every_target(target: str) -> None:
-    checks.check_logits(make(), target)
+def make(shape: str = "tied") -> Any:
+    return tiny_model(std=0.2, model_type="ministral3", **ON_CUDA, **SHAPES[shape])
 
 
 def test_the_context_ends_where_queries_begin_to_grow() -> None:
@@ -63,7 +55,7 @@ def test_the_text_model_of_a_multimodal_folder(
 ) -> None:
     """Mistral Small 3 and Ministral 3, with the published names and transformers' own."""
     changes = {"tie_embeddings": False, "model_type": text_type}
-    model = make(tie_embeddings=False) if text_type == "ministral3" else tiny_model(**changes)
+    model = make("untied") if text_type == "ministral3" else tiny_model(**changes)
     text = twin_of(model.config, model.checkpoint.tensors)
     text.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests import architecture_checks as checks
 from tests.tiny import tiny_model
-from tests.twins import assert_eager_equals_twin, twin_of
+from tests.twins import twin_of
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -25,36 +21,6 @@ ON_CUDA: dict[str, Any] = {"windows": (3,)}
 
 def make(shape: str = "window") -> Any:
     return tiny_model(std=0.2, model_type="mistral", **SHAPES[shape])
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_eager_logits_and_names_are_transformers(shape: str) -> None:
-    assert_eager_equals_twin(make(shape))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("target", checks.TARGETS)
-def test_logits_on_every_target(target: str, shape: str) -> None:
-    checks.check_logits(make(shape), target)
-
-
-@pytest.mark.parametrize("target", checks.TARGETS)
-def test_batches_and_random_operations(target: str) -> None:
-    checks.check_mixed_lengths(make(), target)
-    checks.check_random_operations(make(), target)
-
-
-def test_formats() -> None:
-    checks.check_formats(make())
-
-
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make())
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_folder_of_transformers(shape: str, tmp_path: Path) -> None:
-    checks.check_folder(make(shape), tmp_path / "tiny")
 
 
 def test_a_window_that_is_not_said_is_transformers_own() -> None:

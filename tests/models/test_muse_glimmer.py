@@ -5,18 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
-from tests.twins import Twin, assert_eager_equals_twin, twin_of
-from tilewright.errors import CheckpointError
+from tests.twins import Twin, twin_of
 from tilewright.models.checkpoints.base import check_tensors
 from tilewright.models.checkpoints.containers import open_checkpoint
-from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.sources import stored_shapes
 
 ON_CUDA: dict[str, Any] = {"num_layers": 2, "second_layers": (1,), "windows": (4, 0)}
@@ -79,19 +76,12 @@ def make(shape: str = "as_published") -> Any:
     return tiny_model(std=0.2, model_type="muse_glimmer", **SHAPES[shape])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_eager_logits_and_names_are_transformers(shape: str) -> None:
-    assert_eager_equals_twin(make(shape))
-
-
-@pytest.mark.parametrize("target", checks.EVERY_TARGET)
-def test_logits_on_every_target(target: str) -> None:
-    for shape in SHAPES:
-        checks.check_logits(make(shape), target)
-
-
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make())
+NOT_READ: checks.NotRead = [
+    ({"layer_rope_theta": [0, 5.0, 0, 0, 0]}, "layer_rope_theta.*5 of 0, 10000"),
+    ({"layer_types": ["full_attention"]}, "layer_types.*5 of full_attention"),
+    ({"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+    ({"final_logit_softcapping": 0}, "final_logit_softcapping = 0"),
+]
 
 
 def test_a_multimodal_folder_has_the_text_model(tmp_path: Path) -> None:
@@ -111,18 +101,3 @@ def test_a_multimodal_folder_has_the_text_model(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = theirs.eval()(input_ids=tokens).logits[0]
     checks.assert_near(checks.their_logits(model, list(range(9))), expected)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"layer_rope_theta": [0, 5.0, 0, 0, 0]}, "layer_rope_theta.*5 of 0, 10000"),
-        ({"layer_types": ["full_attention"]}, "layer_types.*5 of full_attention"),
-        ({"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
-        ({"final_logit_softcapping": 0}, "final_logit_softcapping = 0"),
-    ],
-)
-def test_what_is_not_read(changes: dict[str, Any], words: str) -> None:
-    values = twin_of(make().config).config.to_dict() | changes
-    with pytest.raises(CheckpointError, match=words):
-        config_of_hf(values, where="config.json")

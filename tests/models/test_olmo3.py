@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import transformers
 
 from tests import architecture_checks as checks
 from tests.tiny import compiled as compile_tiny
 from tests.tiny import precision_of, prefill, random_tokens, tiny_model
-from tests.twins import Twin, assert_eager_equals_twin, twin_of
-from tilewright.errors import CheckpointError
+from tests.twins import Twin, twin_of
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.checkpoints.spelling.rope import hf_rope_values
 from tilewright.models.config import RopeConfig, YarnScaling
@@ -50,20 +47,11 @@ def make(shape: str = "grouped") -> Any:
     return tiny_model(std=0.2, model_type="olmo3", **sizes, **SHAPES[shape])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_eager_logits_and_names_are_transformers(shape: str, tmp_path: Path) -> None:
-    assert_eager_equals_twin(make(shape))
-    checks.check_folder(make(shape), tmp_path / "tiny")
-
-
-@pytest.mark.parametrize("target", checks.EVERY_TARGET)
-def test_logits_on_every_target(target: str) -> None:
-    for shape in SHAPES:
-        checks.check_logits(make(shape), target)
-
-
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make())
+NOT_READ: checks.NotRead = [
+    ({"layer_types": ["full_attention"]}, "layer_types.*2 of full_attention"),
+    ({"sliding_window": 0}, "sliding_window = 0"),
+    ({"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+]
 
 
 def test_products_of_unequal_formats_are_normed_in_their_columns() -> None:
@@ -83,17 +71,3 @@ def test_an_older_scaling_is_of_full_attention_only() -> None:
     older = {"rope_theta": 1e4, "rope_scaling": scaling}
     config: Any = config_of_hf(values | older, where="config.json")
     assert config.second_rope == RopeConfig(1e4) and config.rope.scaling.factor == 4.0
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"layer_types": ["full_attention"]}, "layer_types.*2 of full_attention"),
-        ({"sliding_window": 0}, "sliding_window = 0"),
-        ({"clip_qkv": 8.0}, "clip_qkv = 8.0"),
-    ],
-)
-def test_what_is_not_read(changes: dict[str, Any], words: str) -> None:
-    values = twin_of(make().config).config.to_dict() | changes
-    with pytest.raises(CheckpointError, match=words):
-        config_of_hf(values, where="config.json")

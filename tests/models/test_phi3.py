@@ -68,32 +68,6 @@ def test_eager_logits_and_names_are_transformers(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("target", checks.TARGETS)
-def test_logits_on_every_target(target: str, shape: str) -> None:
-    """In the long shapes the sequence goes beyond the original 16 positions, in others it stays."""
-    checks.check_logits(make(shape), target)
-
-
-@pytest.mark.parametrize("target", checks.TARGETS)
-def test_batches_and_random_operations(target: str) -> None:
-    checks.check_mixed_lengths(make("long"), target)
-    checks.check_random_operations(make("partial_long"), target)
-
-
-def test_formats() -> None:
-    checks.check_formats(make())
-
-
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make())
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_folder_of_transformers(shape: str, tmp_path: Path) -> None:
-    checks.check_folder(make(shape), tmp_path / "tiny")
-
-
-@pytest.mark.parametrize("shape", SHAPES)
 def test_a_gguf_with_llama_cpps_names(shape: str, tmp_path: Path) -> None:
     config = make(shape).config
 

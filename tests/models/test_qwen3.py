@@ -10,7 +10,7 @@ import pytest
 
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
-from tests.twins import assert_eager_equals_twin, twin_of
+from tests.twins import twin_of
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.base import check_tensors
 from tilewright.models.checkpoints.containers import open_checkpoint
@@ -33,36 +33,6 @@ ON_CUDA: dict[str, Any] = {"attention_bias": True, "output_bias": True}
 
 def make(shape: str = "grouped") -> Any:
     return tiny_model(std=0.2, model_type="qwen3", **SHAPES[shape])
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_eager_logits_and_names_are_transformers(shape: str) -> None:
-    assert_eager_equals_twin(make(shape))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("target", checks.TARGETS)
-def test_logits_on_every_target(target: str, shape: str) -> None:
-    checks.check_logits(make(shape), target)
-
-
-@pytest.mark.parametrize("target", checks.TARGETS)
-def test_batches_and_random_operations(target: str) -> None:
-    checks.check_mixed_lengths(make(), target)
-    checks.check_random_operations(make("windows"), target)
-
-
-def test_formats() -> None:
-    checks.check_formats(make())
-
-
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make())
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_folder_of_transformers(shape: str, tmp_path: Path) -> None:
-    checks.check_folder(make(shape), tmp_path / "tiny")
 
 
 def test_a_gguf_with_llama_cpps_names(tmp_path: Path) -> None:

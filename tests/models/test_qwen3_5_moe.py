@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import transformers
 
-from tests import architecture_checks as checks
 from tests.tiny import tiny_model
-from tests.twins import Twin, assert_eager_equals_twin
+from tests.twins import Twin
 from tilewright.models.config import DeltaShape, HybridConfig, RopeConfig
 
 SIZES: dict[str, Any] = {
@@ -72,27 +70,3 @@ TWIN = Twin(transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalL
 
 def make(shape: str = "as_published") -> Any:
     return tiny_model(std=0.2, model_type="qwen3_5_moe", **{**SIZES, **SHAPES[shape]})
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_eager_logits_and_names_are_transformers(shape: str) -> None:
-    assert_eager_equals_twin(make(shape))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("target", checks.TARGETS)
-def test_logits_on_every_target(target: str, shape: str) -> None:
-    checks.check_logits(make(shape), target)
-
-
-def test_sequences_together_and_apart_on_the_cpu() -> None:
-    checks.check_mixed_lengths(make(), "cpu")
-    checks.check_random_operations(make(), "cpu")
-
-
-def test_formats_on_the_cpu() -> None:
-    checks.check_formats(make("unequal_sizes"))
-
-
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make())

@@ -9,9 +9,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests import architecture_checks as checks
 from tests.tiny import tiny_model
-from tests.twins import TWINS, Twin, assert_eager_equals_twin, twin_of
+from tests.twins import TWINS, Twin, twin_of
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.config import MoeConfig
@@ -62,31 +61,6 @@ TWIN = Twin(transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, _chan
 def make(shape: str = "sparse") -> Any:
     sizes = {"num_experts": 6, "experts_per_token": 2, "expert_size": 24}
     return tiny_model(std=0.2, model_type="qwen3_moe", **{**sizes, **SHAPES[shape]})
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_eager_logits_and_names_are_transformers(shape: str) -> None:
-    assert_eager_equals_twin(make(shape))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("target", checks.TARGETS)
-def test_logits_on_every_target(target: str, shape: str) -> None:
-    checks.check_logits(make(shape), target)
-
-
-def test_sequences_together_and_apart_on_the_cpu() -> None:
-    checks.check_mixed_lengths(make(), "cpu")
-    checks.check_random_operations(make(), "cpu")
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_formats_on_the_cpu(shape: str) -> None:
-    checks.check_formats(make(shape))
-
-
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make())
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import transformers
 
-from tests import architecture_checks as checks
 from tests.models.test_qwen3_5_moe import SIZES, moe_keys
 from tests.models.test_qwen3_moe import stacked
 from tests.tiny import tiny_model
-from tests.twins import Twin, assert_eager_equals_twin
+from tests.twins import Twin
 from tilewright.models.config import DeltaShape
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -39,17 +37,3 @@ TWIN = Twin(transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM, _ch
 
 def make(shape: str = "as_published") -> Any:
     return tiny_model(std=0.2, model_type="qwen3_next", **{**SIZES, **SHAPES[shape]})
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_eager_logits_and_names_are_transformers(shape: str) -> None:
-    assert_eager_equals_twin(make(shape))
-
-
-def test_logits_on_the_reference() -> None:
-    """Once it is loaded nothing tells it from Qwen3.5."""
-    checks.check_logits(make(), "reference")
-
-
-def test_passes_fire_as_often_as_expected() -> None:
-    checks.check_rewrites(make("with_a_dense_layer"))
