@@ -63,7 +63,7 @@ def target_format(name: str, num_axes: int) -> str:
 
     Codes of experts become bfp8. Everything else becomes bf16.
     """
-    if name in _EXACT_IN_BF16 or (name in CODED_TILES and num_axes == 2):
+    if name in EXACT_IN_BF16 or (name in CODED_TILES and num_axes == 2):
         return name
     return "bfp8" if name in CODED_TILES else "bf16"
 

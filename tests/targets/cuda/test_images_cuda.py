@@ -249,7 +249,7 @@ def test_chunks_and_evicted_images_give_the_tokens_of_transformers(
 def test_captured_steps_with_tiles_agree_with_prefill(
     strict: str, tiled: Any, tiled_folder: Path
 ) -> None:
-    """Decode steps agree with prefill. In strict arithmetic, a batch gives every chat its tokens."""
+    """Decode agrees with prefill. In strict arithmetic, a batch gives every chat its tokens."""
     with LLM(tiled_folder, max_seats=4, batch_invariant=strict, **OPTIONS) as llm:
         chats = [chat_of(*parts) for parts in mllama.CHATS.values()]
         sampling: dict[str, Any] = {"max_tokens": 6, "stop_token_ids": ()}
