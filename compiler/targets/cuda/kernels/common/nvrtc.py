@@ -243,6 +243,7 @@ def _cubin(source: KernelSource, capability: tuple[int, int]) -> bytes:
     check(parts := nvrtc.nvrtcVersion())
     version = tuple(parts[1:])  # major, minor
     options = [b"--std=c++17", b"--gpu-architecture=sm_%d%da" % capability]
+    options.append(b"--device-as-default-execution-space")  # for lambdas with `auto` arguments
     if version >= (13, 0):
         options.append(b"--split-compile=0")  # Uses all cores. The machine code is the same.
     key = hashlib.sha256(repr((text, names, headers, options, version)).encode()).hexdigest()[:32]
