@@ -134,17 +134,18 @@ def test_a_warp_reads_the_fragments_of_the_matrix_unit(kind: str) -> None:
         shift = 16 * h + (4 * block if kind == "q40" else 8 * (block % 2))
         codes = piece >> shift & (0xF if kind == "q40" else 0xFF)
         columns = 32 * block + 8 * lane + 2 * k + h
-        found[8 * half : 8 * half + 8, columns] = _decoded(codes, kind)
+        found[8 * half : 8 * half + 8, columns] = _decoded(codes, kind, block)
     scales = data[16 * tile.low_bits * 16 :].contiguous()
     scales = scales.view(torch.float32 if kind == "fp8" else torch.float16).view(-1, 16).float()
     assert torch.equal(found * scales.T.repeat_interleave(tile.group, 1), file.values)
 
 
-def _decoded(codes: torch.Tensor, kind: str) -> torch.Tensor:
+def _decoded(codes: torch.Tensor, kind: str, block: int) -> torch.Tensor:
     if kind == "q40":
-        return _bfloat16(0x4300 | codes) - 136
+        odd = block % 2
+        return (_bfloat16(codes << 4 * odd) * 2.0 ** (123 if odd else 127) - 0.125) * 64
     if kind == "q80":
-        return _bfloat16(0x4300 | codes & 0x7F) + _bfloat16(0xC300 | codes & 0x80)
+        return (_bfloat16(codes ^ 0x80) * 2.0**127 - 2) * 64
     return _bfloat16((codes & 0x80) << 8 | (codes & 0x7F) << 4) * 2.0**120
 
 

@@ -67,11 +67,6 @@ __device__ __forceinline__ float2 halves(u32 v) {
       "cvt.f32.f16 %1, high;}" : "=f"(d.x), "=f"(d.y) : "r"(v));
   return d;
 }
-__device__ __forceinline__ u32 add2(u32 a, u32 b) {
-  u32 d;
-  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
 __device__ __forceinline__ u32 multiply2(u32 a, u32 b) {
   u32 d;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -86,6 +81,11 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
 __device__ __forceinline__ u32 mask_or(u32 v, u32 mask, u32 bits) {
   u32 d;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(v), "r"(mask), "r"(bits));
+  return d;
+}
+__device__ __forceinline__ u32 flip_and(u32 v, u32 bits, u32 mask) {  // (v ^ bits) & mask
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, 0x28;" : "=r"(d) : "r"(v), "r"(bits), "r"(mask));
   return d;
 }
 __device__ __forceinline__ u32 pack2(float low, float high) {

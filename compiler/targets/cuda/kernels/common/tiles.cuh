@@ -122,13 +122,15 @@ __device__ __forceinline__ void decode_bfp4(u32 (&a)[8], u32 w0, u32 w1, u32 sca
     a[2 * i + 1] = multiply2(v & 0x80708070u, scale);
   }
 }
-// Decode a pair of codes from a word, exactly; see coded_tiles.py.
+// Decode a pair of codes from a word, exactly; see coded_tiles.py. A bfloat16 with eight bits at its
+// end is linear in them, because subnormal. Integers are in units that `linear.py` multiplies by.
 template <int F> __device__ __forceinline__ u32 decode_pair(u32 w, int i) {
-  if (F == Q40) return add2(mask_or(w >> 4 * i, 0x000F000Fu, 0x43004300u), 0xC308C308u);
-  if (F == Q80) {
-    const u32 v = w >> 8 * i;  // adds the lower bits, and the sign as an offset
-    return add2(mask_or(v, 0x007F007Fu, 0x43004300u), mask_or(v, 0x00800080u, 0xC300C300u));
+  if (F == Q40) {
+    const u32 v = (i & 2 ? w >> 8 : w) & (i & 1 ? 0x00F000F0u : 0x000F000Fu);
+    return fma2(v, i & 1 ? 0x7D007D00u : 0x7F007F00u, 0xBE00BE00u);
   }
+  if (F == Q80)
+    return fma2(flip_and(i ? w >> 8 : w, 0x00800080u, 0x00FF00FFu), 0x7F007F00u, 0xC000C000u);
   const u32 v = i ? w : w << 8;
   return multiply2(mask_or(v, 0x80008000u, v >> 4 & 0x07F007F0u), 0x7B807B80u);
 }

@@ -44,6 +44,9 @@ CODED = ("q40", "q80", "fp8")
 LIKE = dict(zip(CODED, ("bfp4", "bfp8", "bfp8"), strict=True))
 """Formats with the tuning values of a block format with tiles of about the same size."""
 
+_UNITS = {"q40": 64.0, "q80": 64.0}
+"""What `decode_pair` of `tiles.cuh` divides codes by."""
+
 STEP_BYTES = {"bf16": 4096, **TILE_BYTES} | {name: tile_bytes(name) for name in CODED}
 X_PADDING = 8
 _CODED_X_PADDING = 32
@@ -120,12 +123,12 @@ class LaunchGrid:
         """The kernel's name, for ``groups`` eights of tokens."""
         return f"gemm_{kind}_{groups}_{self.tiles_per_warp}_{self.depth}"
 
-    def shared_bytes(self, held: PackedWeight, groups: int) -> int:
+    def shared_bytes(self, packed: PackedWeight, groups: int) -> int:
         """Dynamic shared memory of a block, for ``groups`` eights of tokens."""
-        x_bytes = groups * 8 * (128 + x_padding(held.format)) * 2
-        shared = self.depth * (x_bytes + self.tiles_per_block * STEP_BYTES[held.kind])
+        x_bytes = groups * 8 * (128 + x_padding(packed.format)) * 2
+        shared = self.depth * (x_bytes + self.tiles_per_block * STEP_BYTES[packed.kind])
         partials = groups * 8 * (self.tiles_per_block * 16 + 8) * 4
-        return max(shared, partials if num_slices(held) > 1 else 0)
+        return max(shared, partials if num_slices(packed) > 1 else 0)
 
 
 def x_padding(format_name: str) -> int:
@@ -143,16 +146,16 @@ def takes_norm(num_columns: int) -> bool:
     return num_columns <= MAX_NORM_COLUMNS and num_columns % 4 == 0
 
 
-def leaves_norm(held: PackedWeight) -> bool:
+def leaves_norm(packed: PackedWeight) -> bool:
     """Whether one token's product with a weight can leave the norm that it makes to others."""
-    return held.kind == "bf16" and takes_norm(held.num_columns)
+    return packed.kind == "bf16" and takes_norm(packed.num_columns)
 
 
-def num_slices(held: PackedWeight) -> int:
+def num_slices(packed: PackedWeight) -> int:
     """Into how many slices K is cut: a property of the weight, so that no result depends on the
     batch. One of many rows gives every warp of the device rows of its own.
     """
-    return 1 if held.num_row_tiles >= UNCUT_TILES else _SLICES
+    return 1 if packed.num_row_tiles >= UNCUT_TILES else _SLICES
 
 
 def room_for(num_rows: int) -> int:
@@ -160,12 +163,12 @@ def room_for(num_rows: int) -> int:
     return max(num_rows, MAX_TOKENS)
 
 
-def most_tokens(held: PackedWeight) -> int:
+def most_tokens(packed: PackedWeight) -> int:
     """The most tokens of a product here; with more, the library's is faster for bfloat16."""
-    if held.kind != "bf16":
+    if packed.kind != "bf16":
         return MAX_TOKENS
-    is_small = held.num_row_tiles <= 256 and held.num_column_tiles <= 32
-    return 32 if num_slices(held) == 1 or is_small else 16
+    is_small = packed.num_row_tiles <= 256 and packed.num_column_tiles <= 32
+    return 32 if num_slices(packed) == 1 or is_small else 16
 
 
 _GEMV = tuning()["matmul"]["gemv"]
@@ -187,30 +190,30 @@ _FEW_DEPTH: dict[str, int] = _tuned("few_depth")
 """Of 2 to 16 tokens, by one block a multiprocessor."""
 
 
-def choose_walk(held: PackedWeight, num_tokens: int = 1) -> Walk | None:
+def choose_walk(packed: PackedWeight, num_tokens: int = 1) -> Walk | None:
     """How so few tokens' product with a weight goes; None where they take a grid."""
-    kind, steps = held.kind, held.num_column_tiles
+    kind, steps = packed.kind, packed.num_column_tiles
     if num_tokens == 1:
         walks = _WALKS[kind]
         return next((walk for walk in walks if walk.has_room(kind, steps)), walks[-1])
-    if num_tokens > 16 or not _walks_well(held, num_tokens):
+    if num_tokens > 16 or not _walks_well(packed, num_tokens):
         return None
     walk = Walk(_FEW_DEPTH[kind], 1, _token_groups(num_tokens))
     assert walk.has_room(kind, steps)
     return walk
 
 
-def _walks_well(held: PackedWeight, num_tokens: int) -> bool:
+def _walks_well(packed: PackedWeight, num_tokens: int) -> bool:
     """Whether a walk of a cut weight was measured faster than a grid, for 4, 8 and 16 tokens on an
     H200: bfloat16 in a whole model, block formats in chains of one shape. With more columns the
     copies of x before the first product cost more than they save.
     """
-    if num_slices(held) == 1:
+    if num_slices(packed) == 1:
         return False
-    is_short = held.num_column_tiles <= _SHORT_STEPS
-    if held.kind == "bf16" and num_tokens <= 8:
-        return is_short or (held.num_column_tiles <= 32 and held.num_row_tiles <= 128)
-    return is_short and (held.kind != "bf16" or held.num_row_tiles > _FEW_TILES)
+    is_short = packed.num_column_tiles <= _SHORT_STEPS
+    if packed.kind == "bf16" and num_tokens <= 8:
+        return is_short or (packed.num_column_tiles <= 32 and packed.num_row_tiles <= 128)
+    return is_short and (packed.kind != "bf16" or packed.num_row_tiles > _FEW_TILES)
 
 
 _GRIDS = {
@@ -231,14 +234,14 @@ _SHORT_STEPS: int = _GEMV["short_steps"]
 _FEW_COLUMNS: int = _GEMV["few_columns"]
 
 
-def choose_grid(held: PackedWeight, num_tokens: int) -> LaunchGrid:
+def choose_grid(packed: PackedWeight, num_tokens: int) -> LaunchGrid:
     """The blocks of a product of several tokens."""
-    few_short, few_long, some, many = _GRIDS[held.kind][_token_groups(num_tokens)]
-    if num_slices(held) == 1:
+    few_short, few_long, some, many = _GRIDS[packed.kind][_token_groups(num_tokens)]
+    if num_slices(packed) == 1:
         return many
-    if held.num_row_tiles > _FEW_TILES:
+    if packed.num_row_tiles > _FEW_TILES:
         return some
-    return few_short if held.num_columns <= _FEW_COLUMNS else few_long
+    return few_short if packed.num_columns <= _FEW_COLUMNS else few_long
 
 
 def _token_groups(num_tokens: int) -> int:
@@ -249,7 +252,7 @@ def _token_groups(num_tokens: int) -> int:
 def linear(
     out: Tensor,
     x: Tensor,
-    held: PackedWeight,
+    packed: PackedWeight,
     *,
     epilogue: int,
     num_tokens: int,
@@ -269,41 +272,41 @@ def linear(
     weight begin at multiples of 16 bytes. ``alone``: the next kernel begins when this one has
     ended.
     """
-    assert 1 <= num_tokens <= most_tokens(held) and held.num_columns % 4 == 0
-    assert x.data_ptr() % 16 == 0 == held.data.data_ptr() % 16
+    assert 1 <= num_tokens <= most_tokens(packed) and packed.num_columns % 4 == 0
+    assert x.data_ptr() % 16 == 0 == packed.data.data_ptr() % 16
     assert num_tokens == 1 or x.stride(0) % 8 == 0
-    product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
+    product = product_arguments(out, packed, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
     product.x, product.x_stride, product.alone = x.data_ptr(), x.stride(0), alone
     if norm is not None:
         product.norm, product.eps = norm[0].data_ptr(), norm[1]
     assert norm is None or num_tokens == 1
-    assert normed is None or (norm is not None and leaves_norm(held))
-    walk = walk or (None if grid else choose_walk(held, num_tokens))
+    assert normed is None or (norm is not None and leaves_norm(packed))
+    walk = walk or (None if grid else choose_walk(packed, num_tokens))
     if walk is not None:
-        assert num_tokens == 1 or num_slices(held) > 1
-        _launch_gemv(product, held, walk, normed)
+        assert num_tokens == 1 or num_slices(packed) > 1
+        _launch_gemv(product, packed, walk, normed)
         return
-    grid = grid or choose_grid(held, num_tokens)
-    _launch_gemm(product, held, grid, _token_groups(num_tokens))
+    grid = grid or choose_grid(packed, num_tokens)
+    _launch_gemm(product, packed, grid, _token_groups(num_tokens))
 
 
 def product_arguments(
-    out: Tensor, held: PackedWeight, *, epilogue: int, num_tokens: int, bias: Tensor | None
+    out: Tensor, packed: PackedWeight, *, epilogue: int, num_tokens: int, bias: Tensor | None
 ) -> Product:
     """Arguments of a matmul kernel, without its input."""
     return Product(
-        weight=held.data.data_ptr(),
+        weight=packed.data.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
         num_tokens=num_tokens,
-        num_rows=held.num_rows,
-        num_columns=held.num_columns,
-        num_tiles=held.num_row_tiles,
-        num_steps=held.num_column_tiles,
-        num_slices=num_slices(held),
+        num_rows=packed.num_rows,
+        num_columns=packed.num_columns,
+        num_tiles=packed.num_row_tiles,
+        num_steps=packed.num_column_tiles,
+        num_slices=num_slices(packed),
         out_stride=out.stride(0),
         epilogue=epilogue,
-        scale=held.scale,
+        scale=packed.scale * _UNITS.get(packed.format, 1.0),
     )
 
 

@@ -188,7 +188,7 @@ class _Arrange(ctypes.Structure):
 
 
 class _ArrangeNorm(ctypes.Structure):
-    """`ArrangeNorm` of wide.cu."""
+    """C++ `ArrangeNorm`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "norm", "out")),
