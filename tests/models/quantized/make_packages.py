@@ -64,7 +64,9 @@ def of_mlx() -> Tensors:
 
 def of_compressed_tensors() -> Tensors:
     from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 
     dense = weight(8, 64)
@@ -75,11 +77,15 @@ def of_compressed_tensors() -> Tensors:
     state = {"weight": dense, "weight_scale": scale.float(), "weight_global_scale": second}
     compressor: Any = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
     packed = compressor.compress(state, scheme)
-    values = compressor.decompress(
-        {**packed, "weight_scale": packed["weight_scale"].float()}, scheme
-    )["weight"]
+    values = dequantize(
+        x_q=unpack_fp4_from_uint8(packed["weight_packed"], *dense.shape).float(),
+        scale=packed["weight_scale"].float(),
+        args=scheme.weights,
+        global_scale=second,
+        dtype=torch.float32,
+    )
     prefix = "NVFP4 1x16|"
-    return {**{f"{prefix}{k}": v for k, v in packed.items()}, f"{prefix}value": values.float()}
+    return {**{f"{prefix}{k}": v for k, v in packed.items()}, f"{prefix}value": values}
 
 
 MAKERS = {

@@ -1,4 +1,4 @@
-"""Weights made by bitsandbytes and MLX: the packages' own values bit for bit, and refused folders.
+"""Values of bitsandbytes, MLX and compressed-tensors bit for bit, and refused folders.
 
 packages.safetensors is written by make_packages.py.
 """
@@ -16,18 +16,20 @@ from safetensors.torch import load_file
 
 from tests.models.quantized.folders import Quantize, Tensors, check_logits, write, write_dense
 from tests.models.quantized.make_packages import FILE
+from tests.models.quantized.test_float4 import NV
 from tilewright.compiler.formats import get_format, stored_format
 from tilewright.errors import CheckpointError
 from tilewright.models import load_model, quantised_types
 from tilewright.models.checkpoints.quantized.base import RawModel, RawTensor
 from tilewright.models.checkpoints.quantized.bitsandbytes import read_bitsandbytes
+from tilewright.models.checkpoints.quantized.compressed import read_compressed
 from tilewright.models.checkpoints.quantized.mlx import read_mlx
 
 UP = "model.layers.1.mlp.up_proj"
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 DTYPES = {
     **{torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"},
-    **{torch.int8: "I8", torch.uint32: "U32"},
+    **{torch.int8: "I8", torch.uint32: "U32", torch.float8_e4m3fn: "F8_E4M3"},
 }
 
 
@@ -40,6 +42,7 @@ def schemes() -> dict[str, Tensors]:
 
 
 SCHEMES = schemes()
+HAVE_FORMATS = ("MLX int2", "MLX int3", "MLX int4", "MLX int5", "NVFP4 1x16")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -54,6 +57,8 @@ def test_values_are_the_package_s_bit_for_bit(scheme: str) -> None:
     if scheme.startswith("MLX"):
         bits = int(scheme.removeprefix("MLX int"))
         read_mlx({"bits": bits, "group_size": 64}, "config.json", model)
+    elif scheme.startswith("NVFP4"):
+        read_compressed(NV, "config.json", model)
     else:
         read_bitsandbytes(BNB, "config.json", model)
     assert not model.tensors
@@ -65,7 +70,7 @@ def test_values_are_the_package_s_bit_for_bit(scheme: str) -> None:
     label = weight.stored_type(read)
     assert label == scheme.removesuffix(" nested")
     name = stored_format(label)
-    assert (name is not None) == (scheme in ("MLX int2", "MLX int3", "MLX int4", "MLX int5"))
+    assert (name is not None) == (scheme in HAVE_FORMATS)
     if name is not None:
         data = torch.from_numpy(weight.stored(read, first, rows)[1])
         assert torch.equal(get_format(name).unpack(data.flatten(), expected.shape), expected)
