@@ -128,7 +128,7 @@ def _has_room_for(size: int, plan: KernelProgram, options: CompileOptions, room:
     """Return whether an optional allocation fits.
 
     It fits if all contexts at full length still fit. With shared pages, it also fits if the pages
-    keep three quarters of their memory and at least one full context.
+    keep three quarters of their memory and at least a full context.
     """
     if size + state_bytes(plan, options) <= room:
         return True
