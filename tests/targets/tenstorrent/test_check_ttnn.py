@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from tests.targets.tenstorrent.boards import board, board_precision, programs
+from tests.targets.tenstorrent.test_emit_ttnn import MODERN
 from tests.tiny import QWEN2, lowered, tiny_config, tiny_model
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.formats import get_format
@@ -198,6 +199,18 @@ def test_rotations_of_neighbours_and_windows_of_some_layers_validate(scratch: Pa
     source = emit_ttnn(*made)
     assert "rotary_embedding_llama" in source and "sliding_window_size" in source
     found = validated(source, "n150", scratch)
+    assert errors(found) == []
+
+
+@pytest.mark.parametrize("name", MODERN)
+def test_models_of_today_validate(name: str, scratch: Path) -> None:
+    """Experts, Gated DeltaNet, two rotations, sinks and partial rotations on a chip."""
+    sizes = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 64}
+    model = tiny_model(**{**sizes, "model_type": name, **MODERN[name]})
+    precision = board_precision(router="bf16")
+    options = CompileOptions(max_batch=2, max_context=256)
+    made = programs(model, precision=precision, options=options)
+    found = validated(emit_ttnn(*made), "n150", scratch)
     assert errors(found) == []
 
 

@@ -38,7 +38,7 @@ from tilewright.compiler.targets.tenstorrent.program.product_blocks import (
     step_blocks,
 )
 from tilewright.errors import CompileError, NoRoomError
-from tilewright.models.config import RopeConfig
+from tilewright.models.config import DeltaShape, RopeConfig, YarnScaling
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 OPTIONS = CompileOptions(max_batch=2, max_context=128)
@@ -166,12 +166,12 @@ def test_what_ttnn_does_not_take_is_refused() -> None:
     refused("prompts of 96 tokens", CompileOptions(max_context=96))
     refused("prompts of 32 tokens", CompileOptions(max_context=32))
     refused("heads of 96", head_dim=96)
-    refused("32 of 64 channels", head_dim=64, rope=RopeConfig(theta=10000.0, num_rotated=32))
+    refused("heads of 64, of which 16", head_dim=64, rope=RopeConfig(10000.0, num_rotated=16))
     refused("a side of 80", intermediate_size=80)
     refused("48 columns over 1 chips", hidden_size=48)
 
 
-def test_layers_of_unequal_shape_are_refused() -> None:
+def test_layers_of_unequal_shape_have_functions_of_their_own() -> None:
     prefill, decode = programs(small_model(), options=OPTIONS)
     changed = tuple(
         dataclasses.replace(each, k_block=2 * each.k_block)
@@ -179,8 +179,11 @@ def test_layers_of_unequal_shape_are_refused() -> None:
         else each
         for each in prefill.instructions
     )
-    with pytest.raises(CompileError, match="layer 1 is of another shape"):
-        emit_ttnn(dataclasses.replace(prefill, instructions=changed), decode)
+    source = emit_ttnn(dataclasses.replace(prefill, instructions=changed), decode)
+    assert "(prefill_layer_0, prefill_layer_1)[[0, 1][layer]]" in functions(source, "prefill")
+    first, second = (functions(source, f"prefill_layer_{n}") for n in (0, 1))
+    assert first.replace("layer_0", "layer_1") != second
+    assert "if layer in (1,):" in functions(source, "layer_weights")
 
 
 def test_weights_are_written_whole_and_exact(tmp_path: Path) -> None:
@@ -241,8 +244,45 @@ def test_norms_of_heads_move_to_interleaved_memory_in_a_decode_step() -> None:
     assert "NUM_BANKS = 8" in source
 
 
-def test_experts_are_refused_by_name() -> None:
-    experts = {"num_experts": 32, "experts_per_token": 2, "expert_size": 32}
-    model = small_model(model_type="qwen3_moe", **experts)
-    with pytest.raises(CompileError, match="Route has no lines in a ttnn file; allowed: models"):
-        emitted(model, name="p150")
+EXPERTS = {"num_experts": 32, "experts_per_token": 2, "expert_size": 32}
+MODERN: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"windows": (64, 0), "logit_cap": 5.0},
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {
+        **EXPERTS,
+        **{"windows": (64, 0), "attention_bias": True, "output_bias": True},
+        "rope": RopeConfig(150000.0, YarnScaling(4.0, 64, 1.1386294361119891, truncate=False)),
+    },
+    "qwen3_5_moe": {
+        **EXPERTS,
+        **{"shared_size": 32, "head_dim": 64, "linear_layers": (True, False)},
+        "delta": DeltaShape(2, 4, 32, 32, 4),
+        "rope": RopeConfig(10000.0, num_rotated=32),
+    },
+}
+CALLS: dict[str, tuple[str, ...]] = {
+    "gemma3_text": ("step.cos[t[", "ttnn.tanh(", "UnaryOpType.GELU"),
+    "qwen3_moe": ("routed(", "expert_product(", "combined_experts("),
+    "gpt_oss": ("clamped_swiglu(", "attention_sink=sink_logits(", "1.13862943611"),
+    "qwen3_5_moe": ("rotate_first(", "convolve_step(", "delta_step(", "norm_value_heads("),
+}
+
+
+@pytest.mark.parametrize("name", MODERN)
+def test_models_of_today_have_a_file(name: str, tmp_path: Path) -> None:
+    """Every called function is in the file, and every weight is written."""
+    model = small_model(model_type=name, **MODERN[name])
+    made = programs(model, Mesh(2), options=OPTIONS, name="p300")
+    source = emit_ttnn(*made)
+    tree = ast.parse(source)
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for call in CALLS[name]:
+        assert call in source
+        assert not call.endswith("(") or call.startswith(("ttnn", "att")) or call[:-1] in defined
+    write_weights(made[1], weight_source(model), tmp_path)
+    written = {key: each for path in tmp_path.iterdir() for key, each in load_file(path).items()}
+    assert written.keys() == {weight.name for weight in made[1].weights}
+    experts = next((w for w in made[1].weights if w.num_experts), None)
+    if experts is not None:
+        assert written[experts.name].shape == (32, experts.rows, experts.columns)
+        assert f"experts_over=(1, 2), experts={experts.num_experts}" in source

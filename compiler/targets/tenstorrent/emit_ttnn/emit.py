@@ -22,6 +22,7 @@ from tilewright.compiler.targets.tenstorrent.emit_ttnn.lines import (
     mark_of,
     quoted,
 )
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.mixer_text import helpers
 from tilewright.compiler.targets.tenstorrent.emit_ttnn.ops import InstructionLines
 from tilewright.compiler.targets.tenstorrent.emit_ttnn.steps import MAIN, STEPS
 from tilewright.compiler.targets.tenstorrent.emit_ttnn.text import (
@@ -31,12 +32,15 @@ from tilewright.compiler.targets.tenstorrent.emit_ttnn.text import (
     WEIGHTS,
 )
 from tilewright.compiler.targets.tenstorrent.emit_ttnn.weights import (
+    Lines,
     constants,
     fidelities,
     header,
     kinds_text,
+    layer_weights_text,
+    outside_text,
     owned_weights,
-    weight_tables,
+    weight_lines,
 )
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DECODE,
@@ -50,22 +54,24 @@ from tilewright.errors import CompileError
 
 
 def emit_ttnn(prefill: DeviceProgram, decode: DeviceProgram, *, title: str = "") -> str:
-    """Return the source text for a file that runs both programs with `ttnn`.
+    """Return the source text for a ttnn file with both programs.
 
     ``title`` becomes a comment in the file.
 
     Raises:
-        CompileError: ttnn does not support the programs. Layers must have equal shapes, prompts
-            must be whole chunks, and sizes must be tile multiples.
+        CompileError: ttnn does not support the programs. Prompts must be whole chunks, and sizes
+            must be tile multiples.
     """
     assert (prefill.phase, decode.phase) == (PREFILL, DECODE)
     _check(prefill, decode)
     tables = _Tables()
-    steps = [_functions(program, tables) for program in (prefill, decode)]
-    outside, layers = weight_tables(
-        prefill, decode, lambda layer: _prefix(decode, layer), tables.merge
-    )
-    num_layers = sum(layer is not None for layer, _ in _sections(decode))
+    stacks = [_Stack(program) for program in (prefill, decode)]
+    weights, shares = weight_lines(prefill, decode, lambda layer: _prefix(decode, layer))
+    groups = _equal_layers(*(stack.layers for stack in stacks), _by_number(weights))
+    steps = [_functions(stack, groups, tables) for stack in stacks]
+    outside = outside_text(_Tables().merge([0], *_columns([weights[None]])), shares)
+    layers = layer_weights_text(groups, weights, tables.merge)
+    num_layers = sum(map(len, groups))
     parts = [
         header(prefill, decode, title),
         IMPORTS + "\n" + constants(prefill, decode, _prefix(decode, 0)),
@@ -77,6 +83,7 @@ def emit_ttnn(prefill: DeviceProgram, decode: DeviceProgram, *, title: str = "")
         layers,
         WEIGHTS,
         STEPS,
+        helpers("".join(steps)),
         *steps,
         MAIN,
     ]
@@ -109,7 +116,9 @@ def write_weights(decode: DeviceProgram, get: Callable[[str], Tensor], folder: P
         tensors = {}
         for _, weight in group:
             dense = load_dense(weight.recipe, get)
-            dense = dense.T.contiguous() if weight.transposed else dense
+            if dense.ndim == 3 and not weight.num_experts:
+                dense = dense.squeeze(1)  # a convolution
+            dense = dense.mT.contiguous() if weight.transposed else dense
             narrow = dense.to(torch.bfloat16)
             tensors[weight.name] = narrow if torch.equal(narrow.float(), dense) else dense
         stem = "outside" if layer is None else f"layer_{layer:03}"
@@ -135,20 +144,17 @@ def _check(prefill: DeviceProgram, decode: DeviceProgram) -> None:
         )
     rotations = [each for each in decode.instructions if isinstance(each, Rotate)]
     for each in rotations:
-        if each.frequencies != rotations[0].frequencies:
+        width = 2 * each.frequencies.columns
+        if width != each.head_dim and each.interleaved:
             raise CompileError(
-                f"{each.fqn}: a rotation of its own; allowed in a ttnn file: one for all layers"
+                f"{each.fqn}: {width} of {each.head_dim} channels of a head turn by neighbors; "
+                "allowed in a ttnn file: all"
             )
-        if 2 * each.frequencies.columns != each.head_dim:
+        unit = TILE if each.interleaved or width == TILE else 2 * TILE
+        if width % unit or each.head_dim % TILE:
             raise CompileError(
-                f"{each.fqn}: {2 * each.frequencies.columns} of {each.head_dim} channels of a head "
-                "turn; allowed in a ttnn file: all"
-            )
-        unit = TILE if each.interleaved or each.head_dim == TILE else 2 * TILE
-        if each.head_dim % unit:
-            raise CompileError(
-                f"{each.fqn}: heads of {each.head_dim}; allowed in a ttnn file: 32, or multiples "
-                f"of {unit}"
+                f"{each.fqn}: heads of {each.head_dim}, of which {width} turn; allowed in a ttnn "
+                f"file: 32, or multiples of {unit}"
             )
     if {w.name: w.format for w in prefill.weights} != {w.name: w.format for w in decode.weights}:
         raise AssertionError("both programs read the same weights")
@@ -169,26 +175,18 @@ class _Tables:
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, str]] = {}
 
-    def merge(self, marks: Sequence[Marks], lines: Sequence[Sequence[SourceLine]]) -> list[str]:
-        """Return lines that are valid for all layers. ``marks`` and ``lines`` have an entry for
-        each layer.
+    def merge(
+        self,
+        layers: Sequence[int],
+        marks: Sequence[Marks],
+        lines: Sequence[Sequence[SourceLine]],
+    ) -> list[str]:
+        """Return common lines for ``layers``, with marks filled in."""
+        needed = [any(each[i].is_needed for each in lines) for i in range(len(lines[0]))]
+        kept = [line.text for line, is_needed in zip(lines[0], needed, strict=True) if is_needed]
+        return [self._filled(text, layers, marks) for text in kept]
 
-        Raises:
-            CompileError: The layers have different shapes.
-        """
-        texts = [[line.text for line in each] for each in lines]
-        for layer, text in enumerate(texts):
-            if text != texts[0]:
-                other = next((a for a, b in zip(text, texts[0], strict=False) if a != b), "")
-                raise CompileError(
-                    f"layer {layer} is of another shape than layer 0 ({_shown(other)}); allowed in "
-                    "a ttnn file: layers that differ in formats and fidelities alone"
-                )
-        needed = [any(each[i].is_needed for each in lines) for i in range(len(texts[0]))]
-        kept = [text for text, is_needed in zip(texts[0], needed, strict=True) if is_needed]
-        return [self._filled(text, marks) for text in kept]
-
-    def _filled(self, text: str, marks: Sequence[Marks]) -> str:
+    def _filled(self, text: str, layers: Sequence[int], marks: Sequence[Marks]) -> str:
         for name in marks[0].found:
             mark = mark_of(name)
             if mark not in text:
@@ -198,13 +196,9 @@ class _Tables:
                 text = text.replace(mark, found[0])
                 continue
             text = text.replace(mark, f"t[{quoted(name)}]")
-            for layer, value in enumerate(found):
+            for layer, value in zip(layers, found, strict=True):
                 self.rows.setdefault(layer, {})[name] = value
         return text
-
-
-def _shown(text: str) -> str:
-    return " ".join(text.split())[:80]
 
 
 def _sections(program: DeviceProgram) -> list[tuple[int | None, list[int]]]:
@@ -232,45 +226,82 @@ def _prefix(program: DeviceProgram, layer: int) -> str:
     return _layer_prefix(fqn, layer)
 
 
-def _functions(program: DeviceProgram, tables: _Tables) -> str:
-    """Return the source for ``prefill`` or ``decode`` and its layer function."""
-    writer = InstructionLines(program)
-    before: list[str] = []
-    layers: list[tuple[Marks, list[SourceLine]]] = []
-    after: list[str] = []
-    for layer, indices in _sections(program):
-        writer.start("" if layer is None else _prefix(program, layer))
-        for index in indices:
-            writer.write(index)
-        if indices[-1] + 1 < len(program.instructions):
-            writer.end()
-        if layer is not None:
-            layers.append((writer.marks, writer.lines))
-        else:
-            text = _Tables().merge([writer.marks], [writer.lines])
-            (after if layers else before).extend(text)
-    body = tables.merge([each[0] for each in layers], [each[1] for each in layers])
-    step = "DecodeStep" if program.phase == DECODE else "PromptStep"
-    prologue = ["t = TABLE[layer]"] if any("t[" in line for line in body) else []
-    name = program.phase
+class _Stack:
+    """Lines before the layers, for every layer, and after the layers."""
+
+    def __init__(self, program: DeviceProgram) -> None:
+        writer = InstructionLines(program)
+        self.phase = program.phase
+        self.before: list[str] = []
+        self.after: list[str] = []
+        self.layers: list[tuple[Marks, list[SourceLine]]] = []
+        for layer, indices in _sections(program):
+            writer.start("" if layer is None else _prefix(program, layer))
+            for index in indices:
+                writer.write(index)
+            if indices[-1] + 1 < len(program.instructions):
+                writer.end()
+            if layer is not None:
+                self.layers.append((writer.marks, writer.lines))
+            else:
+                text = _Tables().merge([0], [writer.marks], [writer.lines])
+                (self.after if self.layers else self.before).extend(text)
+        self.result = writer.result()
+
+
+def _equal_layers(*lines: Sequence[tuple[Marks, list[SourceLine]]]) -> list[list[int]]:
+    """Return groups of layers with equal lines. Marks may differ."""
+    groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for layer in range(len(lines[0])):
+        text = tuple(tuple(line.text for line in each[layer][1]) for each in lines)
+        groups.setdefault(text, []).append(layer)
+    return list(groups.values())
+
+
+def _by_number(lines: Lines) -> list[tuple[Marks, list[SourceLine]]]:
+    return [lines[layer] for layer in sorted(each for each in lines if each is not None)]
+
+
+def _columns(
+    lines: Sequence[tuple[Marks, list[SourceLine]]],
+) -> tuple[list[Marks], list[list[SourceLine]]]:
+    return [marks for marks, _ in lines], [text for _, text in lines]
+
+
+def _functions(stack: _Stack, groups: Sequence[Sequence[int]], tables: _Tables) -> str:
+    """Return the source for ``prefill`` or ``decode`` and its layer functions."""
+    step = "DecodeStep" if stack.phase == DECODE else "PromptStep"
+    name = stack.phase
     whose = "the next tokens of all users" if name == DECODE else "LENGTH tokens of one user"
-    return (
-        f"def {name}_layer(layer: int, w: dict, caches: dict, x: ttnn.Tensor, step: {step}):\n"
-        + _indented([f'"""One layer over {whose}."""', *prologue, *body, "return x"], 1)
-        + f"\n\ndef {name}(model: Model, step: {step}) -> ttnn.Tensor:\n"
-        + _indented(
-            [
-                f'"""Logits [1, 1, 32, VOCAB and padding] behind {whose}."""',
-                "w = model.outside",
-                *before,
-                "for layer in range(NUM_LAYERS):",
-                f"    x = {name}_layer(layer, model.layers[layer], model.caches[layer], x, step)",
-                *after,
-                f"return {writer.result()}",
-            ],
-            1,
+    names = [f"{name}_layer"]
+    if len(groups) > 1:
+        names = [f"{name}_layer_{number}" for number in range(len(groups))]
+    made = []
+    for group, function in zip(groups, names, strict=True):
+        body = tables.merge(group, *_columns([stack.layers[layer] for layer in group]))
+        prologue = ["t = TABLE[layer]"] if any("t[" in line for line in body) else []
+        title = f'"""One layer over {whose}."""'
+        made.append(
+            f"def {function}(layer: int, w: dict, caches: dict, x: ttnn.Tensor, step: {step}):\n"
+            + _indented([title, *prologue, *body, "return x"], 1)
         )
-    )
+    run, choice = names[0], []
+    if len(groups) > 1:
+        order = {layer: number for number, group in enumerate(groups) for layer in group}
+        run, kinds = "run", [order[layer] for layer in sorted(order)]
+        choice = [f"    run = ({', '.join(names)})[{kinds}[layer]]"]
+    body = [
+        f'"""Logits [1, 1, 32, VOCAB and padding] behind {whose}."""',
+        "w = model.outside",
+        *stack.before,
+        "for layer in range(NUM_LAYERS):",
+        *choice,
+        f"    x = {run}(layer, model.layers[layer], model.caches[layer], x, step)",
+        *stack.after,
+        f"return {stack.result}",
+    ]
+    made.append(f"def {name}(model: Model, step: {step}) -> ttnn.Tensor:\n" + _indented(body, 1))
+    return "\n\n".join(made)
 
 
 def _indented(lines: list[str], depth: int) -> str:

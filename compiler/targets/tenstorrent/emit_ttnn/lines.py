@@ -24,6 +24,7 @@ from tilewright.errors import CompileError
 
 DTYPES = {"bf16": "ttnn.bfloat16", "bfp8": "ttnn.bfloat8_b", "bfp4": "ttnn.bfloat4_b"}
 HEADS = "heads"
+_SLOTS = ("x", "y", "q", "gate", "up", "a", "b", "experts", "weights")
 WIDTH = 100
 
 
@@ -128,6 +129,13 @@ class SourceSection:
             self._places[value] = place
         return name
 
+    def _together(self, first: TtValue, second: TtValue) -> tuple[str, str, str]:
+        """Return the variables of two values and their common memory."""
+        memory = self._places[first]
+        if memory != self._places[second]:
+            memory = self._open()
+        return self._at(first, memory), self._at(second, memory), memory
+
     def _bind(self, value: TtValue, name: str, place: str) -> str:
         """Return a variable for ``value``: ``name``, with a number if a live value uses the
         name.
@@ -195,5 +203,5 @@ class SourceSection:
 
 def _operands(instruction: TtInstruction) -> list[TtValue]:
     """Return the values that an instruction reads."""
-    slots = (getattr(instruction, name, None) for name in ("x", "y", "q", "gate", "up"))
+    slots = (getattr(instruction, name, None) for name in _SLOTS)
     return [each for each in slots if isinstance(each, TtValue)]

@@ -9,14 +9,15 @@ class Model:
     def __init__(self, mesh_device, weights: tuple[dict, list[dict]]) -> None:
         self.device = mesh_device
         self.outside, self.layers = weights
-        self.caches = [
-            {kind: self.blank_cache(i, kind) for kind in ("k", "v")} for i in range(NUM_LAYERS)
-        ]
-        angles = torch.outer(torch.arange(CAPACITY).float(), self.outside["frequencies"].float())
-        angles = angles.repeat_interleave(2, -1) if INTERLEAVED else torch.cat((angles, angles), -1)
-        self.cos, self.sin = (
-            self.send(table, ttnn.bfloat16) for table in (angles.cos(), angles.sin())
-        )
+        self.caches = [self.blank_caches(i) for i in range(NUM_LAYERS)]
+        self.cos, self.sin = [], []
+        for frequencies, (_, _, factor) in zip(self.outside["frequencies"], ROTATIONS):
+            angles = torch.outer(torch.arange(CAPACITY).float(), frequencies.float())
+            angles = (
+                angles.repeat_interleave(2, -1) if INTERLEAVED else torch.cat((angles, angles), -1)
+            )
+            self.cos.append(self.send(angles.cos() * factor, ttnn.bfloat16))
+            self.sin.append(self.send(angles.sin() * factor, ttnn.bfloat16))
         pages = torch.arange(BATCH * PAGES).reshape(BATCH, PAGES)
         self.pages = self.send(pages, ttnn.int32)
         # prefill wants rows of a multiple of 32 bytes; what is added is never read
@@ -26,10 +27,16 @@ class Model:
             self.prompt_pairs = self.pairs(1)
             self.step_pairs = ttnn.to_memory_config(self.pairs(BATCH), users(BATCH, TILE))
 
-    def blank_cache(self, layer: int, kind: str) -> ttnn.Tensor:
-        shape = (BATCH * PAGES, NUM_KV_HEADS, PAGE, HEAD_DIM)
-        dtype = cache_dtype(layer, kind)
-        return ttnn.zeros(shape, dtype, ttnn.TILE_LAYOUT, self.device, DRAM)
+    def blank_caches(self, layer: int) -> dict:
+        def blank(dtype, *shape: int) -> ttnn.Tensor:
+            return ttnn.zeros(shape, dtype, ttnn.TILE_LAYOUT, self.device, DRAM)
+
+        if layer not in STATES:
+            shape = (BATCH * PAGES, NUM_KV_HEADS, PAGE, HEAD_DIM)
+            return {kind: blank(cache_dtype(layer, kind), *shape) for kind in ("k", "v")}
+        (channels, count), memory = STATES[layer]
+        window = [blank(ttnn.bfloat16, 1, 1, TILE, channels) for _ in range(count)]
+        return {"window": window, "memory": blank(ttnn.float32, BATCH, *memory)}
 
     def pairs(self, count: int) -> ttnn.Tensor:
         """Tiles that turn (x, y) into (-y, x), for interleaved rotations."""
@@ -59,16 +66,25 @@ class Model:
             positions = self.send(at, ttnn.uint32)
             step = PromptStep(
                 tokens=self.send([chunk], ttnn.uint32),
-                cos=rotation(positions, self.cos),
-                sin=rotation(positions, self.sin),
+                cos=[rotation(positions, values) for values in self.cos],
+                sin=[rotation(positions, values) for values in self.sin],
                 pairs=self.prompt_pairs,
                 start=self.send([start], ttnn.int32),
                 pages=self.send(row, ttnn.int32),
                 new_pages=self.send(new, ttnn.int32),
                 last=last // TILE * TILE,
+                user=user,
+                count=last + 1,
+                is_first=start == 0,
+                real=self.real_rows(last + 1) if STATES else None,
             )
             logits = prefill(self, step)
         return self.fetch(logits)[last % TILE]
+
+    def real_rows(self, count: int) -> ttnn.Tensor:
+        """1 for the rows of a prompt, 0 for the rows after them."""
+        rows = (torch.arange(LENGTH) < count).float().reshape(1, 1, -1, 1)
+        return self.send(rows, ttnn.float32, ttnn.TILE_LAYOUT)
 
     def fetch(self, logits: ttnn.Tensor) -> torch.Tensor:
         """``[32, VOCAB]`` on the host, from the first chip."""
@@ -88,10 +104,14 @@ class Model:
     def decode(self, given: dict[str, ttnn.Tensor]) -> ttnn.Tensor:
         """Logits ``[1, 1, 32, VOCAB and padding]`` on the chips; a row a user."""
         cos, sin = (
-            ttnn.to_memory_config(
-                ttnn.transpose(rotation(given["rows"], table), 1, 2), users(BATCH, HEAD_DIM)
-            )
-            for table in (self.cos, self.sin)
+            [
+                ttnn.to_memory_config(
+                    ttnn.transpose(rotation(given["rows"], values), 1, 2),
+                    users(BATCH, values.shape[-1]),
+                )
+                for values in tables
+            ]
+            for tables in (self.cos, self.sin)
         )
         step = DecodeStep(
             given["tokens"], given["positions"], cos, sin, self.step_pairs, self.pages
@@ -108,7 +128,7 @@ class Model:
 
 
 def rotation(positions: ttnn.Tensor, table: ttnn.Tensor) -> ttnn.Tensor:
-    """Rows of a table of cosines or sines, ``[1, 1, positions, HEAD_DIM]``."""
+    """Rows of a table of cosines or sines, ``[1, 1, positions, channels]``."""
     found = ttnn.embedding(positions, table, layout=ttnn.TILE_LAYOUT, memory_config=DRAM)
     return ttnn.unsqueeze_to_4D(found)
 
@@ -116,21 +136,25 @@ def rotation(positions: ttnn.Tensor, table: ttnn.Tensor) -> ttnn.Tensor:
 @dataclass(frozen=True)
 class PromptStep:
     tokens: ttnn.Tensor  # uint32 [1, LENGTH]
-    cos: ttnn.Tensor
-    sin: ttnn.Tensor
+    cos: list[ttnn.Tensor]  # for every rotation
+    sin: list[ttnn.Tensor]
     pairs: ttnn.Tensor | None
     start: ttnn.Tensor  # int32 [1]: the position of the first token
     pages: ttnn.Tensor  # int32: the user's pages
     new_pages: ttnn.Tensor  # those this step fills
     last: int  # the row of tokens, a multiple of 32, whose logits are wanted
+    user: int
+    count: int  # tokens of the prompt in this step
+    is_first: bool
+    real: ttnn.Tensor | None  # float32 [1, 1, LENGTH, 1]: 0 after the prompt
 
 
 @dataclass(frozen=True)
 class DecodeStep:
     tokens: ttnn.Tensor  # uint32 [1, 32]
     positions: ttnn.Tensor  # int32 [BATCH]
-    cos: ttnn.Tensor
-    sin: ttnn.Tensor
+    cos: list[ttnn.Tensor]  # for every rotation
+    sin: list[ttnn.Tensor]
     pairs: ttnn.Tensor | None
     pages: ttnn.Tensor  # int32 [BATCH, pages of a user]
 '''

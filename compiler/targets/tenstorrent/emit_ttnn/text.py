@@ -150,19 +150,37 @@ def product_in_pieces(x, pieces, k_block, cores, *, dtype, compute_kernel_config
 WEIGHT_CLASS = '''\
 @dataclass(frozen=True)
 class Weight:
-    """What one chip holds; ``rows_over`` and ``columns_over``: (mesh axis, how it is sharded)."""
+    """What one chip holds; the fields ``_over``: (mesh axis, how it is sharded)."""
 
-    kind: str  # matrix, table, norm or bias
+    kind: str  # matrix, table, norm, bias, experts, sinks or taps
     rows: int
     columns: int
     dtype: object
     rows_over: tuple | None = None
     columns_over: tuple | None = None
     pieces: int = 0  # a list of so many products' columns; 0: one, no list
+    experts: int = 0  # on a chip
+    experts_over: tuple | None = None
+
+    @property
+    def exact_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes without padding: convolutions, experts and sinks."""
+        shapes = {
+            "taps": [(1, 1, 1, self.columns)] * self.rows,
+            "experts": [(1, self.experts, self.rows, self.columns)],
+            "sinks": [(1, self.columns, 1, 1)],
+        }
+        return shapes.get(self.kind, [])
+
+    @property
+    def is_list(self) -> bool:
+        return self.pieces > 0 or len(self.exact_shapes) > 1
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """What is handed to ttnn, by piece."""
+        if self.exact_shapes:
+            return self.exact_shapes
         each = -(-self.columns // (max(self.pieces, 1) * TILE)) * TILE
         found = []
         for start in range(0, self.columns, each):
@@ -172,6 +190,9 @@ class Weight:
 
     def cut(self, part: torch.Tensor) -> list[torch.Tensor]:
         """What a chip holds, by piece; columns that fill a tile are zeros."""
+        if self.exact_shapes:
+            pieces = part.chunk(len(self.shapes), 0)
+            return [p.reshape(s) for p, s in zip(pieces, self.shapes)]
         widths = [shape[-1] for shape in self.shapes]
         full = torch.nn.functional.pad(part, (0, sum(widths) - part.shape[-1]))
         return [p.reshape(s) for p, s in zip(full.split(widths, -1), self.shapes)]
@@ -207,10 +228,12 @@ def host_pieces(whole: torch.Tensor, spec: Weight) -> list[ttnn.Tensor]:
     made: dict[tuple, list[ttnn.Tensor]] = {}
     chips = []
     for chip in [(row, column) for row in range(MESH[0]) for column in range(MESH[1])]:
-        key = tuple(over and chip[over[0]] for over in (spec.rows_over, spec.columns_over))
+        cuts = ((-3, spec.experts_over), (-2, spec.rows_over), (-1, spec.columns_over))
+        key = tuple(over and chip[over[0]] for _, over in cuts)
         if key not in made:
-            part = part_of(matrix, 0, spec.rows_over, chip)
-            part = part_of(part, 1, spec.columns_over, chip)
+            part = matrix
+            for axis, over in cuts:
+                part = part_of(part, axis, over, chip)
             made[key] = [
                 ttnn.from_torch(piece, dtype=spec.dtype, layout=spec.layout)
                 for piece in spec.cut(part)
@@ -228,7 +251,7 @@ def placed(whole: torch.Tensor, spec: Weight, mesh_device):
         ttnn.to_device(host, mesh_device, memory_config=spec.memory(shape))
         for host, shape in zip(host_pieces(whole, spec), spec.shapes)
     ]
-    return found if spec.pieces else found[0]
+    return found if spec.is_list else found[0]
 
 
 def blank(spec: Weight, mesh_device):
@@ -237,7 +260,7 @@ def blank(spec: Weight, mesh_device):
         ttnn.empty(shape, spec.dtype, spec.layout, mesh_device, spec.memory(shape))
         for shape in spec.shapes
     ]
-    return found if spec.pieces else found[0]
+    return found if spec.is_list else found[0]
 
 
 def convert_weights(folder: Path, mesh_device) -> tuple[dict, list[dict]]:
@@ -260,7 +283,7 @@ def convert_weights(folder: Path, mesh_device) -> tuple[dict, list[dict]]:
         {n: placed(read(LAYER.format(i) + n), spec, mesh_device) for n, spec in found.items()}
         for i, found in enumerate(map(layer_weights, range(NUM_LAYERS)))
     ]
-    return {**outside, "frequencies": read(FREQUENCIES)}, layers
+    return {**outside, "frequencies": [read(name) for name, _, _ in ROTATIONS]}, layers
 
 
 def blank_weights(mesh_device) -> tuple[dict, list[dict]]:
@@ -270,5 +293,5 @@ def blank_weights(mesh_device) -> tuple[dict, list[dict]]:
         {n: blank(spec, mesh_device) for n, spec in layer_weights(i).items()}
         for i in range(NUM_LAYERS)
     ]
-    return {**outside, "frequencies": torch.ones(HEAD_DIM // 2)}, layers
+    return {**outside, "frequencies": [torch.ones(count) for _, count, _ in ROTATIONS]}, layers
 '''

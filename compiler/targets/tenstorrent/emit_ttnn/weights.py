@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 
 from tilewright.compiler import __version__
 from tilewright.compiler.devices import get_device
@@ -15,13 +16,17 @@ from tilewright.compiler.targets.tenstorrent.emit_ttnn.lines import (
     mark_of,
     quoted,
 )
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.ops import rotation_of
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
+    CausalConv,
     ComputeConfig,
     DeviceProgram,
+    ExpertMatmul,
     Matmul,
     RmsNorm,
     Rotate,
     TtAttention,
+    TtDeltaRule,
     TtEmbedding,
     TtWeight,
 )
@@ -29,7 +34,8 @@ from tilewright.compiler.targets.tenstorrent.program.product_blocks import step_
 
 _TRACE_BYTES = 50_000_000
 
-Merge = Callable[[list[Marks], list[list[SourceLine]]], list[str]]
+Lines = dict[int | None, tuple[Marks, list[SourceLine]]]
+Merge = Callable[[Sequence[int], list[Marks], list[list[SourceLine]]], list[str]]
 
 
 def header(prefill: DeviceProgram, decode: DeviceProgram, title: str) -> str:
@@ -56,11 +62,14 @@ def header(prefill: DeviceProgram, decode: DeviceProgram, title: str) -> str:
 def constants(prefill: DeviceProgram, decode: DeviceProgram, prefix: str) -> str:
     """Return the file's constants. ``prefix`` is the common name prefix in layer 0."""
     cache = decode.caches[0]
-    rotate = next(each for each in decode.instructions if isinstance(each, Rotate))
-    num_layers = sum(isinstance(each, TtAttention) for each in decode.instructions)
+    rotate = next(op for op in decode.instructions if isinstance(op, Rotate))
+    num_layers = len({op.layer for op in decode.instructions} - {None})
     pages = cache.num_pages // decode.batch
     chips = decode.mesh.num_chips
     is_ring = decode.mesh.columns == 1 and chips > 2
+    rotations = (op for op in decode.instructions if isinstance(op, Rotate))
+    facts = dict.fromkeys(rotation_of(op) for op in rotations)
+    shown = ", ".join(f"({quoted(name)}, {count}, {factor!r})" for name, count, factor in facts)
     lines = [
         f"MESH = ({decode.mesh.columns}, {decode.mesh.rows})  # chips, as ttnn counts them",
         f"FABRIC = ttnn.FabricConfig.FABRIC_1D{'_RING' if is_ring else ''}",
@@ -77,10 +86,21 @@ def constants(prefill: DeviceProgram, decode: DeviceProgram, prefix: str) -> str
         f"PAGES = {pages}  # of a user",
         f"CAPACITY = {pages * cache.page}  # positions of a user",
         f"LAYER = {quoted(prefix.replace('.0.', '.{}.'))}",
-        f"FREQUENCIES = {quoted(rotate.frequencies.name)}",
+        f"ROTATIONS = ({shown},)  # frequencies, count, factor",
+        f"STATES = {_states_text(decode)}  # by layer: window and memory of a user",
         f"INTERLEAVED = {rotate.interleaved}",
     ]
     return "\n".join(lines)
+
+
+def _states_text(decode: DeviceProgram) -> str:
+    """Return the shapes of the states by layer. Layers without states have a cache."""
+    states: dict[int | None, list[tuple[int, ...]]] = {}
+    for op in decode.instructions:
+        if isinstance(op, CausalConv | TtDeltaRule):
+            state = op.window if isinstance(op, CausalConv) else op.memory
+            states.setdefault(op.layer, []).append(state.shape)
+    return "{" + ", ".join(f"{layer}: {tuple(shapes)}" for layer, shapes in states.items()) + "}"
 
 
 def fidelities(*programs: DeviceProgram) -> str:
@@ -102,25 +122,23 @@ def fidelities(*programs: DeviceProgram) -> str:
 def owned_weights(program: DeviceProgram) -> Iterator[tuple[int | None, TtWeight]]:
     """Yield every weight once with its layer. Weights without a layer are first."""
     owner: dict[TtWeight, int | None] = {}
-    for each in program.instructions:
-        for name in ("table", "weight", "bias", "frequencies"):
-            weight = getattr(each, name, None)
+    for op in program.instructions:
+        for name in ("table", "weight", "bias", "frequencies", "sinks", "a_log", "dt_bias"):
+            weight = getattr(op, name, None)
             if isinstance(weight, TtWeight):
-                shared = isinstance(each, Rotate) or weight in owner
-                owner[weight] = None if shared else each.layer
+                shared = isinstance(op, Rotate) or weight in owner
+                owner[weight] = None if shared else op.layer
     pairs = [(layer, weight) for weight, layer in owner.items()]
     return iter(sorted(pairs, key=lambda pair: -1 if pair[0] is None else pair[0]))
 
 
-def weight_tables(
-    prefill: DeviceProgram, decode: DeviceProgram, prefix_of: Callable[[int], str], merge: Merge
-) -> tuple[str, str]:
-    """Return the source text for ``SHARES`` with ``OUTSIDE``, and for the functions with layer
-    weights.
-    """
+def weight_lines(
+    prefill: DeviceProgram, decode: DeviceProgram, prefix_of: Callable[[int], str]
+) -> tuple[Lines, dict[Split, str]]:
+    """Return the lines for the weights of every layer, and the names of uneven splits."""
     kinds, pieces = _kinds(decode), _pieces(prefill, decode)
     shares: dict[Split, str] = {}
-    by_layer: dict[int | None, tuple[Marks, list[SourceLine]]] = {}
+    by_layer: Lines = {}
     for layer, weight in owned_weights(decode):
         if kinds[weight] == "frequencies":
             continue
@@ -130,22 +148,39 @@ def weight_tables(
         named = _over(weight, shares)
         if kinds[weight] == "matrix" and weight.name in pieces:
             named += f", pieces={pieces[weight.name]}"
+        if weight.num_experts:
+            named += f", experts={weight.num_experts}"
         fields = f"{quoted(kinds[weight])}, {weight.rows}, {weight.columns}, {dtype}{named}"
         lines.append(SourceLine(f"    {quoted(tail)}: Weight({fields}),"))
     for layer, cache in _cache_layers(decode):
         marks, lines = by_layer[layer]
         marks.put(f"{cache[0]}.dtype", DTYPES[cache[1]])
-    outside = by_layer.pop(None)
-    layers = [by_layer[layer] for layer in sorted(by_layer, key=lambda layer: layer or 0)]
-    marks_of = [marks for marks, _ in layers]
-    body = merge(marks_of, [lines for _, lines in layers])
-    names = [mark_of(f"{kind}.dtype") for kind in ("k", "v")]
-    cached = merge(marks_of, [[SourceLine(name) for name in names]] * len(layers))
-    text = f"OUTSIDE = {{\n{_joined(merge([outside[0]], [outside[1]]))}\n}}\n"
+    return by_layer, shares
+
+
+def outside_text(lines: list[str], shares: dict[Split, str]) -> str:
+    """Return the source text for ``SHARES`` and ``OUTSIDE``, the weights outside the layers."""
+    text = f"OUTSIDE = {{\n{_joined(lines)}\n}}\n"
     if shares:
         runs = "\n".join(f"{name} = {_runs_text(split)}" for split, name in shares.items())
         text = f"# by chip: runs of the whole axis (start, count); from None: zeros\n{runs}\n{text}"
-    return text, _layer_functions(body, cached)
+    return text
+
+
+def layer_weights_text(groups: Sequence[Sequence[int]], by_layer: Lines, merge: Merge) -> str:
+    """Return the source text for the functions with layer weights.
+
+    ``groups`` are the layers with equal lines.
+    """
+    names = [SourceLine(mark_of(f"{kind}.dtype")) for kind in ("k", "v")]
+    bodies: list[list[str]] = []
+    cached: list[tuple[Sequence[int], list[str]]] = []
+    for group in groups:
+        marks = [by_layer[layer][0] for layer in group]
+        bodies.append(merge(group, marks, [by_layer[layer][1] for layer in group]))
+        if "k.dtype" in marks[0].found:
+            cached.append((group, merge(group, marks, [names] * len(group))))
+    return _layer_functions(groups, bodies, cached)
 
 
 def kinds_text(rows: dict[int, dict[str, str]], num_layers: int) -> str:
@@ -157,12 +192,13 @@ def kinds_text(rows: dict[int, dict[str, str]], num_layers: int) -> str:
     found: list[dict[str, str]] = []
     order = []
     for layer in range(num_layers):
-        if rows[layer] not in found:
-            found.append(rows[layer])
-        order.append(found.index(rows[layer]))
+        entry = rows.get(layer, {})
+        if entry not in found:
+            found.append(entry)
+        order.append(found.index(entry))
     kinds = []
-    for row in found:
-        inner = "\n".join(f"        {quoted(name)}: {value}," for name, value in row.items())
+    for entry in found:
+        inner = "\n".join(f"        {quoted(name)}: {value}," for name, value in entry.items())
         kinds.append(f"    {{\n{inner}\n    }},")
     return (
         "# what layers differ in: each kind of layer once, then the kind of every layer\n"
@@ -171,18 +207,46 @@ def kinds_text(rows: dict[int, dict[str, str]], num_layers: int) -> str:
     )
 
 
-def _layer_functions(body: list[str], cached: list[str]) -> str:
+def _layer_functions(
+    groups: Sequence[Sequence[int]],
+    bodies: Sequence[list[str]],
+    cached: Sequence[tuple[Sequence[int], list[str]]],
+) -> str:
     prologue = "    t = TABLE[layer]\n"
-    weights = "\n".join(f"    {line}" for line in body)
-    caches = f'    return {{"k": {cached[0]}, "v": {cached[1]}}}[kind]\n'
+    weights = []
+    for group, body in zip(groups, bodies, strict=True):
+        lines = "\n".join(f"    {line}" for line in body)
+        if len(groups) > 1:
+            lines = textwrap.indent(f"    return {{\n{lines}\n    }}", "    ")
+            weights.append(f"    if layer in {shown_layers(group)}:\n{lines}\n")
+        else:
+            weights.append(f"    return {{\n{lines}\n    }}\n")
+    if len(groups) > 1:
+        weights.append("    raise IndexError(layer)\n")
+    caches = "".join(
+        (f"    if layer in {shown_layers(group)}:\n    " if len(cached) > 1 else "")
+        + f'    return {{"k": {names[0]}, "v": {names[1]}}}[kind]\n'
+        for group, names in cached
+    )
+    if len(cached) > 1:
+        caches += "    raise IndexError(layer)\n"
+    inner = "".join(weights)
     return (
         "def layer_weights(layer: int) -> dict[str, Weight]:\n"
-        + (prologue if "t[" in weights else "")
-        + f"    return {{\n{weights}\n    }}\n\n\n"
-        + "def cache_dtype(layer: int, kind: str):\n"
+        + (prologue if "t[" in inner else "")
+        + inner
+        + "\n\ndef cache_dtype(layer: int, kind: str):\n"
         + (prologue if "t[" in caches else "")
         + caches
     )
+
+
+def shown_layers(group: Sequence[int]) -> str:
+    """Return a tuple or a range of layers as source text."""
+    step = group[1] - group[0] if len(group) > 1 else 1
+    if len(group) > 2 and list(group) == list(range(group[0], group[-1] + 1, step)):
+        return f"range({group[0]}, {group[-1] + 1}" + (f", {step})" if step > 1 else ")")
+    return f"({', '.join(map(str, group))},)"
 
 
 def _joined(lines: list[str]) -> str:
@@ -192,44 +256,52 @@ def _joined(lines: list[str]) -> str:
 def _kinds(program: DeviceProgram) -> dict[TtWeight, str]:
     """Return every weight's role in its operator."""
     kinds = {}
-    for each in program.instructions:
-        if isinstance(each, TtEmbedding):
-            kinds[each.table] = "table"
-        elif isinstance(each, RmsNorm):
-            kinds[each.weight] = "norm"
-        elif isinstance(each, Rotate):
-            kinds[each.frequencies] = "frequencies"
-        elif isinstance(each, Matmul):
-            kinds[each.weight] = "matrix"
-            if each.bias is not None:
-                kinds[each.bias] = "bias"
+    for op in program.instructions:
+        if isinstance(op, TtEmbedding):
+            kinds[op.table] = "table"
+        elif isinstance(op, RmsNorm):
+            kinds[op.weight] = "norm"
+        elif isinstance(op, Rotate):
+            kinds[op.frequencies] = "frequencies"
+        elif isinstance(op, Matmul | ExpertMatmul):
+            is_plain = isinstance(op, Matmul)
+            kinds[op.weight] = "matrix" if is_plain else "experts"
+            if op.bias is not None:
+                kinds[op.bias] = "bias" if is_plain else "experts"
+        elif isinstance(op, CausalConv):
+            kinds[op.weight] = "taps"
+        elif isinstance(op, TtDeltaRule):
+            kinds |= {op.a_log: "bias", op.dt_bias: "bias"}
+        elif isinstance(op, TtAttention) and op.sinks is not None:
+            kinds[op.sinks] = "sinks"
     return kinds
 
 
 def _pieces(*programs: DeviceProgram) -> dict[str, int]:
     """Return the number of matmuls for the LM head, whose blocks fit L1 in both phases."""
-    found: dict[str, int] = {}
+    pieces: dict[str, int] = {}
     for program in programs:
-        for each in program.instructions:
-            if isinstance(each, Matmul) and each.group == "lm_head":
-                blocks = step_blocks(each)
-                found[each.weight.name] = max(found.get(each.weight.name, 1), blocks.num_pieces)
-    return found
+        for op in program.instructions:
+            if isinstance(op, Matmul) and op.group == "lm_head":
+                blocks = step_blocks(op)
+                pieces[op.weight.name] = max(pieces.get(op.weight.name, 1), blocks.num_pieces)
+    return pieces
 
 
 def _cache_layers(program: DeviceProgram) -> Iterator[tuple[int | None, tuple[str, str]]]:
-    for each in program.instructions:
-        if isinstance(each, TtAttention):
-            for cache in (each.keys, each.values):
-                yield each.layer, (cache.kind, cache.format)
+    for op in program.instructions:
+        if isinstance(op, TtAttention):
+            for cache in (op.keys, op.values):
+                yield op.layer, (cache.kind, cache.format)
 
 
 def _over(weight: TtWeight, shares: dict[Split, str]) -> str:
     """Return source text for the sharding arguments of a weight."""
     text = ""
     for name, over, split, axis in (
+        ("experts_over", weight.expert_over, weight.expert_split, 0),
         ("rows_over", weight.in_over, weight.in_split, -1),
-        ("columns_over", weight.out_over, weight.out_split, 0 if weight.transposed else -1),
+        ("columns_over", weight.out_over, weight.out_split, _out_axis(weight)),
     ):
         if over and split is not None:
             count = len(split.shares)
@@ -237,6 +309,11 @@ def _over(weight: TtWeight, shares: dict[Split, str]) -> str:
             how = str(count) if even else shares.setdefault(split, f"SHARES_{len(shares) + 1}")
             text += f", {name}=({1 if over == ROWS else 0}, {how})"
     return text
+
+
+def _out_axis(weight: TtWeight) -> int:
+    """Return the axis of the outputs in the recipe: ``[out, in]``, or a convolution's channels."""
+    return 0 if weight.transposed else -1
 
 
 def _is_even(split: Split, size: int) -> bool:
