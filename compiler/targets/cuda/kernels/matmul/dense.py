@@ -128,14 +128,14 @@ class BlockCodes:
         return len(self.x)
 
 
-def choose_way(held: PackedWeight, num_tokens: int, *, is_codes: bool = False) -> DenseTileConfig:
+def choose_way(packed: PackedWeight, num_tokens: int, *, is_codes: bool = False) -> DenseTileConfig:
     """How a product with a weight goes, as was measured or is expected to be fastest; ``is_codes``:
     of e4m3 operands.
     """
     eights = next(each for each in _EIGHTS if num_tokens <= 8 * each)
     if is_codes:
         eights = max(eights, 4)
-    count, turns = num_processors(held.data.device), _turns(held)
+    count, turns = num_processors(packed.data.device), _turns(packed)
     if turns > 1:
         if eights < 8:
             groups = 4 if is_codes and turns >= _MANY_TURNS else 1
@@ -143,30 +143,30 @@ def choose_way(held: PackedWeight, num_tokens: int, *, is_codes: bool = False) -
             most = _MOST_TURNS if eights == 8 else turns
             groups = 4 if _MANY_TURNS <= turns <= most else 2
         return DenseTileConfig(eights, groups, resident=2 if groups == 1 else 1)
-    tiles = -(-held.num_rows // GROUP_ROWS)
-    num_bytes = (1 if is_codes else 2) * held.num_columns
+    tiles = -(-packed.num_rows // GROUP_ROWS)
+    num_bytes = (1 if is_codes else 2) * packed.num_columns
     slices = 1
     while 2 * slices * tiles <= count and num_bytes >= 2 * slices * _LEAST_SLICE:
         slices *= 2
     return DenseTileConfig(eights, 1, min(slices, _MOST_SLICES))
 
 
-def rows_of(held: PackedWeight) -> range:
+def rows_of(packed: PackedWeight) -> range:
     """Return the token counts at which this kernel is selected for a bfloat16 weight.
 
     At these counts it was faster on an H200 than the small kernels and cuBLAS: in whole models, or
     above 64 tokens in chains of matmuls.
     """
-    if held.kind != "bf16" or held.num_experts > 1:
+    if packed.kind != "bf16" or packed.num_experts > 1:
         return range(0)
-    is_large = _MANY_TURNS <= _turns(held) <= _MOST_TURNS
-    is_large = is_large or held.num_columns > _LONG_COLUMNS
+    is_large = _MANY_TURNS <= _turns(packed) <= _MOST_TURNS
+    is_large = is_large or packed.num_columns > _LONG_COLUMNS
     return range(FEW_TOKENS + 1, (MAX_TOKENS if is_large else _SOME_TOKENS) + 1)
 
 
-def code_rows_of(held: PackedWeight) -> range:
+def code_rows_of(packed: PackedWeight) -> range:
     """Return the token counts of e4m3 matmuls for this kernel: large weights take more tokens."""
-    is_large = _turns(held) >= _MANY_TURNS
+    is_large = _turns(packed) >= _MANY_TURNS
     return range(1, (_SOME_TOKENS if is_large else _SOME_TOKENS // 2) + 1)
 
 
@@ -180,9 +180,9 @@ def has_room(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 == x.stride(0) * x.element_size() % 16
 
 
-def _turns(held: PackedWeight) -> float:
+def _turns(packed: PackedWeight) -> float:
     """Of blocks of 64 rows over the device."""
-    return -(-held.num_rows // GROUP_ROWS) / num_processors(held.data.device)
+    return -(-packed.num_rows // GROUP_ROWS) / num_processors(packed.data.device)
 
 
 _PATH = Path(__file__).with_name("dense.cu")
@@ -221,7 +221,7 @@ SOURCE = nvrtc.KernelSource(
 def linear(
     out: Tensor,
     x: Tensor | BlockCodes,
-    held: PackedWeight,
+    packed: PackedWeight,
     *,
     epilogue: int,
     bias: Tensor | None = None,
@@ -230,19 +230,19 @@ def linear(
     alone: bool = False,
 ) -> None:
     """What :func:`.native.linear` does, of ``x [M, K]`` bfloat16, up to 128 rows that begin at
-    multiples of 16 bytes; of codes with those, whatever ``held`` holds. ``feeds``: as
+    multiples of 16 bytes; of codes with those, whatever ``packed`` holds. ``feeds``: as
     :func:`.native_wide.linear` has it.
     """
-    operand, weight = (x, held.data) if isinstance(x, Tensor) else (x.x, x.weight)
+    operand, weight = (x, packed.data) if isinstance(x, Tensor) else (x.x, x.weight)
     num_tokens = len(x)
-    way = way or choose_way(held, num_tokens, is_codes=not isinstance(x, Tensor))
-    product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
+    way = way or choose_way(packed, num_tokens, is_codes=not isinstance(x, Tensor))
+    product = product_arguments(out, packed, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
     product.places, product.alone = feeds, alone
     arguments = Dense(
         weight=map_of(weight, GROUP_ROWS * way.groups),
         x=map_of(operand, 8 * way.eights),
         product=product,
-        num_chunks=num_chunks(held.num_columns, weight.element_size()),
+        num_chunks=num_chunks(packed.num_columns, weight.element_size()),
         depth=way.depth,
     )
     if not isinstance(x, Tensor):
@@ -250,7 +250,7 @@ def linear(
         arguments.row_scales = x.row_scales.data_ptr()
         arguments.token_scales = x.token_scales.data_ptr()
     assert num_tokens <= MAX_TOKENS and way.shared_bytes <= MOST_SHARED and way.depth > 1
-    arguments.num_blocks = -(-held.num_rows // (GROUP_ROWS * way.groups))
+    arguments.num_blocks = -(-packed.num_rows // (GROUP_ROWS * way.groups))
     most = way.resident * num_processors(out.device) if way.slices == 1 else arguments.num_blocks
     turns = -(-arguments.num_blocks // most)
     blocks = 1, -(-arguments.num_blocks // turns), way.slices

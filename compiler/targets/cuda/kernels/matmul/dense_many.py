@@ -173,33 +173,33 @@ def swiglu(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
-    held: PackedWeight,
+    packed: PackedWeight,
     *,
     bias: Tensor | None = None,
     way: SwiGLUTileConfig | None = None,
     alone: bool = False,
 ) -> None:
     """SwiGLU ``out [M, N / 2]`` bfloat16 of ``x [M, K]`` bfloat16 and the rows ``weight [N, K]``
-    bfloat16 of what ``held`` holds, paired as there; all three begin rows at multiples of 16 bytes.
-    The weight is read before what the kernel before writes is there: it must be there already.
-    ``bias [N]``: paired, too; ``alone``: as :func:`.native.linear` has it.
+    bfloat16 of what ``packed`` holds, paired as there; all three begin rows at multiples of 16
+    bytes. The weight is read before what the kernel before writes is there: it must be there
+    already. ``bias [N]``: paired, too; ``alone``: as :func:`.native.linear` has it.
     """
     num_tokens, processors = len(x), num_processors(out.device)
-    assert held.is_paired and has_room(out) and out.dtype == x.dtype == weight.dtype
-    way = way or choose_way(held.num_rows, num_tokens, processors)
-    product = product_arguments(out, held, epilogue=SWIGLU, num_tokens=num_tokens, bias=bias)
+    assert packed.is_paired and has_room(out) and out.dtype == x.dtype == weight.dtype
+    way = way or choose_way(packed.num_rows, num_tokens, processors)
+    product = product_arguments(out, packed, epilogue=SWIGLU, num_tokens=num_tokens, bias=bias)
     product.alone, product.scale = alone, 1.0  # these are the values themselves
     rows, tokens = way.block
     arguments = _Many(
-        weight=map_of(weight[: held.num_rows], rows // 2 if way.shares_rows else rows),
+        weight=map_of(weight[: packed.num_rows], rows // 2 if way.shares_rows else rows),
         x=map_of(x, tokens if way.shares_rows else tokens // 2),
         product=product,
-        num_chunks=num_chunks(held.num_columns),
+        num_chunks=num_chunks(packed.num_columns),
         depth=way.depth,
-        num_blocks=-(-held.num_rows // rows),
+        num_blocks=-(-packed.num_rows // rows),
     )
     if not way.turned:
-        arguments.out = map_of(out[:, : held.num_rows // 2], tokens)
+        arguments.out = map_of(out[:, : packed.num_rows // 2], tokens)
     cluster = (2, 1, 1) if way.shares_rows else (1, 2, 1)
     at = nvrtc.Launch((way.columns, way.rows, 1), 288, way.shared_bytes, cluster=cluster)
     nvrtc.launch(SOURCE, way.kernel, at=at, arguments=arguments)

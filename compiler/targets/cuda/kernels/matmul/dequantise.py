@@ -1,4 +1,4 @@
-"""Held weights as rows of plain numbers, for products that another library computes.
+"""Packed weights as rows of plain numbers, for products that another library computes.
 
 Also what the codes of a tile are worth, in registers: `linear` decodes with the same functions.
 """
@@ -151,27 +151,27 @@ def _bfp4_kernel(
     tl.store(target, (values * scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def words_of(held: PackedWeight) -> Tensor:
-    """The bytes of a weight held in a block format, as int32 words."""
-    return held.data.view(torch.int32)
+def words_of(packed: PackedWeight) -> Tensor:
+    """The bytes of a packed weight in a block format, as int32 words."""
+    return packed.data.view(torch.int32)
 
 
-def dequantise(out: Tensor, held: PackedWeight) -> None:
-    """Write the values of ``held`` to ``out [num_rows, num_columns]``, bfloat16 or float32.
+def dequantise(out: Tensor, packed: PackedWeight) -> None:
+    """Write the values of ``packed`` to ``out [num_rows, num_columns]``, bfloat16 or float32.
 
     Rows of ``out`` may be further apart than they are long; what lies between is left alone. They
     begin at multiples of 16 bytes: Triton 3.6 writes 16 at a time whatever the distance of rows.
     """
-    assert out.shape == (held.num_rows, held.num_columns) and out.stride(1) == 1
+    assert out.shape == (packed.num_rows, packed.num_columns) and out.stride(1) == 1
     assert out.stride(0) * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
-    if held.kind == "bf16":
-        grid = (held.num_row_tiles, triton.cdiv(held.num_columns, _TILES * TILE_COLUMNS))
+    if packed.kind == "bf16":
+        grid = (packed.num_row_tiles, triton.cdiv(packed.num_columns, _TILES * TILE_COLUMNS))
         _bf16_kernel[grid](
-            out, held.data, *out.shape, held.data.stride(0), out.stride(0),
+            out, packed.data, *out.shape, packed.data.stride(0), out.stride(0),
             ROWS=TILE_ROWS, COLUMNS=_TILES * TILE_COLUMNS, **chained(out),
         )  # fmt: skip
         return
-    grid = (held.num_row_tiles, triton.cdiv(held.num_column_tiles, _TILES))
-    sizes = (*out.shape, held.num_column_tiles, out.stride(0), held.scale)
-    kernel = _bfp8_kernel if held.kind == "bfp8" else _bfp4_kernel
-    kernel[grid](out, held.data, words_of(held), *sizes, TILES=_TILES, **chained(out))
+    grid = (packed.num_row_tiles, triton.cdiv(packed.num_column_tiles, _TILES))
+    sizes = (*out.shape, packed.num_column_tiles, out.stride(0), packed.scale)
+    kernel = _bfp8_kernel if packed.kind == "bfp8" else _bfp4_kernel
+    kernel[grid](out, packed.data, words_of(packed), *sizes, TILES=_TILES, **chained(out))

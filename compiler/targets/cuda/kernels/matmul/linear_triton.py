@@ -169,7 +169,7 @@ def _linear_kernel(
 def linear(
     out: Tensor,
     x: Tensor,
-    held: PackedWeight,
+    packed: PackedWeight,
     *,
     bias: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
@@ -181,24 +181,24 @@ def linear(
     Sums are float32.
 
     ``x`` is bfloat16; or float32 with ``norm`` (weight float32 ``[K]``, eps), the RMSNorm of its
-    rows, rounded once to bfloat16. ``bias`` is float32 ``[N]``, rows as held.
+    rows, rounded once to bfloat16. ``bias`` is float32 ``[N]``, in the packed order.
     ``out`` is float32 or bfloat16; with ``residual`` float32, and the product is added to it; with
     ``swiglu`` (of a paired weight) ``[M, N / 2]``, silu(gate) * up.
     Rows of ``x`` and ``out`` may be further apart than they are long.
     """
-    num_tokens, num_rows = x.shape[0], held.num_rows
+    num_tokens, num_rows = x.shape[0], packed.num_rows
     assert out.shape == (num_tokens, num_rows // 2 if swiglu else num_rows)
-    assert x.shape[1] >= held.num_columns and x.stride(1) == 1 and out.stride(1) == 1
-    assert not swiglu or (held.is_paired and not residual)
+    assert x.shape[1] >= packed.num_columns and x.stride(1) == 1 and out.stride(1) == 1
+    assert not swiglu or (packed.is_paired and not residual)
     weight, eps = norm or (None, 0.0)
     rows = TILE_ROWS if num_rows < _WIDE else 2 * TILE_ROWS
     tokens = min(_MAX_TOKENS, block_of(num_tokens))
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_tokens, tokens))
     _linear_kernel[grid](
-        out, x, held.data, None if held.kind == "bf16" else words_of(held), bias, weight,
-        num_tokens, num_rows, held.num_columns, held.num_row_tiles,
-        out.stride(0), x.stride(0), eps, held.scale,
-        KIND=held.kind, STEPS=held.num_column_tiles, ROWS=rows, TOKENS=tokens,
+        out, x, packed.data, None if packed.kind == "bf16" else words_of(packed), bias, weight,
+        num_tokens, num_rows, packed.num_columns, packed.num_row_tiles,
+        out.stride(0), x.stride(0), eps, packed.scale,
+        KIND=packed.kind, STEPS=packed.num_column_tiles, ROWS=rows, TOKENS=tokens,
         RESIDUAL=residual, SWIGLU=swiglu,
         num_warps=4, num_stages=4 if norm is None else 3, **chained(out),
     )  # fmt: skip

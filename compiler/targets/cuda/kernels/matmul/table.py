@@ -84,15 +84,15 @@ def _library_rows(site: MatmulSite) -> range:
 
 def _gemv_rows(site: MatmulSite) -> range:
     """Decode steps launch several times: strict steps always, fast steps for large weights."""
-    held, most = site.weight, native.most_tokens(site.weight)
+    packed, most = site.weight, native.most_tokens(site.weight)
     if site.decodes and site.arithmetic == STRICT:
         return EVERY
-    if not site.decodes or held.kind == "bf16":
+    if not site.decodes or packed.kind == "bf16":
         return range(1, most + 1)
     limits = tuning()["matmul"]["gemv_parts"]
-    if held.num_rows > limits["max_dequantized_out_features"]:
+    if packed.num_rows > limits["max_dequantized_out_features"]:
         return EVERY
-    is_large = native.num_slices(held) == 1 or held.num_columns > limits["min_in_features"]
+    is_large = native.num_slices(packed) == 1 or packed.num_columns > limits["min_in_features"]
     return range(1, (max(most, limits["max_rows"]) if is_large else most) + 1)
 
 
@@ -119,11 +119,11 @@ def _dense_rows(site: MatmulSite) -> range:
 
 def _swiglu_rows(site: MatmulSite) -> tuple[range, ...]:
     """It needs bfloat16 rows in memory: the weight, or a copy where cuBLAS would read it."""
-    held = site.weight
-    if not held.is_paired or not site.is_aligned or site.has_codes:
+    packed = site.weight
+    if not packed.is_paired or not site.is_aligned or site.has_codes:
         return ()
-    found = native_many.rows_of(held.num_rows, num_processors(held.data.device))
-    if held.kind != "bf16":
+    found = native_many.rows_of(packed.num_rows, num_processors(packed.data.device))
+    if packed.kind != "bf16":
         return _within(found, _library_rows(site))
     for rows in _within(site.fed, _dense_rows(site)):
         rest = range(1, rows.start), range(rows.stop, EVERY.stop)

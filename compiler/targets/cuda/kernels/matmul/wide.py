@@ -57,44 +57,44 @@ class BlockTileConfig:
     joined: int = 1
     is_whole: bool = False
 
-    def kernel(self, held: PackedWeight) -> str:
+    def kernel(self, packed: PackedWeight) -> str:
         """The name of the kernel that goes so over a weight."""
         if self.joined > 1:
-            return f"joined_{held.kind}_{self.eights}_{self.joined}"
-        kind = "cut" if self._is_cut(held) else "wide"
-        return f"{kind}_{held.kind}_{self.eights}_{self.groups}"
+            return f"joined_{packed.kind}_{self.eights}_{self.joined}"
+        kind = "cut" if self._is_cut(packed) else "wide"
+        return f"{kind}_{packed.kind}_{self.eights}_{self.groups}"
 
-    def row_tiles(self, held: PackedWeight) -> int:
+    def row_tiles(self, packed: PackedWeight) -> int:
         """Row tiles of a block."""
-        return 4 if self._is_cut(held) else 4 * self.groups
+        return 4 if self._is_cut(packed) else 4 * self.groups
 
-    def taken_tiles(self, held: PackedWeight) -> int:
+    def taken_tiles(self, packed: PackedWeight) -> int:
         """Row tiles that a block takes: fewer than it has warps for where that fills the device."""
-        most = self.row_tiles(held)
-        if self._is_cut(held) or self.groups < 4:
+        most = self.row_tiles(packed)
+        if self._is_cut(packed) or self.groups < 4:
             return most
-        count = num_processors(held.data.device)
-        turns = -(-held.num_row_tiles // (most * count))
-        return -(-held.num_row_tiles // (turns * count))
+        count = num_processors(packed.data.device)
+        turns = -(-packed.num_row_tiles // (most * count))
+        return -(-packed.num_row_tiles // (turns * count))
 
-    def depth(self, held: PackedWeight) -> int:
+    def depth(self, packed: PackedWeight) -> int:
         """Steps of 128 columns in flight."""
-        return min(_MOST_DEPTH, room_of(self.resident) // self._step_bytes(held))
+        return min(_MOST_DEPTH, room_of(self.resident) // self._step_bytes(packed))
 
-    def shared_bytes(self, held: PackedWeight) -> int:
+    def shared_bytes(self, packed: PackedWeight) -> int:
         """Dynamic shared memory of a block: steps, which begin at a multiple of 1,024, or sums of
         slices.
         """
-        is_shared = self._is_cut(held) and self.groups > 1
-        sums = num_slices(held) // self.joined * self.eights * 2048 if is_shared else 0
-        return max(self.depth(held) * self._step_bytes(held) + 1024, sums)
+        is_shared = self._is_cut(packed) and self.groups > 1
+        sums = num_slices(packed) // self.joined * self.eights * 2048 if is_shared else 0
+        return max(self.depth(packed) * self._step_bytes(packed) + 1024, sums)
 
-    def _is_cut(self, held: PackedWeight) -> bool:
-        return num_slices(held) > 1 and not self.is_whole
+    def _is_cut(self, packed: PackedWeight) -> bool:
+        return num_slices(packed) > 1 and not self.is_whole
 
-    def _step_bytes(self, held: PackedWeight) -> int:
-        rings = self.groups * 4 // self.row_tiles(held)
-        return rings * (self.eights * 2048 + self.row_tiles(held) * STEP_BYTES[held.kind])
+    def _step_bytes(self, packed: PackedWeight) -> int:
+        rings = self.groups * 4 // self.row_tiles(packed)
+        return rings * (self.eights * 2048 + self.row_tiles(packed) * STEP_BYTES[packed.kind])
 
 
 WAYS = {
@@ -132,18 +132,18 @@ _CODED_STEP_US = {
 }
 
 
-def choose_way(held: PackedWeight, num_tokens: int, *, same_bits: bool = True) -> BlockTileConfig:
+def choose_way(packed: PackedWeight, num_tokens: int, *, same_bits: bool = True) -> BlockTileConfig:
     """How a product with a weight goes, as was measured or is expected to be fastest;
     ``same_bits``: a token's result has the bits that it has among few tokens, whose kernels cut K.
     """
-    is_cut, is_coded = num_slices(held) > 1, held.format in CODED
+    is_cut, is_coded = num_slices(packed) > 1, packed.format in CODED
     if num_tokens > _FEW_TOKENS and not (is_cut and same_bits):
-        if not is_cut and held.kind == "bfp4":
+        if not is_cut and packed.kind == "bfp4":
             return BlockTileConfig(16, 2, 2, is_whole=True)
-        tiles, count = (held.num_row_tiles, held.num_column_tiles), num_tokens
-        return _fastest(*tiles, count, is_cut, is_coded, num_processors(held.data.device))
-    many = held.num_row_tiles > _MANY_TILES
-    if held.kind == "bfp8" and held.num_row_tiles in _TALL_TILES and num_tokens <= 32:
+        tiles, count = (packed.num_row_tiles, packed.num_column_tiles), num_tokens
+        return _fastest(*tiles, count, is_cut, is_coded, num_processors(packed.data.device))
+    many = packed.num_row_tiles > _MANY_TILES
+    if packed.kind == "bfp8" and packed.num_row_tiles in _TALL_TILES and num_tokens <= 32:
         return TALL
     if not is_cut:
         return BlockTileConfig(4 if num_tokens <= 32 else 8, 2, 2)
@@ -253,18 +253,18 @@ CODED_SOURCE = nvrtc.KernelSource(
 )
 
 
-def rows_of(held: PackedWeight, *, same_bits: bool = True) -> range:
+def rows_of(packed: PackedWeight, *, same_bits: bool = True) -> range:
     """The numbers of tokens of products with a weight that are among these: where they were
     measured faster on an H200, or without ``same_bits`` (:func:`choose_way`) on an H100.
     """
-    like = LIKE.get(held.format, held.format)
-    if like not in TILE_BYTES or held.num_experts > 1 or held.num_columns % 4:
+    like = LIKE.get(packed.format, packed.format)
+    if like not in TILE_BYTES or packed.num_experts > 1 or packed.num_columns % 4:
         return range(0)
-    if num_slices(held) == 1:
+    if num_slices(packed) == 1:
         return range((16 if like == "bfp8" else 32) + 1, MAX_TOKENS + 1)
-    is_large = held.num_row_tiles >= _LEAST_WHOLE and not same_bits
+    is_large = packed.num_row_tiles >= _LEAST_WHOLE and not same_bits
     most = MAX_TOKENS if is_large else _MOST_CUT
-    return range((16 if held.num_row_tiles > _MANY_TILES else 32) + 1, most + 1)
+    return range((16 if packed.num_row_tiles > _MANY_TILES else 32) + 1, most + 1)
 
 
 def scratch(num_columns: int, device: torch.device) -> Tensor:
@@ -276,7 +276,7 @@ def scratch(num_columns: int, device: torch.device) -> Tensor:
 def linear(
     out: Tensor,
     x: Tensor,
-    held: PackedWeight,
+    packed: PackedWeight,
     *,
     epilogue: int,
     arranged: Tensor,
@@ -295,21 +295,21 @@ def linear(
     SWIGLU, of whole tiles of columns, and no columns of weights behind them.
     """
     num_tokens = len(x)
-    assert num_tokens <= MAX_TOKENS and x.stride(1) == 1 and held.data.data_ptr() % 16 == 0
-    way = way or choose_way(held, num_tokens)
+    assert num_tokens <= MAX_TOKENS and x.stride(1) == 1 and packed.data.data_ptr() % 16 == 0
+    way = way or choose_way(packed, num_tokens)
     places = num_places(way, num_tokens)
-    steps = held.num_column_tiles
+    steps = packed.num_column_tiles
     assert arranged.data_ptr() % 16 == 0 and arranged.numel() >= places * steps * 256
     if is_there:
         assert norm is None
     elif norm is None:
-        _arrange(arranged, x, held, places)
+        _arrange(arranged, x, packed, places)
     else:
-        _arrange_norm(arranged, x, held, places, norm)
-    product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
+        _arrange_norm(arranged, x, packed, places, norm)
+    product = product_arguments(out, packed, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
     product.x, product.x_stride = arranged.data_ptr(), places
     product.places, product.alone = feeds, alone
-    _launch(product, held, way)
+    _launch(product, packed, way)
 
 
 def num_places(way: BlockTileConfig, num_tokens: int) -> int:
@@ -317,23 +317,23 @@ def num_places(way: BlockTileConfig, num_tokens: int) -> int:
     return -(-num_tokens // (8 * way.eights)) * 8 * way.eights
 
 
-def _arrange(out: Tensor, x: Tensor, held: PackedWeight, num_places: int) -> None:
+def _arrange(out: Tensor, x: Tensor, packed: PackedWeight, num_places: int) -> None:
     assert x.dtype == torch.bfloat16 and x.stride(0) % 2 == 0 == x.data_ptr() % 4
     arguments = _Arrange(
         x=x.data_ptr(),
         out=out.data_ptr(),
         num_tokens=len(x),
         num_places=num_places,
-        num_columns=held.num_columns,
+        num_columns=packed.num_columns,
         x_stride=x.stride(0),
-        is_coded=held.format in CODED,
+        is_coded=packed.format in CODED,
     )
-    at = nvrtc.Launch((num_places // 32, held.num_column_tiles * 128 // _CHUNK, 1), 256)
+    at = nvrtc.Launch((num_places // 32, packed.num_column_tiles * 128 // _CHUNK, 1), 256)
     nvrtc.launch(SOURCE, "arrange", at=at, arguments=arguments)
 
 
 def _arrange_norm(
-    out: Tensor, x: Tensor, held: PackedWeight, num_places: int, norm: tuple[Tensor, float]
+    out: Tensor, x: Tensor, packed: PackedWeight, num_places: int, norm: tuple[Tensor, float]
 ) -> None:
     assert x.dtype == torch.float32 and x.stride(0) % 4 == 0 == x.data_ptr() % 16
     arguments = _ArrangeNorm(
@@ -341,23 +341,23 @@ def _arrange_norm(
         norm=norm[0].data_ptr(),
         out=out.data_ptr(),
         num_places=num_places,
-        num_columns=held.num_columns,
+        num_columns=packed.num_columns,
         x_stride=x.stride(0),
-        padded=held.num_column_tiles * 128,
-        is_coded=held.format in CODED,
+        padded=packed.num_column_tiles * 128,
+        is_coded=packed.format in CODED,
         eps=norm[1],
     )
     nvrtc.launch(SOURCE, "arrange_norm", at=nvrtc.Launch((len(x), 1, 1), 256), arguments=arguments)
 
 
-def _launch(product: Product, held: PackedWeight, way: BlockTileConfig) -> None:
+def _launch(product: Product, packed: PackedWeight, way: BlockTileConfig) -> None:
     """Blocks of all tokens beside each other: they read the same rows of the weight."""
-    shared, depth = way.shared_bytes(held), way.depth(held)
+    shared, depth = way.shared_bytes(packed), way.depth(packed)
     assert shared <= MOST_SHARED and depth > 1
-    tiles = way.taken_tiles(held)
-    row_blocks = -(-held.num_row_tiles // tiles)
+    tiles = way.taken_tiles(packed)
+    row_blocks = -(-packed.num_row_tiles // tiles)
     blocks = product.x_stride // (8 * way.eights), row_blocks, way.joined
     at = nvrtc.Launch(blocks, 128 * way.groups, shared, cluster=(1, 1, way.joined))
     arguments = Wide(product=product, depth=depth, tiles=tiles)
-    source = CODED_SOURCE if held.format in CODED else SOURCE
-    nvrtc.launch(source, way.kernel(held), at=at, arguments=arguments)
+    source = CODED_SOURCE if packed.format in CODED else SOURCE
+    nvrtc.launch(source, way.kernel(packed), at=at, arguments=arguments)
