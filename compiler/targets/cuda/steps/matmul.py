@@ -1,4 +1,4 @@
-"""Matmuls of the dense layers. Each op table selects a kernel from the format and the number of
+"""Matmuls of the dense layers. The op tables select a kernel from the format and the number of
 rows.
 """
 

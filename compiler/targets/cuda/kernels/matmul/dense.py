@@ -115,8 +115,8 @@ class DenseTileConfig:
 
 @dataclass(frozen=True, slots=True)
 class BlockCodes:
-    """E4m3 operands: of a weight ``[N, K]`` and of tokens ``[M, K]``, each with what multiplies its
-    rows, float32 ``[N, 1]`` and ``[M, 1]``.
+    """E4m3 operands: a weight ``[N, K]`` and tokens ``[M, K]``, with float32 scales ``[N, 1]``
+    and ``[M, 1]``.
     """
 
     weight: Tensor
@@ -285,8 +285,8 @@ def norm_codes(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def map_of(rows: Tensor, box_rows: int) -> TensorMap:
-    """Where the copy engine finds ``rows [N, K]``, bfloat16 or codes, that :func:`has_room` takes,
-    in boxes of so many rows and 128 bytes of each.
+    """Return a tensor map for ``rows [N, K]`` in bfloat16 or codes, see :func:`has_room`. A box has
+    ``box_rows`` rows of 128 bytes.
     """
     size = rows.element_size()
     assert rows.stride(1) == 1 and has_room(rows)
@@ -297,7 +297,7 @@ def map_of(rows: Tensor, box_rows: int) -> TensorMap:
 def _map(
     address: int, num_rows: int, num_columns: int, row_bytes: int, box_rows: int, is_codes: bool
 ) -> TensorMap:
-    """Of rows so many bytes apart, in boxes of 128 bytes of each; what lies behind them is zero."""
+    """Return a tensor map with 128-byte boxes. Bytes past the rows read as zero."""
     from cuda.bindings import driver
 
     types, size = driver.CUtensorMapDataType, 1 if is_codes else 2

@@ -76,7 +76,7 @@ class _Leaving(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class Walk:
     """How a product of few tokens goes over its weight: steps of 128 columns in flight a warp,
-    blocks a multiprocessor; eights of tokens, 0 for a single one.
+    blocks a multiprocessor; eights of tokens, 0 for a single token.
     """
 
     depth: int
@@ -153,7 +153,7 @@ def leaves_norm(packed: PackedWeight) -> bool:
 
 def num_slices(packed: PackedWeight) -> int:
     """Into how many slices K is cut: a property of the weight, so that no result depends on the
-    batch. One of many rows gives every warp of the device rows of its own.
+    batch. A large weight gives all warps on the device different rows.
     """
     return 1 if packed.num_row_tiles >= UNCUT_TILES else _SLICES
 

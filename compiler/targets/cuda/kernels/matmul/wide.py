@@ -1,6 +1,6 @@
-"""wide.cu on the device: products of 17 to 512 tokens with weights in blocks.
+"""Launcher for wide.cu: matmuls of 17 to 512 tokens with weights in block formats.
 
-Knows nothing of where its operands come from.
+Excludes operand sources.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, PackedWeight
 
 MAX_TOKENS = 512
-"""The most tokens of a product here; with more, the library's of dequantised weights is as fast."""
+"""Maximum tokens. For larger batches, cuBLAS with dequantized weights is as fast."""
 
 _TUNING = tuning()["matmul"]["block"]
 _MOST_CUT: int = _TUNING["max_cut_rows"]
@@ -45,10 +45,15 @@ _MOST_DEPTH = 12
 
 @dataclass(frozen=True, slots=True)
 class BlockTileConfig:
-    """How a product lies on the device: ``eights`` of tokens and ``groups`` of four warps a block,
-    ``resident`` blocks a multiprocessor. Groups have 64 rows each; of a weight whose K is cut, the
-    same 64 rows, and slices of their own, which ``joined`` blocks share out. ``is_whole``: no
-    slices, also of a weight whose K is cut elsewhere, which gives other bits.
+    """Tile sizes for a launch.
+
+    Attributes:
+        eights: Tokens per block, divided by 8.
+        groups: Groups of four warps per block, with 64 rows per group. If K is split, all groups
+            have the same rows and different slices.
+        resident: Blocks per multiprocessor.
+        joined: Blocks that divide the slices.
+        is_whole: Do not split K. A weight with a split K gets other bits.
     """
 
     eights: int
@@ -58,14 +63,14 @@ class BlockTileConfig:
     is_whole: bool = False
 
     def kernel(self, packed: PackedWeight) -> str:
-        """The name of the kernel that goes so over a weight."""
+        """Return the kernel's name."""
         if self.joined > 1:
             return f"joined_{packed.kind}_{self.eights}_{self.joined}"
         kind = "cut" if self._is_cut(packed) else "wide"
         return f"{kind}_{packed.kind}_{self.eights}_{self.groups}"
 
     def row_tiles(self, packed: PackedWeight) -> int:
-        """Row tiles of a block."""
+        """Return the row tiles per block."""
         return 4 if self._is_cut(packed) else 4 * self.groups
 
     def taken_tiles(self, packed: PackedWeight) -> int:
@@ -82,7 +87,7 @@ class BlockTileConfig:
         return min(_MOST_DEPTH, room_of(self.resident) // self._step_bytes(packed))
 
     def shared_bytes(self, packed: PackedWeight) -> int:
-        """Dynamic shared memory of a block: steps, which begin at a multiple of 1,024, or sums of
+        """Return a block's dynamic shared memory, for steps aligned to 1,024 bytes or for sums of
         slices.
         """
         is_shared = self._is_cut(packed) and self.groups > 1
@@ -101,13 +106,13 @@ WAYS = {
     "wide": ((4, 2), (8, 2), (16, 2), (24, 2)),
     "cut": ((4, 4), (8, 4), (8, 1)),
 }
-"""Eights of tokens and groups that there are kernels for: of a whole K and of slices."""
+"""Eights and groups with kernels, for a whole K and for slices."""
 
 _TOO_LARGE = (24, 2), (8, 4)
 CODED_WAYS = {
     cut: tuple(way for way in ways if way not in _TOO_LARGE) for cut, ways in WAYS.items()
 }
-"""The same for code tiles, which take more registers."""
+"""The same for code tiles, with more registers per tile."""
 
 JOINED = BlockTileConfig(8, 4, joined=2)
 """The way of a product whose slices of K, of either kind, two blocks share out."""
@@ -165,7 +170,7 @@ def _fastest(
     is_coded: bool,
     num_processors: int,
 ) -> BlockTileConfig:
-    """By what is expected: blocks come in rounds, and a round takes as long for one as for all."""
+    """Predict the fastest tile sizes: a round of blocks takes the same time for any number."""
 
     def expected(way: BlockTileConfig) -> float:
         tiles, own = (4 * way.groups, 1) if way.is_whole else (4, way.groups)
@@ -199,7 +204,7 @@ class _ArrangeNorm(ctypes.Structure):
 
 
 class Wide(ctypes.Structure):
-    """`Wide` of wide.cuh."""
+    """Kernel arguments."""
 
     _fields_ = (
         ("product", Product),
@@ -351,7 +356,7 @@ def _arrange_norm(
 
 
 def _launch(product: Product, packed: PackedWeight, way: BlockTileConfig) -> None:
-    """Blocks of all tokens beside each other: they read the same rows of the weight."""
+    """Launch blocks for all tokens concurrently. They share the reads of the weight."""
     shared, depth = way.shared_bytes(packed), way.depth(packed)
     assert shared <= MOST_SHARED and depth > 1
     tiles = way.taken_tiles(packed)
