@@ -177,7 +177,7 @@ _GEMV = tuning()["matmul"]["gemv"]
 def _tuned(name: str) -> dict[str, Any]:
     """Return tuning values by format."""
     values: dict[str, Any] = _GEMV[name]
-    return values | {name: values[like] for name, like in LIKE.items()}
+    return {name: values[like] for name, like in LIKE.items()} | values
 
 
 _WALKS: dict[str, tuple[Walk, ...]] = {
