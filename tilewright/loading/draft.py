@@ -33,8 +33,10 @@ def attach_draft_layer(
     compiled: Compiled,
     options: CompileOptions,
     progress: Progress,
-) -> tuple[str, ...]:
-    """Compile the draft layer of a model and give it to the model's executable. Return notes.
+) -> None:
+    """Compile the draft layer of a model and give it to the model's executable.
+
+    Targets without draft layers do nothing.
 
     The program cache excludes the layer, with its copies of embedding and head.
 
@@ -54,14 +56,13 @@ def attach_draft_layer(
     model = source.checkpoint_model()
     layer, executable = load_draft_layer(model), compiled.executable
     if compiled.target not in _LAYER_TARGETS:
-        return (f"{where}: target {compiled.target} runs no draft layer; decoding without drafts",)
+        return
     progress("preparing the draft layer", 0, 1)
     assert resolved.precision is not None and isinstance(executable, HostExecutable)
     how: Any = {"target": compiled.target, "options": options, "progress": progress}
     made = compile_draft_layer(model, layer, resolved.precision, **how)
     assert isinstance(made, HostExecutable)
     executable.attach(made)
-    return ()
 
 
 def open_draft_model(

@@ -51,7 +51,7 @@ def compile_program(
         compiled = _compile_ranks(source, resolved, options, progress, ends_process=ends_process)
     notes = (*compiled.notes, *compiled.executable.notes)
     if draft.has_draft_layer(resolved):
-        notes += draft.attach_draft_layer(source, resolved, compiled, options, progress)
+        draft.attach_draft_layer(source, resolved, compiled, options, progress)
     return replace(compiled, notes=notes)
 
 

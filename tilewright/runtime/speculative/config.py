@@ -104,9 +104,14 @@ def read_speculative_config(text: str) -> SpeculativeConfig:
 
 def draft_note(config: SpeculativeConfig | None, capabilities: Capabilities) -> str | None:
     """Return a note if a target verifies no drafts. None: it does, or nobody asks for drafts."""
-    if config is None or capabilities.max_drafts:
+    if config is None:
+        return None
+    has_layer = config.method != MTP or capabilities.max_proposals
+    if capabilities.max_drafts and has_layer:
         return None
     reason = "this target verifies no drafts of this model"
+    if capabilities.max_drafts:
+        reason = "this target runs no draft layer"
     return f"speculative_config: {reason}; decoding goes on without drafts"
 
 

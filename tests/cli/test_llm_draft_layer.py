@@ -1,0 +1,78 @@
+"""``LLM`` with method ``mtp``: a folder with a draft layer, its formats, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.draft_layers import SHARED, tiny_layer
+from tests.images.tiny_vl import save_vl, tiny_vl
+from tilewright.errors import CheckpointError
+from tilewright.llm import LLM
+from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
+
+CONFIG = '{"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 9, 3]]}'
+HOW: dict[str, Any] = {"use_cache": False, "max_num_seqs": 2, "max_model_len": 64, "num_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model: text, tower, tokenizer and draft layer."""
+    path = save_vl(tiny_vl(), tmp_path_factory.mktemp("mtp") / "tiny")
+    found = SafetensorsCheckpoint(path)
+    shared = {name: found.get(name) for name in SHARED if name in found.names}
+    model = SimpleNamespace(config=found.config, checkpoint=SimpleNamespace(tensors=shared))
+    own = {
+        name.replace("model.layers.0.", "mtp.layers.0."): tensor
+        for name, tensor in tiny_layer(model).checkpoint.tensors.items()
+        if name not in SHARED
+    }
+    halves = [own.pop(f"mtp.fc_{half}.weight") for half in ("embedding", "hidden")]
+    own["mtp.fc.weight"] = torch.cat(halves, dim=1)
+    tensors = load_file(path / "model.safetensors") | own
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors"
+    )
+    return path
+
+
+@pytest.mark.parametrize("target", ["reference"])
+def test_drafts_of_the_layer_change_no_answer(folder: Path, target: str) -> None:
+    precision = (
+        "precision_cfg = {ff1_3: bf16, ff2: bf16, wqkv: bf16, wo: bf16, lm_head: bf16, "
+        "draft_ff1_3: bfp8, draft_lm_head: q80}"
+    )
+    answers = []
+    for config in (None, CONFIG):
+        how = {**HOW, "target": target, "precision": precision, "speculative_config": config}
+        with LLM(folder, **how) as llm:
+            answers.append(llm.generate("abcabc", max_tokens=20, end_tokens=()))
+    plain, drafted = answers
+    assert drafted.tokens == plain.tokens
+    assert drafted.num_draft_tokens >= 20 and not plain.num_draft_tokens
+
+
+def test_a_file_without_the_layer_is_refused(folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+    save_file(kept, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"= 1, and no tensor mtp\.fc\.weight; allowed: "):
+        LLM(tmp_path, speculative_config=CONFIG, target="reference", **HOW)
+
+
+def test_a_target_without_draft_layers_decodes_without_drafts(folder: Path) -> None:
+    with pytest.warns(UserWarning, match="this target runs no draft layer; decoding goes on"):
+        llm = LLM(folder, speculative_config=CONFIG, target="null", **HOW)
+    with llm:
+        assert not llm.generate("abc", max_tokens=4, end_tokens=()).num_draft_tokens
