@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("target", ["reference"])
+@pytest.mark.parametrize("target", ["reference", "cpu"])
 def test_drafts_of_the_layer_change_no_answer(folder: Path, target: str) -> None:
     precision = (
         "precision_cfg = {ff1_3: bf16, ff2: bf16, wqkv: bf16, wo: bf16, lm_head: bf16, "
