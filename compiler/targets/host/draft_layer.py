@@ -61,7 +61,9 @@ class DraftLayer:
         self.executable = executable
         self._slots: dict[Slot, _SlotRows] = {}
 
-    def note(self, slot: Slot, start: int, tokens: Sequence[int], hidden: np.ndarray) -> None:
+    def note(
+        self, slot: Slot, start: int, tokens: Sequence[int] | np.ndarray, hidden: np.ndarray
+    ) -> None:
         """Take the tokens that the model has read from ``start``, and their hidden states."""
         if slot not in self._slots:
             self._slots[slot] = _SlotRows(np.zeros_like(hidden[0]))
