@@ -132,9 +132,7 @@ _STEP_US = {
 own: measured with bfp8 on an H100 by `python -m bench kernels`, of 4,096 to 28,672 rows.
 """
 
-_CODED_STEP_US = {
-    BlockTileConfig(*sizes, is_whole=True): us for *sizes, us in _TUNING["coded_step_us"]
-}
+_CODED_STEP_US = {BlockTileConfig(*sizes): us for *sizes, us in _TUNING["coded_step_us"]}
 
 
 def choose_way(packed: PackedWeight, num_tokens: int, *, same_bits: bool = True) -> BlockTileConfig:
@@ -173,8 +171,8 @@ def _fastest(
     """Predict the fastest tile sizes: a round of blocks takes the same time for any number."""
 
     def expected(way: BlockTileConfig) -> float:
-        tiles, own = (4 * way.groups, 1) if way.is_whole else (4, way.groups)
-        blocks = -(-row_tiles // tiles) * -(-num_tokens // (8 * way.eights))
+        tiles, own = (4 * way.groups, 1) if way.is_whole else (4, way.groups * way.joined)
+        blocks = -(-row_tiles // tiles) * -(-num_tokens // (8 * way.eights)) * way.joined
         rounds = -(-blocks // (way.resident * num_processors))
         return rounds * column_tiles / own * step_us[way]
 
