@@ -45,7 +45,7 @@ TWIN = Twin(transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM, _ch
 
 SHAPES: dict[str, dict[str, Any]] = {
     "as_published": {},
-    "one_layer": {"num_layers": 1, "num_experts": 5, "experts_per_token": 3},
+    "single_layer": {"num_layers": 1, "num_experts": 5, "experts_per_token": 3},
 }
 
 

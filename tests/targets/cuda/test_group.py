@@ -130,11 +130,11 @@ class Two:
         assert self.ranks[0].agreed() == self.ranks[1].agreed() != b"[]"
         for each in (self.alone, *self.ranks):
             each.reset()
-        for one, other in zip(found, expected, strict=True):
-            if isinstance(one, torch.Tensor):
-                torch.testing.assert_close(one, other, atol=most, rtol=most)
+        for ours, theirs in zip(found, expected, strict=True):
+            if isinstance(ours, torch.Tensor):
+                torch.testing.assert_close(ours, theirs, atol=most, rtol=most)
             else:
-                assert one == other
+                assert ours == theirs
         counts = [each.steps for each in self.exchanges]
         assert counts[0] == counts[1] and len(counts[0]) >= 2 * len(steps) - 1
 
@@ -217,9 +217,9 @@ def test_whole_experts() -> None:
     two.check(steps_of((GREEDY,), masked=False)[:2])
 
 
-def riding_steps(*, masked: bool) -> list[Step]:
-    """Two sequences decode, one of which draws, while prompts of two others come in pieces; then
-    all four decode.
+def riding_steps() -> list[Step]:
+    """Two sequences decode, one of which draws, while prompts of two others come in pieces, the
+    last of them with masks; then all four decode.
     """
     a, b, c, d = slots = tuple(Slot(n) for n in range(4))
     rows = (GREEDY, DRAWN, DRAWN, GREEDY)
@@ -228,33 +228,33 @@ def riding_steps(*, masked: bool) -> list[Step]:
     first, last = (tuple(each) for each in PROMPTS)
     begun = PrefillChunk(a, 0, first, chooses=True), PrefillChunk(b, 0, last, chooses=True)
     halves = (PrefillChunk(c, 0, last[:4]), PrefillChunk(d, 0, first[:2]))
-    ends = PrefillChunk(c, 4, last[4:], chooses=True), PrefillChunk(d, 2, first[2:], chooses=True)
+    end_c = (PrefillChunk(c, 4, last[4:], chooses=True),)
+    end_d = (PrefillChunk(d, 2, first[2:], chooses=True),)
     return [
         Step(prompts=begun, edits=tuple(edits)),
         Step(decode=(a, b), prompts=halves, want_logits=True),
-        Step(decode=(a, b), prompts=ends, want_logits=not masked, masked=masked),
+        Step(decode=(a, b), prompts=end_c, want_logits=True),
+        Step(decode=(a, b), prompts=end_d, masked=True),
         Step(decode=slots, want_logits=True),
     ]
 
 
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("model_type", "layers"), [("llama", 1), ("qwen3_5_moe", 2)])
 def test_rows_ride_along_on_two_ranks_as_on_one(
-    model_type: str, layers: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+    model_type: str, layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But beside masks, for which ranks wait outside of captured passes."""
     set_sharing(monkeypatch)
     rode, run_joined = list[int](), Joined.run
 
-    def spied(self: Joined, chunks: Any, step: Step, decoding: tuple[Slot, ...] = ()) -> Any:
-        rode.append(len(decoding))
-        return run_joined(self, chunks, step, decoding)
+    def spied(self: Joined, chunks: Any, step: Step, riding: tuple[Slot, ...] = ()) -> Any:
+        rode.append(len(riding))
+        return run_joined(self, chunks, step, riding)
 
     monkeypatch.setattr(Joined, "run", spied)
     how = {"max_batch": 4, "compute": "fast"}
-    Two(model_type, Parallel(2), how, num_layers=layers).check(riding_steps(masked=masked), 2e-2)
-    alone, ranks = rode[:3], sorted(rode[3:])
-    assert alone == [0, 2, 2] and ranks == sorted([0, 2, 0 if masked else 2] * 2)
+    Two(model_type, Parallel(2), how, num_layers=layers).check(riding_steps(), 2e-2)
+    assert rode[:4] == [0, 2, 2, 2] and sorted(rode[4:]) == sorted([0, 2, 2] * 2)
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
     monkeypatch.undo()
     monkeypatch.setattr(device, "has_mixers", lambda _: True)
     assert not limits(options).passes, "a CPU gains nothing by it"
-    set_sharing(monkeypatch)
+    monkeypatch.setattr(device, "shares_passes_on", lambda _: True)  # of the sizes of a device
     assert limits(options).passes == ((4, (64, 256, 512, 1024, 2048)),)
 
 
