@@ -58,6 +58,9 @@ _CLEANING = (
     (re.compile(r"https?://\S+|\S+/\S+/\S*|<[^>\n]{1,60}>"), _NOUN),  # paths
     (re.compile(r"(?m)^\s*([-*+:]|\d+\.)\s+"), _STOP),  # list items
     (re.compile(r"(?m)^\s*\*{0,2}[\w, ]{1,40}(\([^)]*\))?:(\s|$)"), _STOP),  # heads: "Args:"
+    # Options must state their default in this form (tests/cli/sweep/test_sweep_options.py), so the
+    # colon is no join, as in the form of errors.
+    (re.compile(r"\(default: "), "(default "),
 )
 
 

@@ -143,9 +143,9 @@ def test_a_size_is_a_number_or_refused(text: str) -> None:
 def test_what_was_asked_for_is_kept_and_the_rest_is_not(tmp_path: Path) -> None:
     path = str(tmp_path / "x.jsonl")
     usual = read_options(["pareto", "--results", path, "--jobs", "2", "--yes", "--memory", "8GB"])
-    assert usual.asked == {}, "where and how it runs does not change what a sweep is"
+    assert usual.requested == {}, "where and how it runs does not change what a sweep is"
     assert usual.models == ("smollm2",) and usual.targets == ("cpu",) and usual.rounds == 3
-    asked = read_options(["pareto", "--models", "a b", "c", "--rounds", "3"]).asked
+    asked = read_options(["pareto", "--models", "a b", "c", "--rounds", "3"]).requested
     assert asked == {"models": "'a b' c", "rounds": "3"}
 
 
@@ -188,7 +188,7 @@ def test_a_search_resumed_without_options_is_the_search_it_was(
     place = ["--results", str(tmp_path / "a search.jsonl")]
     first = read_options(["search", *argv, *place])
     header = planned("search")
-    header.options.update(first.asked)
+    header.options.update(first.requested)
     journal = run.SweepJournal.create(first.results, header, [cell("a")])
     resumed = read_options(["search", *place, "--resume", "--jobs", "1"])
     assert same_search(search._as_begun(resumed, journal), first)

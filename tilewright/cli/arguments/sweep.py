@@ -85,16 +85,16 @@ class SweepOptions:
         metavar="NAME",
     )
     devices: tuple[str, ...] = option(
-        "devices instead of the targets' own", group=_WHAT, nargs="+", metavar="NAME"
+        "devices (default: chosen by the target)", group=_WHAT, nargs="+", metavar="NAME"
     )
     precisions: tuple[str, ...] = option(
-        "additional configurations, as for tilewright bench",
+        "configurations, as for tilewright bench, added to the plan's own (default: none)",
         group=_WHAT,
         nargs="+",
         metavar="NAME",
     )
     cases: tuple[str, ...] | None = option(
-        "cases of tilewright bench --list, instead of the plan's cases",
+        "cases of tilewright bench --list (default: the plan's)",
         group=_WHAT,
         nargs="+",
         metavar="NAME",
@@ -127,28 +127,28 @@ class SweepOptions:
         metavar="METHOD",
     )
     calibration_text: Path | None = option(
-        "UTF-8 text for calibration instead of the package's text", group=_WHAT, metavar="FILE"
+        "UTF-8 text for calibration (default: the package's)", group=_WHAT, metavar="FILE"
     )
     cache_layers: bool = option(
-        "also lower the KV cache layer by layer instead of together",
+        "also lower the KV cache layer by layer (default: all layers together)",
         group=_WHAT,
         default=False,
     )
     base: str = option("baseline configuration (default: bf16)", group=_WHAT, metavar="NAME")
     min_top1: float | None = option(
-        "optional minimum top-1, as 95",
+        "minimum top-1, as 95 (default: no bound)",
         group=_SEARCH,
         type=real(0, 100),
         metavar="PERCENT",
     )
     max_kl: float | None = option(
-        "optional maximum divergence from fp32, as 0.01",
+        "maximum divergence from fp32, as 0.01 (default: no bound)",
         group=_SEARCH,
         type=real(0, 100),
         metavar="NATS",
     )
     max_bytes: int | None = option(
-        "optional maximum weight size, as 1.2GB or 300MB",
+        "maximum weight size, as 1.2GB or 300MB (default: no bound)",
         group=_SEARCH,
         metavar="SIZE",
     )
