@@ -286,7 +286,7 @@ class SafetensorsCheckpoint:
             if meta.dtype not in _ELEMENT_BYTES:
                 raise self._unread_type(self._shard_of[name], name, meta.dtype)
         for name, weight in model.found.items():
-            nbytes = sum(raw[part].nbytes for part in weight.names)
+            nbytes = sum(raw[part].nbytes for part in weight.names) // weight.num_shares
             self.names[name] = TensorMeta(weight.shape, weight.label, nbytes)
         self._types = {name: meta.dtype for name, meta in self.names.items()}
         return model.found

@@ -41,11 +41,13 @@ class QuantizedTensor(ABC):
         shape: Rows and columns, or more leading axes for experts.
         label: Scheme in the file.
         names: Stored tensors.
+        num_shares: Number of weights in the stored tensors.
     """
 
     shape: tuple[int, ...]
     label: str
     names: tuple[str, ...]
+    num_shares: int = 1
 
     @abstractmethod
     def values(self, read: Read, start: int, stop: int) -> Tensor:

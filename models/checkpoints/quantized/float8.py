@@ -77,6 +77,39 @@ class Float8Tensor(QuantizedTensor):
         return scales.reshape(grid)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertFloat8(QuantizedTensor):
+    """Rows of an expert in stacked codes ``[E, N, K]`` with scales ``[E, ...]``.
+
+    Attributes:
+        stack: The whole matrix of an expert.
+        expert: Index of the expert.
+        first: First output in the matrix.
+        num_shares: Number of weights in the stored tensors.
+    """
+
+    shape: tuple[int, int]
+    label: str
+    names: tuple[str, ...]
+    stack: Float8Tensor
+    expert: int
+    first: int
+    num_shares: int
+
+    def values(self, read: Read, start: int, stop: int) -> Tensor:
+        return self.stack.values(self._own(read), self.first + start, self.first + stop)
+
+    def stored_type(self, read: Read) -> str:
+        return self.stack.stored_type(self._own(read))
+
+    def stored(self, read: Read, start: int, stop: int) -> tuple[str, npt.NDArray[np.uint8]]:
+        return self.stack.stored(self._own(read), self.first + start, self.first + stop)
+
+    def _own(self, read: Read) -> Read:
+        expert = slice(self.expert, self.expert + 1)
+        return lambda name, where: read(name, (expert, *where))[0]
+
+
 def read_fp8(config: Mapping[str, object], where: str, model: RawModel) -> None:
     """Take modules of ``quant_method: fp8``, with scales per tensor or per block.
 
@@ -95,6 +128,9 @@ def read_fp8(config: Mapping[str, object], where: str, model: RawModel) -> None:
             f"{where}: quantization_config.weight_block_size = {block!r}; "
             "allowed: two sizes, or null"
         )
+    if block is not None:
+        for name in sorted(name for name in model.tensors if name.endswith("_proj_scale_inv")):
+            _take_experts(model, name.removesuffix("_scale_inv"), (block[0], block[1]))
     for module in model.modules("weight"):
         if model.tensors[f"{module}.weight"].dtype != CODES:
             continue
@@ -102,6 +138,29 @@ def read_fp8(config: Mapping[str, object], where: str, model: RawModel) -> None:
         take_float8(
             model, module, block, named or ("weight_scale_inv" if block else "weight_scale")
         )
+
+
+def _take_experts(model: RawModel, name: str, block: tuple[int, int]) -> None:
+    """Take stacked experts, each expert as matrices of its own."""
+    stored = model.tensors[name].shape if name in model.tensors else ()
+    if len(stored) != 3 or (name.endswith("gate_up_proj") and stored[1] % 2):
+        raise model.error(name, f"has shape {list(stored)}", f"{CODES}, experts x outputs x inputs")
+    count, rows, columns = stored
+    scale = f"{name}_scale_inv"
+    model.take(name, (CODES,), stored)
+    grid = -(-rows // block[0]), -(-columns // block[1])
+    taken = model.take(scale, _SCALES, (count, *grid))
+    label = f"FP8 {block[0]}x{block[1]}"
+    is_exponent = taken.dtype in ("F8_E8M0", "U8")
+    stack = Float8Tensor((rows, columns), label, (name, scale), block, is_exponent)
+    path, _, matmul = name.rpartition(".")
+    matmuls = ("gate_proj", "up_proj") if matmul == "gate_up_proj" else (matmul,)
+    shape, num_shares = (rows // len(matmuls), columns), count * len(matmuls)
+    for expert in range(count):
+        for index, own in enumerate(matmuls):
+            first = index * shape[0]
+            weight = ExpertFloat8(shape, label, stack.names, stack, expert, first, num_shares)
+            model.add(f"{path}.{expert}.{own}", weight)
 
 
 def take_float8(model: RawModel, module: str, block: list[int] | None, scale: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ from tests.models.quantized.folders import (
     write,
     write_dense,
 )
+from tests.models.test_experts_folder import rewritten, saved, together
+from tests.models.test_experts_gguf import make
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.formats import FP8, stored_format
 from tilewright.errors import CheckpointError
 from tilewright.models import check_header, load_model, quantised_types
+from tilewright.models.checkpoints.containers import open_checkpoint
 
 UP = "model.layers.1.mlp.up_proj"
 
@@ -194,3 +198,32 @@ def test_scales_of_activations_are_said_and_not_used(tmp_path: Path) -> None:
     write(tmp_path / "m", quantizer(), TENSOR, change=static)
     checkpoint: Any = load_model(tmp_path / "m").checkpoint
     assert ["activations are quantized to FP8" in note for note in checkpoint.notes] == [True]
+
+
+def test_stacked_experts_have_the_values_of_separate_experts(tmp_path: Path) -> None:
+    def coded(tensors: Tensors) -> Tensors:
+        stacked = together(tensors)
+        for name in [name for name in stacked if name.endswith("_proj")]:
+            experts = torch.arange(len(stacked[name])) + 1.0
+            stacked[f"{name}_scale_inv"] = 0.01 * experts.view(-1, 1, 1)
+            stacked[name] = (stacked[name] * 100).to(torch.float8_e4m3fn)
+        expected.update(stacked)
+        return stacked
+
+    expected: Tensors = {}
+    folder = rewritten(saved(make("qwen3_moe"), tmp_path), coded)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": BLOCKS}))
+    checkpoint = open_checkpoint(folder)
+    for part in ("gate_up_proj", "down_proj"):
+        name = f"model.layers.0.mlp.experts.{part}"
+        codes, scales = expected[name].float(), expected[f"{name}_scale_inv"]
+        names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        for expert, values in enumerate(codes * scales):
+            for own, rows in zip(names, values.chunk(len(names)), strict=True):
+                if name in checkpoint.names:
+                    stacked = checkpoint.get(name)[expert]
+                    assert torch.equal(stacked, values)
+                else:
+                    got = checkpoint.get(f"model.layers.0.mlp.experts.{expert}.{own}.weight")
+                    assert torch.equal(got, rows)
