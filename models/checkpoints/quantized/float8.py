@@ -79,13 +79,13 @@ class Float8Tensor(QuantizedTensor):
 
 @dataclass(frozen=True, slots=True)
 class ExpertFloat8(QuantizedTensor):
-    """Rows of an expert in stacked codes ``[E, N, K]`` with scales ``[E, ...]``.
+    """An expert in stacked codes ``[E, N, K]`` with scales ``[E, ...]``.
 
     Attributes:
-        stack: The whole matrix of an expert.
-        expert: Index of the expert.
+        stack: The expert's whole matrix.
+        expert: Expert index.
         first: First output in the matrix.
-        num_shares: Number of weights in the stored tensors.
+        num_shares: Weights in the stored tensors.
     """
 
     shape: tuple[int, int]
@@ -141,7 +141,7 @@ def read_fp8(config: Mapping[str, object], where: str, model: RawModel) -> None:
 
 
 def _take_experts(model: RawModel, name: str, block: tuple[int, int]) -> None:
-    """Take stacked experts, each expert as matrices of its own."""
+    """Take stacked experts as separate matrices."""
     stored = model.tensors[name].shape if name in model.tensors else ()
     if len(stored) != 3 or (name.endswith("gate_up_proj") and stored[1] % 2):
         raise model.error(name, f"has shape {list(stored)}", f"{CODES}, experts x outputs x inputs")
