@@ -22,10 +22,10 @@ def load_tokenizer(source: TokenizerSource) -> Tokenizer:
 
 
 def load_mapped(path: Path, where: Path) -> Tokenizer:
-    """The tokenizer of a file of `Tokenizer.mapped_bytes`; messages name ``where``.
+    """Return the tokenizer from a file of `Tokenizer.mapped_bytes`. Messages name ``where``.
 
     Raises:
-        CheckpointError: for another file, or a damaged one.
+        CheckpointError: The file is damaged or has another format.
     """
     return Tokenizer(read_mapped(path, where))
 

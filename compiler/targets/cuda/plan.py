@@ -47,7 +47,7 @@ def has_mixers(plan: KernelProgram) -> bool:
 
 
 def num_multiplied(plan: KernelProgram) -> int:
-    """Weights that a token of text is multiplied with: those of all products but the head."""
+    """Return the number of weights multiplied per text token, without the output head."""
     own = (linear for linear in plan.products[:-1] if not linear.is_cross)
     return sum(math.prod(linear.weight.shape) for linear in own)
 

@@ -1,6 +1,5 @@
-"""``tilewright sweep show``: checks that there is a terminal and the library, then shows.
-
-The view itself is `show_app`; the library it needs is optional.
+"""The command ``tilewright sweep show``. Checks for a terminal and for the optional library, then
+opens the view in `show_app`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chats and completions: from a body to an answer, whole or streamed."""
+"""Routes of chat and text completions, streamed or complete."""
 
 from __future__ import annotations
 
