@@ -44,7 +44,7 @@ def test_a_pool_is_as_a_plain_model(num_pages: int, actions: list[tuple[str, int
         assert [pool.count(page) for page in range(num_pages)] == [
             counts[page] for page in range(num_pages)
         ]
-        assert pool.retained_positions == len(counts)
+        assert pool.num_used == len(counts)
         assert all(pool.find([key]) == [page] for key, page in keys.items())
 
 
