@@ -19,7 +19,7 @@ from tilewright.compiler.precision import (
     ResolvedPrecision,
 )
 from tilewright.compiler.precision.fragment import read_fragment
-from tilewright.compiler.precision.names import ALLOWED_FORMATS, GLOBAL_GROUPS
+from tilewright.compiler.precision.names import ALLOWED_FORMATS, DRAFT_GROUPS, GLOBAL_GROUPS
 from tilewright.errors import ConfigError, allowed
 
 _MOST_BITS = ((9, "hifi4"), (5, "hifi2"), (0, "lofi"))
@@ -30,9 +30,9 @@ _LEVELS = tuple(name for name in FORMATS if FORMATS[name].is_offered)
 PRODUCT_GROUPS: Mapping[str, tuple[str, ...]] = {
     group: (family,) if family in OP_GROUPS else (f"{family}_decode", f"{family}_prefill")
     for group, family in OP_GROUP_OF.items()
-    if not group.endswith("kv_cache")
+    if not group.endswith("kv_cache") and group not in DRAFT_GROUPS
 }
-"""Op groups whose fidelity follows a tensor group's format."""
+"""Op groups whose fidelity follows a tensor group's format. Drafts do not change results."""
 
 Places = Mapping[str, Collection[int]]
 """Tensor groups in a model, with the layers that have their weights."""

@@ -25,12 +25,18 @@ def cross_instructions(program: KernelProgram) -> frozenset[int]:
     """Return the instructions of cross-attention layers, by identity."""
     own = set()
     for instruction, reader in pairwise(program.instructions):
-        is_input = isinstance(instruction, NormOp | SwiGLUOp) and _is_cross(reader)
-        if _is_cross(instruction) or (
-            is_input and isinstance(reader, LinearOp) and reader.x == instruction.out
-        ):
+        if _is_cross(instruction) or _is_cross_input(instruction, reader):
             own.add(id(instruction))
     return frozenset(own)
+
+
+def _is_cross_input(instruction: Instruction, reader: Instruction) -> bool:
+    return (
+        isinstance(instruction, NormOp | SwiGLUOp)
+        and isinstance(reader, LinearOp)
+        and reader.is_cross
+        and reader.x == instruction.out
+    )
 
 
 def _is_cross(instruction: Instruction) -> bool:
