@@ -199,7 +199,7 @@ def test_the_way_is_chosen_by_what_gpus_reach(
     monkeypatch.setattr(peers, "check_reached", check_reached)
     monkeypatch.setattr(peers, "PeerMemory", lambda *given, **more: own)
     met: Any = Met(size)
-    found = group.meet(met, (), CPU, asked=asked)
+    found = group.meet(met, (), CPU, requested=asked)
     assert isinstance(found.exchange, GatheredExchange) is (why is not None)
     assert (found.rank, found.count, found.limit_s) == (1, size, 3.0)
     ((abort, has_limit),) = met.aborts
@@ -218,4 +218,4 @@ def test_peers_that_were_asked_for_are_not_replaced(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(peers, "check_reached", check_reached)
     met: Any = Met()
     with pytest.raises(CompileError, match="rank 1 is on another machine"):
-        group.meet(met, (), CPU, asked="peers")
+        group.meet(met, (), CPU, requested="peers")

@@ -131,5 +131,5 @@ def test_a_core_without_room_is_refused() -> None:
     )
     message = refusal(wide)
     assert message.startswith("Matmul of model.layers.0.")
-    assert "of L1 on a core of 1393312" in message
+    assert "of L1 per core, limit 1393312" in message
     assert message.endswith("a larger mesh, or narrower formats")
