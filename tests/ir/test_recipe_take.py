@@ -45,7 +45,9 @@ from tilewright.errors import CompileError
 from tilewright.models import LoadedModel, load_model
 
 QUANTISED = [
-    name for name in FORMATS if not isinstance(get_format(name), GgmlFileFormat) and name[0] != "q"
+    name
+    for name in FORMATS
+    if not isinstance(get_format(name), GgmlFileFormat) and name[0] != "q" and name != "nvfp4"
 ]
 TENSORS = {"a": torch.randn(12, 8), "b": torch.randn(4, 6, 8)}
 RECIPE = WeightRecipe(

@@ -234,7 +234,9 @@ def test_padding_costs_large_plans_more_than_launches(
     num_layers: int, shapes: tuple[tuple[int, int], ...], most: int
 ) -> None:
     attend = object.__new__(AttentionOp)
-    products = [SimpleNamespace(weight=SimpleNamespace(shape=each), is_cross=False) for each in shapes]
+    products = [
+        SimpleNamespace(weight=SimpleNamespace(shape=each), is_cross=False) for each in shapes
+    ]
     plan: Any = SimpleNamespace(
         instructions=[attend] * num_layers, products=(*products * num_layers, products[0])
     )

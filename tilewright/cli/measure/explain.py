@@ -44,9 +44,9 @@ _CONTRACT: Columns[ContractEntry] = {
 _BYTES: Columns[TrafficShare] = {
     "group": lambda share: share.group,
     "formats": lambda share: ", ".join(share.formats) * (share.group != "total"),
-    "stored as": lambda share: ", ".join(share.kinds) * (share.group != "total"),
+    "format": lambda share: ", ".join(share.kinds) * (share.group != "total"),
     "weights (M)": lambda share: f"{share.num_weights / 1e6:,.2f}" if share.num_weights else "-",
-    "stored (MB)": lambda share: f"{share.stored / 1e6:,.2f}",
+    "size (MB)": lambda share: f"{share.stored / 1e6:,.2f}",
     "moved a step (MB)": lambda share: f"{share.moved / 1e6:,.2f}",
 }
 
