@@ -22,7 +22,6 @@ from tilewright.compiler.driver import (
     weight_source,
 )
 from tilewright.compiler.formats import FORMATS, STORED_NAMES, get_format, stored_format
-from tilewright.compiler.formats.ggml import GgmlFileFormat
 from tilewright.compiler.formats.ggml_blocks import SIZES
 from tilewright.compiler.ir.info import WEIGHT, Placement, info
 from tilewright.compiler.ir.recipe import (
@@ -44,11 +43,7 @@ from tilewright.distributed.parallel import Parallel, RankAxes
 from tilewright.errors import CompileError
 from tilewright.models import LoadedModel, load_model
 
-QUANTISED = [
-    name
-    for name in FORMATS
-    if not isinstance(get_format(name), GgmlFileFormat) and name[0] != "q" and name != "nvfp4"
-]
+QUANTISED = [name for name in FORMATS if get_format(name).is_offered and name[0] != "q"]
 TENSORS = {"a": torch.randn(12, 8), "b": torch.randn(4, 6, 8)}
 RECIPE = WeightRecipe(
     (Segment("a", 6, rows=(6, 12), offset=1.0), Segment("b", 18, rows=(0, 18))), (4, 6, 8)
