@@ -100,8 +100,16 @@ def read_bitsandbytes(config: Mapping[str, object], where: str, model: RawModel)
             raise model.error(codes, f"has shape {list(shape)}", "I8 of two axes")
         model.take(codes, ("I8",), shape)
         model.take(scale, ("F32",), (shape[0],))
-        model.drop(f"{module}.weight_format")
+        _check_layout(model, f"{module}.weight_format")
         model.add(module, ByteTensor((shape[0], shape[1]), (codes, scale)))
+
+
+def _check_layout(model: RawModel, name: str) -> None:
+    """Refuse the permuted codes of old packages. The layout's number is optional."""
+    if name in model.tensors:
+        model.take(name, ("U8",), ())
+        if int(model.read(name, ())):
+            raise model.error(name, "has permuted codes", "0 (rows)")
 
 
 def _take_4bit(model: RawModel, module: str, codebook: str) -> None:
@@ -113,7 +121,7 @@ def _take_4bit(model: RawModel, module: str, codebook: str) -> None:
         or len(shape) != 2
         or not all(type(size) is int and 1 <= size <= 1 << 32 for size in shape)
     ):
-        raise model.error(name, f"has shape {shape!r}", "two sizes")
+        raise model.error(name, f"has shape {str(shape)[:40]!r}", "two sizes")
     rows, columns = shape
     block = _size(model, name, state, "blocksize")
     num_blocks = -(-rows * columns // block)
@@ -156,12 +164,12 @@ def _state_of(model: RawModel, name: str) -> Mapping[str, object]:
 def _size(model: RawModel, name: str, state: Mapping[str, object], key: str) -> int:
     size = state.get(key)
     if type(size) is not int or not 1 <= size <= _MAX_BLOCK:
-        raise model.error(name, f"has {key} {size!r}", f"1 to {_MAX_BLOCK}")
+        raise model.error(name, f"has {key} {str(size)[:40]!r}", f"1 to {_MAX_BLOCK}")
     return size
 
 
 def _number(model: RawModel, name: str, state: Mapping[str, object], key: str) -> float:
     number = state.get(key)
     if not isinstance(number, float | int) or not abs(number) <= 3e38:
-        raise model.error(name, f"has {key} {number!r}", "a finite number")
+        raise model.error(name, f"has {key} {str(number)[:40]!r}", "a finite number")
     return math.fsum((number,))

@@ -19,6 +19,7 @@ from tilewright.models.checkpoints.quantized.base import (
     Read,
     setting,
 )
+from tilewright.models.config import MAX_EXPERTS
 
 CODES = "F8_E4M3"
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
@@ -143,8 +144,10 @@ def read_fp8(config: Mapping[str, object], where: str, model: RawModel) -> None:
 def _take_experts(model: RawModel, name: str, block: tuple[int, int]) -> None:
     """Take stacked experts as separate matrices."""
     stored = model.tensors[name].shape if name in model.tensors else ()
-    if len(stored) != 3 or (name.endswith("gate_up_proj") and stored[1] % 2):
-        raise model.error(name, f"has shape {list(stored)}", f"{CODES}, experts x outputs x inputs")
+    is_odd = len(stored) == 3 and name.endswith("gate_up_proj") and stored[1] % 2
+    if len(stored) != 3 or 0 in stored or stored[0] > MAX_EXPERTS or is_odd:
+        wanted = f"{CODES}, experts (up to {MAX_EXPERTS}) x outputs x inputs"
+        raise model.error(name, f"has shape {list(stored)}", wanted)
     count, rows, columns = stored
     scale = f"{name}_scale_inv"
     model.take(name, (CODES,), stored)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -17,6 +18,7 @@ from tests.tiny import prefill, random_tokens
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.errors import CheckpointError
 from tilewright.models import load_model
 
 Tensors = dict[str, torch.Tensor]
@@ -71,6 +73,20 @@ def write(
     (folder / "config.json").write_text(json.dumps(said))
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     return values
+
+
+def check_refused(
+    folder: Path,
+    quantize: Quantize,
+    config: Mapping[str, Any],
+    change: Callable[[Tensors], None],
+    words: str,
+) -> None:
+    """Check that a changed folder is refused in one line with these words."""
+    write(folder, quantize, config, change=change)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load_model(folder)
+    assert "\n" not in str(caught.value)
 
 
 def write_dense(folder: Path, values: Mapping[str, np.ndarray]) -> None:

@@ -14,11 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models.quantized.folders import Quantize, Tensors, check_logits, write, write_dense
+from tests.models.quantized.folders import (
+    Quantize,
+    Tensors,
+    check_logits,
+    check_refused,
+    write,
+    write_dense,
+)
 from tests.models.quantized.make_packages import FILE
 from tests.models.quantized.test_float4 import NV
 from tilewright.compiler.formats import get_format, stored_format
-from tilewright.errors import CheckpointError
 from tilewright.models import load_model, quantised_types
 from tilewright.models.checkpoints.quantized.base import RawModel, RawTensor
 from tilewright.models.checkpoints.quantized.bitsandbytes import read_bitsandbytes
@@ -154,7 +160,21 @@ def test_folders_that_do_not_fit_are_refused(
     tmp_path: Path,
 ) -> None:
     quantize, own, _ = CASES[case]
-    write(tmp_path / "m", quantize, {**own, **config}, change=damage)
-    with pytest.raises(CheckpointError, match=words) as caught:
-        load_model(tmp_path / "m")
-    assert "\n" not in str(caught.value)
+    check_refused(tmp_path / "m", quantize, {**own, **config}, damage, words)
+
+
+def eight_bits(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    codes = rng.integers(-127, 128, weight.shape, np.int8)
+    scales = rng.uniform(1, 2, len(weight)).astype(np.float32)
+    tensors = {"weight": torch.from_numpy(codes), "SCB": torch.from_numpy(scales)}
+    return tensors, codes * scales[:, None] * np.float32(1 / 127)
+
+
+@pytest.mark.parametrize("layout", [0, 1, 2, 3])
+def test_permuted_codes_are_refused(layout: int, tmp_path: Path) -> None:
+    given = change("weight_format", torch.tensor(layout, dtype=torch.uint8))
+    if layout:
+        words = rf"{UP}\.weight_format has permuted codes; allowed: 0 \(rows\)"
+        return check_refused(tmp_path / "m", eight_bits, BNB, given, words)
+    write(tmp_path / "m", eight_bits, BNB, change=given)
+    assert load_model(tmp_path / "m").checkpoint.stored_type(f"{UP}.weight") == "bitsandbytes int8"
