@@ -149,6 +149,16 @@ def test_a_folder_holds_what_was_read(name: str, axis: str, tmp_path: Path) -> N
     assert len(list(tmp_path.iterdir())) == count
 
 
+def test_an_old_order_of_codes_is_refused(tmp_path: Path) -> None:
+    model = tiny_model(std=0.2, num_layers=1)
+    plan = plan_of(model, "q80")
+    write_weights(plan, weight_source(model), tmp_path, silent)
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes().replace(b'"halves"', b'"data"  '))
+    with pytest.raises(CheckpointError, match="not a weight of this program"):
+        read_weights(plan, tmp_path, CPU, silent)
+
+
 @pytest.fixture
 def written(tmp_path: Path) -> tuple[KernelProgram, Path]:
     model = tiny_model(std=0.2, num_layers=1, tie_embeddings=False)

@@ -247,8 +247,14 @@ def write_weights(
 def _tensors(placed: Placed) -> dict[str, Tensor]:
     """Return the file contents of a tensor."""
     if isinstance(placed, PackedWeight):
-        return {_DATA: placed.data.contiguous(), _SCALE: torch.tensor(placed.scale)}
+        name = _data_name(placed.kind)
+        return {name: placed.data.contiguous(), _SCALE: torch.tensor(placed.scale)}
     return {_DATA: placed.contiguous(), _SCALE: torch.tensor(1.0)}
+
+
+def _data_name(kind: str) -> str:
+    """Return the name of a tensor's data in its file. An old order of 8-bit codes has another."""
+    return "halves" if kind in CODED_TILES and CODED_TILES[kind].low_bits == 8 else _DATA
 
 
 def read_weights(
@@ -265,7 +271,7 @@ def read_weights(
         path = _file(folder, done)
         try:
             tensors = load_file(path, device=str(device))
-            data, scale = tensors[_DATA], float(tensors[_SCALE])
+            data, scale = tensors[_data_name(each.kind)], float(tensors[_SCALE])
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"{path}: not a weight of this program ({one_line(error)})"
