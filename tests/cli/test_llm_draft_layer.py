@@ -53,6 +53,9 @@ def test_drafts_of_the_layer_change_no_answer(folder: Path, target: str) -> None
         how = {**HOW, "target": target, "precision": precision, "speculative_config": config}
         with LLM(folder, **how) as llm:
             answers.append(llm.generate("abcabc", max_tokens=20, end_tokens=()))
+            layer = getattr(llm.compiled.executable, "draft_layer", None)
+    assert layer is not None
+    assert target == "reference" or layer.executable._engine is None, "closed with the model"
     plain, drafted = answers
     assert drafted.tokens == plain.tokens
     assert drafted.num_draft_tokens >= 20 and not plain.num_draft_tokens

@@ -501,7 +501,7 @@ class CudaExecutable(Executable):
     def close(self) -> None:
         self._captured_slots = None
         group = self._group if "_steps" in vars(self) else None
-        for name in ("_joined", "_drafts", "_buckets", "_steps", "_state", "_weights"):
+        for name in ("_joined", "_drafts", "_buckets", "_steps", "_state", "_weights", "_images"):
             vars(self).pop(name, None)  # it may be closed twice
         if self.device.type == "cuda":
             gc.collect()  # captured steps and their functions reference each other

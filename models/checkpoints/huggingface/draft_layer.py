@@ -45,7 +45,7 @@ class DraftLayerCheckpoint(SafetensorsCheckpoint):
         where = self.path / "config.json"
         config = config_of_hf(values, where=where)
         assert isinstance(config, HybridConfig)
-        text: Any = values.get("text_config", values)
+        text: Any = values.get("text_config") or values
         count = text.get("mtp_num_hidden_layers") if isinstance(text, Mapping) else None
         self._promise = f"mtp_num_hidden_layers = {str(count)[:40]}"
         if count is None:

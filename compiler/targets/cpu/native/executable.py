@@ -250,6 +250,8 @@ class NativeExecutable(HostExecutable):
                 print(self._times.text(), file=sys.stderr)
             self._library.tw_close(self._engine)
             self._engine = None
+        if self.draft_layer is not None:
+            self.draft_layer.executable.close()
 
 
 def _max_drafts(options: CompileOptions, has_state: bool) -> int:

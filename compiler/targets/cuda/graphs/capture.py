@@ -273,6 +273,7 @@ class DecodeBucket(Bucket):
 
     def prepare(self) -> None:
         """Capture all graphs. No row may have a sequence."""
+        self._tiles, self._has_offsets = None, False  # an earlier step's images may be dropped
         for reach in self._steps.attention.reaches:
             self._capture(reach)
         self.prepare_choices()
