@@ -53,6 +53,29 @@ def test_drafts_of_a_model_leave_the_output_unchanged(std: float) -> None:
     target.close()
 
 
+def test_a_draft_model_that_fails_costs_no_request(capsys: pytest.CaptureFixture[str]) -> None:
+    class Failing:
+        num_calls = 0
+
+        def propose(self, counts: dict[RequestState, int]) -> dict[RequestState, tuple[int, ...]]:
+            self.num_calls += 1
+            raise MemoryError("no room")
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given: None
+
+    how: dict[str, Any] = {"compute": "exact", "num_threads": 1}
+    target = compiled(tiny_model(std=0.3), "cpu-native", max_batch=4, **how)
+    plain, drafted, model = requests_of(4), requests_of(4), Failing()
+    EngineLoop(target).generate(plain)
+    policy = SchedulerConfig(speculative=CONFIG)
+    EngineLoop(target, policy=policy, draft_model=model).generate(drafted)  # type: ignore[arg-type]
+    assert [request.output for request in drafted] == [request.output for request in plain]
+    assert model.num_calls == 1
+    assert capsys.readouterr().err.count("no room); decoding goes on without them") == 1
+    target.close()
+
+
 def test_a_paged_draft_model_follows_the_requests_in_small_steps() -> None:
     limits: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_step_tokens": 3}
     model = DraftModel(QueuedExecutable(runs_ahead=True, max_prompts=1, **limits))

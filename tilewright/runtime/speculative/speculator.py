@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from tilewright.compiler.targets.interface.base import Capabilities
+from tilewright.errors import one_line
 from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.runtime.scheduling.step_cost_model import StepCost
 from tilewright.runtime.speculative.config import MTP, NGRAM, SpeculativeConfig
@@ -98,7 +101,12 @@ class Speculator:
             return True
         if not request.has_drafts or request.num_scheduled == len(request.output):
             return False
-        if request.replay_tokens or not request.output or not self._length.is_on:
+        if (
+            not self.max_drafts
+            or request.replay_tokens
+            or not request.output
+            or not self._length.is_on
+        ):
             return False
         return self._model is not None or self._index(request).may_match_next()
 
@@ -123,7 +131,7 @@ class Speculator:
             counts = {request: count for request, count in counts.items() if not request.images}
             limit = self._choose(len(decoding), [*counts.values()], limit)
             short = {request: min(count, limit) for request, count in counts.items()}
-            found = self._model.propose(short) if limit else {}
+            found = self._drafts_of(self._model, short) if limit else {}
             return {request: _up_to_image(request, draft) for request, draft in found.items()}
         for request, count in counts.items():
             draft = (0,) * count if self.is_warming_up else self._draft(request, count)
@@ -131,6 +139,19 @@ class Speculator:
                 drafts[request] = draft
         limit = self._choose(len(decoding), [len(draft) for draft in drafts.values()], limit)
         return {request: draft[:limit] for request, draft in drafts.items()} if limit else {}
+
+    def _drafts_of(
+        self, model: DraftModel | DraftLayerClient, counts: dict[RequestState, int]
+    ) -> dict[RequestState, tuple[int, ...]]:
+        """Return the model's drafts. After a failure, decoding goes on without drafts."""
+        try:
+            return model.propose(counts)
+        except Exception as error:
+            self.max_drafts = 0
+            with contextlib.suppress(OSError):  # full disk
+                said = f"drafts failed ({one_line(error)}); decoding goes on without them"
+                print(f"tilewright: {said}", file=sys.stderr)
+            return {}
 
     def _choose(self, num_rows: int, lengths: Sequence[int], limit: int) -> int:
         """Return the maximum draft length for drafts with these lengths."""
