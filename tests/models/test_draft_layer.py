@@ -62,6 +62,12 @@ def test_a_draft_layer_of_a_folder_has_its_tensors(kind: str, tmp_path: Path) ->
     assert not [name for name in SafetensorsCheckpoint(tmp_path).names if "mtp" in name]
 
 
+def test_a_quantized_folder_may_have_a_dense_draft_layer(tmp_path: Path) -> None:
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    expected = with_layer("qwen3_5", tmp_path, quantization_config=method)
+    assert set(DraftLayerCheckpoint(tmp_path).names) == set(expected)
+
+
 def drop(tensors: dict[str, Tensor]) -> None:
     del tensors["mtp.fc.weight"]
 

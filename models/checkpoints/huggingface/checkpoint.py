@@ -42,9 +42,9 @@ from tilewright.models.checkpoints.quantized.base import QuantizedTensor, RawMod
 from tilewright.models.checkpoints.quantized.methods import take_quantized
 from tilewright.models.config import ModelConfig
 
-_ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _RAW_BYTES = {
-    **_ELEMENT_BYTES,
+    **ELEMENT_BYTES,
     **{"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "U32": 4, "I64": 8},
 }
 """Bytes per element in stored tensors, including quantized modules."""
@@ -270,7 +270,7 @@ class SafetensorsCheckpoint:
     def _unread_type(self, shard: str, name: str, dtype: str) -> CheckpointError:
         return CheckpointError(
             f"{self.path / shard}: tensor {shown(name)} has type {dtype}, "
-            "which is not read; " + allowed(_ELEMENT_BYTES)
+            "which is not read; " + allowed(ELEMENT_BYTES)
         )
 
     def _take_quantized(self, values: Mapping[str, object]) -> dict[str, QuantizedTensor]:
@@ -283,7 +283,7 @@ class SafetensorsCheckpoint:
         self.notes = tuple(model.notes)
         self.names = {name: self.names[name] for name in model.tensors}
         for name, meta in self.names.items():
-            if meta.dtype not in _ELEMENT_BYTES:
+            if meta.dtype not in ELEMENT_BYTES:
                 raise self._unread_type(self._shard_of[name], name, meta.dtype)
         for name, weight in model.found.items():
             nbytes = sum(raw[part].nbytes for part in weight.names) // weight.num_shares

@@ -12,8 +12,12 @@ from torch import Tensor
 
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.base import Rows, TensorMeta
-from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
+from tilewright.models.checkpoints.huggingface.checkpoint import (
+    ELEMENT_BYTES,
+    SafetensorsCheckpoint,
+)
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
+from tilewright.models.checkpoints.quantized.base import QuantizedTensor
 from tilewright.models.config import HybridConfig
 
 _FC = "mtp.fc.weight"
@@ -67,6 +71,11 @@ class DraftLayerCheckpoint(SafetensorsCheckpoint):
             return stored.replace("mtp.layers.0.", "model.layers.0.")
         name = super()._name_of(stored)
         return name if name is not None and name.startswith(_SHARED) else None
+
+    def _take_quantized(self, values: Mapping[str, object]) -> dict[str, QuantizedTensor]:
+        """Take quantized modules, if any: many quantized files have a dense draft layer."""
+        is_dense = all(meta.dtype in ELEMENT_BYTES for meta in self.names.values())
+        return super()._take_quantized({} if is_dense else values)
 
     def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
         if name not in _HALVES:
