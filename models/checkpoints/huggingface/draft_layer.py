@@ -73,7 +73,7 @@ class DraftLayerCheckpoint(SafetensorsCheckpoint):
         return name if name is not None and name.startswith(_SHARED) else None
 
     def _take_quantized(self, values: Mapping[str, object]) -> dict[str, QuantizedTensor]:
-        """Take quantized modules, if any: many quantized files have a dense draft layer."""
+        """Take quantized modules, if any. A quantized file often has a dense draft layer."""
         is_dense = all(meta.dtype in ELEMENT_BYTES for meta in self.names.values())
         return super()._take_quantized({} if is_dense else values)
 

@@ -203,7 +203,7 @@ class CacheManager(ABC):
         return tuple(found)
 
     def _go_on(self, running: RequestState, key: bytes) -> None:
-        """Replace the latest snapshot of a sequence by a later one."""
+        """Replace a sequence's latest snapshot by a later snapshot."""
         if running.latest is not None and running.latest != key:
             self.snapshots.supersede(running.latest)
         running.latest = key
@@ -232,7 +232,7 @@ class CacheManager(ABC):
         self.edits.append(OpenSlot(slot, sampling, prompt, keeps, request.rotary_delta))
 
     def _load(self, running: RequestState, found: PrefixMatch) -> None:
-        """Load the matched snapshot into a slot, if there is one."""
+        """Load the matched snapshot, if any, into a slot."""
         if found.snapshot is not None:
             self.edits.append(LoadState(running.slot, found.snapshot))
             running.latest = running.page_keys[found.length // self.grain - 1]

@@ -37,8 +37,8 @@ class EncodedImages:
 
     def add(self, image: ImageId, values: Tensor, tile_keys: int = 0) -> None:
         """Store an image's values. ``tile_keys``: Keys per tile. 0: the values are embeddings."""
-        is_part = values.untyped_storage().nbytes() > values.nbytes  # of padded tiles
-        self._values[image] = values.clone() if is_part else values.contiguous()
+        is_view = values.untyped_storage().nbytes() > values.nbytes  # of padded tiles
+        self._values[image] = values.clone() if is_view else values.contiguous()
         if self._anchor.dtype != values.dtype or not len(self._anchor):
             self._anchor = torch.empty(16, dtype=values.dtype, device=self._device)
         self._tile_keys = tile_keys

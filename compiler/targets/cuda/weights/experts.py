@@ -86,8 +86,8 @@ def _source(get_weight: Callable[[str], Tensor], device: torch.device) -> Callab
 
 def on_device(get_weight: Callable[[str], Tensor], device: torch.device) -> Callable[[str], Tensor]:
     """Return a source whose tensors, and tensor parts if supported, are on a device."""
-    kind = _PartsOnDevice if isinstance(get_weight, ReadsParts) else _OnDevice
-    return kind(get_weight, device)
+    source = _PartsOnDevice if isinstance(get_weight, ReadsParts) else _OnDevice
+    return source(get_weight, device)
 
 
 class _OnDevice:

@@ -238,8 +238,8 @@ def write_weights(
         NoRoomError: The files cannot be written.
     """
     wanted = wanted_by(plan)
-    for done, each in enumerate(wanted):
-        placed = _place(each, get_weight, torch.device("cpu"))
+    for done, spec in enumerate(wanted):
+        placed = _place(spec, get_weight, torch.device("cpu"))
         save_tensors(_tensors(placed), _file(folder, done))
         progress("weights", done + 1, len(wanted))
 
@@ -247,14 +247,15 @@ def write_weights(
 def _tensors(placed: Placed) -> dict[str, Tensor]:
     """Return the file contents of a tensor."""
     if isinstance(placed, PackedWeight):
-        name = _data_name(placed.kind)
+        name = _data_name(placed.format)
         return {name: placed.data.contiguous(), _SCALE: torch.tensor(placed.scale)}
     return {_DATA: placed.contiguous(), _SCALE: torch.tensor(1.0)}
 
 
-def _data_name(kind: str) -> str:
+def _data_name(format_name: str) -> str:
     """Return the name of a tensor's data in its file. An old order of 8-bit codes has another."""
-    return "halves" if kind in CODED_TILES and CODED_TILES[kind].low_bits == 8 else _DATA
+    tile = CODED_TILES.get(format_name)
+    return "halves" if tile is not None and tile.low_bits == 8 else _DATA
 
 
 def read_weights(
@@ -267,16 +268,16 @@ def read_weights(
     """
     wanted = wanted_by(plan)
     placed: dict[CudaTensorSpec, Placed] = {}
-    for done, each in enumerate(wanted):
+    for done, spec in enumerate(wanted):
         path = _file(folder, done)
         try:
             tensors = load_file(path, device=str(device))
-            data, scale = tensors[_data_name(each.kind)], float(tensors[_SCALE])
+            data, scale = tensors[_data_name(spec.kind)], float(tensors[_SCALE])
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"{path}: not a weight of this program ({one_line(error)})"
             ) from None
-        placed[each] = _as_placed(each, data, scale, path)
+        placed[spec] = _as_placed(spec, data, scale, path)
         progress("weights", done + 1, len(wanted))
     return Weights(placed)
 
