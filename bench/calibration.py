@@ -31,8 +31,8 @@ class _Options:
     )
     model: str | None = option("the original checkpoint (default: smollm2)", metavar="PATH")
     weights: tuple[str, ...] = option(
-        "calibrated folders, or names of configurations for round to nearest; the first is the "
-        "base of paired figures",
+        "calibrated folders, other checkpoints of the same model, or names of configurations for "
+        "round to nearest; the first is the base of paired figures",
         default=("performance",),
         metavar="NAME",
     )
@@ -68,12 +68,18 @@ def main(argv: list[str]) -> int:
     truth = observe(model, "reference", tokens)
     found: dict[str, Observed] = {}
     for name in options.weights:
-        is_folder = Path(name).is_dir()
-        own = load_model(find_model(name)) if is_folder else model
-        precision = str(calibrated_precision(find_model(name))) if is_folder else name
+        is_checkpoint = Path(name).exists()
+        own = load_model(find_model(name)) if is_checkpoint else model
+        precision = _precision_of(name) if is_checkpoint else name
         found[name] = observe(own, precision, tokens, against=truth)
         print(line_of(name, found[name], found[options.weights[0]], names), flush=True)
     return 0
+
+
+def _precision_of(checkpoint: str) -> str:
+    """Return the precision of a calibrated folder; other checkpoints keep their stored values."""
+    calibrated = calibrated_precision(find_model(checkpoint))
+    return "stored" if calibrated is None else str(calibrated)
 
 
 def line_of(name: str, found: object, base: object, names: Sequence[str]) -> str:
