@@ -48,6 +48,11 @@ def test_the_table_has_medians_spread_and_ratio() -> None:
     ]
     line = servers_table(rows).markdown().splitlines()[-1]
     assert "50.0 (30.0 to 60.0)" in line and "22.5 (20.0 to 25.0)" in line and "2.22 x" in line
+    starts = [{**row, "start_s": 18.0, "num_pages": 900.0} for row in rows]
+    assert [" 18.0 " in line for line in servers_table(starts).markdown().splitlines()[-2:]] == [
+        True,
+        False,
+    ]
     nothing = [{**row, "output_tokens_per_second": 0.0} for row in rows]
     assert " x " not in servers_table(nothing).markdown().splitlines()[-1], (
         "there is no ratio to nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,12 @@ from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import compiled, lowered, precision_of, tiny_model
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.graphs import capture
-from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
-from tilewright.compiler.targets.cuda.graphs.capture import PromptBucket, prompt_buckets
+from tilewright.compiler.targets.cuda.graphs.buckets import Buckets, prepared_rows_of
+from tilewright.compiler.targets.cuda.graphs.capture import (
+    PromptBucket,
+    decode_buckets,
+    prompt_buckets,
+)
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, passes_for
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import EVERY_DRAWING
 from tilewright.compiler.targets.cuda.plan import make_plan
@@ -22,6 +27,7 @@ from tilewright.compiler.targets.cuda.state.pages import PAGE
 from tilewright.compiler.targets.cuda.state.ragged import num_tokens_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.steps.routes import PART_TOKENS
+from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 from tilewright.compiler.targets.program.instructions import AttentionOp
 from tilewright.runtime.loop import EngineLoop
@@ -153,6 +159,37 @@ def test_prepare_next_captures_the_large_steps_that_prepare_left_out() -> None:
         assert buckets.batch(512, 8) is not None and Counted.made == made[0]
     whole, same, small, rest = made
     assert whole == same == rest and small < whole / 2
+
+
+def test_prepare_any_maximum_captures_the_same_steps() -> None:
+    """An explicit number is no exception, and a later capture is one step only."""
+    plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
+    fixed, free = CompileOptions(256), CompileOptions(256, least_batch=8)
+    prepared_rows = prepared_rows_of(plan, fixed)
+    assert (
+        prepared_rows == prepared_rows_of(plan, free) == prepared_rows_of(plan, CompileOptions(8))
+    )
+    counts = []
+    for max_batch, passes in ((8, ()), (256, passes_for((1, 256), 1024))):
+        steps: Any = Unrun()
+        buckets = Buckets(
+            steps,
+            rows=decode_buckets(max_batch),
+            tokens=(16,),
+            num_choosable=lambda: 61,
+            table=SlotTable(max_batch, 3, steps.device),
+            passes=partial(tuple, passes),
+            prepared_rows=prepared_rows,
+        )
+        Counted.made = 0
+        buckets.prepare(1, runs_long=True)
+        counts.append(Counted.made)
+        while not buckets.is_prepared:
+            made = Counted.made
+            buckets.prepare_next()
+            assert Counted.made - made in (1, 1 + len(EVERY_DRAWING), len(EVERY_DRAWING))
+    assert counts[0] == counts[1] > 0
+    assert Counted.made > 3 * counts[0]
 
 
 @pytest.mark.parametrize(

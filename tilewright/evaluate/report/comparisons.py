@@ -212,6 +212,8 @@ _SERVED = {
     "later_ttft_ms_p50": "later turns' TTFT p50 (ms)",
     "cached_percent_of_shareable": "cached of shareable (%)",
     "cached_percent_of_prompts": "cached of all prompts (%)",
+    "start_s": "start (s)",
+    "num_pages": "KV pages",
 }
 _OWN, _OFFLINE = "tilewright", "tilewright run"
 

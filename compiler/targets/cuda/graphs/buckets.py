@@ -24,15 +24,19 @@ from tilewright.compiler.targets.interface.step import Slot
 from tilewright.compiler.targets.interface.token_masks import num_words
 from tilewright.compiler.targets.program.instructions import KernelProgram
 
+_PREPARED_ROWS = 8
+"""Maximum rows of the decode steps to capture before the first request. A larger
+``--max-num-seqs`` therefore starts as fast.
+"""
+
 
 def prepared_rows_of(plan: KernelProgram, options: CompileOptions) -> int | None:
     """Return the maximum rows of the decode steps to capture before the first request.
 
-    None: all. Ranks capture together, and plans with mixers capture by size.
+    The value does not depend on the maximum batch. None: all. Ranks capture together, and plans
+    with mixers capture by size.
     """
-    if options.least_batch is None or options.parallel.tensor > 1 or has_mixers(plan):
-        return None
-    return options.least_batch
+    return None if options.parallel.tensor > 1 or has_mixers(plan) else _PREPARED_ROWS
 
 
 class Buckets:
@@ -149,10 +153,12 @@ class Buckets:
         for _, make in sorted(found, key=itemgetter(0), reverse=True):
             make().prepare()  # The largest bucket comes first. Smaller buckets run in its memory.
         for size in self.rows:
-            if most_rows is None or size <= most_rows:
-                self._prepare_decode(size)
-            else:
-                self._later.append(partial(self._prepare_decode, size))
+            captures = self._decode_captures(size)
+            if most_rows is not None and size > most_rows:
+                self._later.extend(captures)
+                continue
+            for capture in captures:
+                capture()
         if most_rows is not None:
             self._later.extend(partial(self._prepare_batch, *each) for each in self._passes())
         self._prepare_masks()
@@ -170,13 +176,22 @@ class Buckets:
         return not self._later
 
     def prepare_next(self) -> None:
-        """Capture some steps that :meth:`prepare` left out."""
+        """Capture a step that :meth:`prepare` left out."""
         self._later.popleft()()
 
-    def _prepare_decode(self, size: int) -> None:
-        self.decode(size).prepare()
+    def _decode_captures(self, size: int) -> list[Callable[[], object]]:
+        """Return the captures of a decode size, to run in this order."""
+        reaches = self._steps.attention.reaches
+        captures: list[Callable[[], object]] = [
+            partial(self._capture_decode, size, reach) for reach in reaches
+        ]
+        captures.append(lambda: self.decode(size).prepare_choices())
         if self._max_drafts and size > 1:
-            self.drafts(size).prepare()
+            captures.append(lambda: self.drafts(size).prepare())
+        return captures
+
+    def _capture_decode(self, size: int, reach: int) -> None:
+        self.decode(size).prepare_reach(reach)
 
     def _prepare_batch(self, width: int, sizes: Sequence[int]) -> None:
         """Capture the largest size of a mixed batch. Defer its smaller sizes to later calls."""

@@ -271,12 +271,10 @@ class DecodeBucket(Bucket):
             send_into(kept, words)
             self._tiles = images.of_words(kept, self.num_rows)
 
-    def prepare(self) -> None:
-        """Capture all graphs. No row may have a sequence."""
+    def prepare_reach(self, reach: int) -> None:
+        """Capture the graph of a context length in pages. No row may have a sequence."""
         self._tiles, self._has_offsets = None, False  # an earlier step's images may be dropped
-        for reach in self._steps.attention.reaches:
-            self._capture(reach)
-        self.prepare_choices()
+        self._capture(reach)
 
     def run(self, longest: int, drawing: Drawing | None = None) -> None:
         """Run a decode step. The selected tokens become the inputs of the next step, one position
