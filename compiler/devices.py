@@ -38,11 +38,11 @@ class DeviceSpec:
 
     Attributes:
         grid: worker cores as (rows, columns).
-        num_cores: number of multiprocessors, for devices without a grid.
+        num_cores: multiprocessor count, for devices without a grid.
         l1_bytes: usable L1 per core.
         dram_bytes_per_s: DRAM rate.
         num_links: links between neighboring chips.
-        link_bytes_per_s: rate of a link in one direction.
+        link_bytes_per_s: a link's rate in one direction.
         tflops: 1e12 operations per second, by fidelity (board) or format (GPU).
         architecture: architecture of a board's chips.
         num_banks: DRAM banks per chip.
@@ -70,7 +70,7 @@ class CpuDescription:
 
     Attributes:
         num_cores: cores that this process may use.
-        num_physical_cores: cores of the machine without hyper-threads. None: unknown.
+        num_physical_cores: the machine's cores without hyper-threads. None: unknown.
         isa: instruction sets for matmuls, in Linux spelling.
         family: processor family, useful if a virtual machine hides the name.
     """
@@ -263,7 +263,7 @@ def gpu_name() -> str:
 
 
 def describe_cpu(cpuinfo: Path = _CPUINFO) -> CpuDescription:
-    """Return the processor of the host from ``/proc/cpuinfo``. Unknown fields are marked."""
+    """Return the host's processor from ``/proc/cpuinfo``. Unknown fields are marked."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -298,7 +298,7 @@ def _usable_cores() -> int:
 
 
 def usable_cpus(topology: Path = _TOPOLOGY) -> tuple[int, ...]:
-    """Return the numbers of the usable CPUs, sorted by package, core and hyper-thread.
+    """Return the usable CPUs' numbers, sorted by package, core and hyper-thread.
 
     Without topology information, the numbers are ascending.
     """

@@ -1,4 +1,4 @@
-"""Compilation of a loaded model to an executable, in order of the data flow."""
+"""Compilation of a loaded model to an executable, in the data flow's order."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ def compile_draft_layer(
     Args:
         model: Result of `load_model`.
         layer: Result of `load_draft_layer`.
-        precision: Precision of the model. The groups ``draft_*`` are the layer's.
+        precision: The model's precision. The groups ``draft_*`` are the layer's.
         target: ``reference`` or ``cpu-native``.
-        options: Options of the model.
+        options: The model's options.
         progress: Called with ``(step, done, total)``.
 
     Raises:
@@ -217,7 +217,7 @@ _MAX_CACHED_IMAGES = 32
 
 
 def tower_bytes(model: CompilableModel) -> int:
-    """Return the device memory for a tower in fp32, the values of its largest image, and keys and
+    """Return the device memory for a tower in fp32, its largest image's values, and keys and
     values for cross-attention.
     """
     vision: Any = model.vision  # type: ignore[attr-defined]
@@ -491,7 +491,7 @@ class RankWeights(ModelWeights):
 
 
 def _by_outer(first: int, last: int, inner: int) -> Iterator[tuple[int, int, slice]]:
-    """Split rows counted over two axes into ranges of the second axis, with slices of the first."""
+    """Split rows counted over two axes into the second axis's ranges, with slices of the first."""
     while first < last:
         outer, begin = divmod(first, inner)
         whole = (last - first) // inner if begin == 0 else 0
@@ -505,7 +505,7 @@ def _by_outer(first: int, last: int, inner: int) -> Iterator[tuple[int, int, sli
 
 
 def stored_formats(model: CompilableModel) -> dict[str, str]:
-    """Return the stored format of each parameter by name.
+    """Return each parameter's stored format by name.
 
     See `tilewright.compiler.formats.stored_together`.
     """

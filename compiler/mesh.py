@@ -263,9 +263,9 @@ def split_heads(
 
     Padded: every chip has equally many heads. The key/value heads are padded to a
     multiple or a divisor of ``count``. In the latter case, each head is repeated on ``count /
-    heads`` chips. These chips share the queries of its group, padded to equal shares.
+    heads`` chips. These chips share its group's queries, padded to equal shares.
 
-    Not padded: whole groups in the proportions of the policy. With fewer key/value heads than
+    Not padded: whole groups in the policy's proportions. With fewer key/value heads than
     ranks, each rank has a single head, and the ranks with the same head share its queries. No
     rank's heads begin within ``kv_unit`` key/value heads, or ``query_unit`` queries.
 

@@ -1,4 +1,4 @@
-"""Tracing of a module to an FX graph with torch.export: flat tokens, dynamic length, lifted
+"""A module's tracing to an FX graph with torch.export: flat tokens, dynamic length, lifted
 weights.
 
 Each node gets its module path. Tracing lowers and decomposes nothing.
@@ -187,7 +187,7 @@ def _input_facts(
 def _segments(
     fqn: str, shape: tuple[int, ...], sources: tuple[ParameterSource, ...] | None
 ) -> tuple[Segment, ...]:
-    """Return the segments of a weight. Sources without ``rows`` divide the rows equally."""
+    """Return a weight's segments. Sources without ``rows`` divide the rows equally."""
     part, num_rows = _part(fqn), math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
     if sources is None:
         return (Segment(fqn, num_rows, part=part),)

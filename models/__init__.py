@@ -266,7 +266,7 @@ def load_draft_layer(model: LoadedModel) -> LoadedModel:
 
 
 def _empty_tower(checkpoint: Checkpoint) -> VisionModel | None:
-    """Build the vision tower of a checkpoint on the meta device, or return None."""
+    """Build a checkpoint's vision tower on the meta device, or return None."""
     vision = getattr(checkpoint, "vision", None)
     if vision is None:
         return None

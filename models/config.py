@@ -98,7 +98,7 @@ class RopeConfig:
         interleaved: Pairs are neighbors. Readers convert q and k rows to half-split order, so this
             is False for all checkpoints.
         freq_factors: Divisors per pair, in GGUF files instead of Llama 3's scaling.
-        num_rotated: Number of rotated channels at the start of a head. None: all.
+        num_rotated: Rotated channel count at the start of a head. None: all.
         query_growth: Queries grow with this factor and the logarithm of their position beyond the
             original context. Such contexts are not supported. 0: queries do not grow.
     """
@@ -111,7 +111,7 @@ class RopeConfig:
     query_growth: float = 0.0
 
     def num_pairs(self, head_dim: int) -> int:
-        """Return the number of rotated pairs per head."""
+        """Return the rotated pair count per head."""
         return (head_dim if self.num_rotated is None else self.num_rotated) // 2
 
     @property
@@ -210,7 +210,7 @@ class TwoRopesConfig(ModelConfig):
 class DeltaShape:
     """Sizes of Gated DeltaNet: heads, key and value channels, and the convolution width.
 
-    ``conv_width`` is the number of tokens in the convolution, including the current token.
+    ``conv_width`` is the token count in the convolution, including the current token.
     """
 
     num_key_heads: int

@@ -19,7 +19,7 @@ class TensorSource:
         tensor: Tensor name.
         rows: Half-open range. None: all rows.
         offset: Number added to all values.
-        shape: Shape of the whole tensor, if parameters use only some rows.
+        shape: The whole tensor's shape, if parameters use only some rows.
     """
 
     tensor: str

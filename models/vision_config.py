@@ -41,7 +41,7 @@ class VisionConfig:
 
     @property
     def patch_width(self) -> int:
-        """Return the number of values per patch."""
+        """Return the value count per patch."""
         return 3 * self.num_frames * self.patch_size**2
 
     @property

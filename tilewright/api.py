@@ -88,7 +88,7 @@ def compile(
     progress: Progress = silent,
     ends_process: bool = False,
 ) -> Compiled:
-    """Return the executable of a model, from its directory, the cache or the compiler.
+    """Return a model's executable, from its directory, the cache or the compiler.
 
     Args:
         model: an opened model, or a path for `load`.

@@ -48,7 +48,7 @@ class ExchangeError(RankError):
     """A collective has failed. ``rank`` is the absent rank.
 
     Args:
-        said: failure of the rank.
+        said: the rank's failure.
         rank: rank number.
         after: waiting time in words. Empty: the rank is gone.
     """
@@ -58,7 +58,7 @@ class ExchangeError(RankError):
         self.rank, self._said, self._after = rank, said, after
 
     def of_step(self, number: int) -> str:
-        """Return the message with the step of the collective."""
+        """Return the message with the collective's step."""
         return f"{self._said} of step {number} {self._after}".rstrip()
 
 

@@ -262,7 +262,7 @@ class LLM:
 
         Args:
             pooling: ``mean`` of all positions, or the ``last`` position.
-            dimensions: Number of first values to keep. None: all.
+            dimensions: First value count to keep. None: all.
 
         Raises:
             RequestError: for an empty text, a text that does not fit the context, arguments out of

@@ -102,7 +102,7 @@ class ProgramCache:
         writable, nothing is stored.
 
         Args:
-            key: Name of the record.
+            key: The record's name.
             tell: Computes the record, a small dataclass.
             kind: Class of the record.
         """

@@ -58,7 +58,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the bytes of a file in an artifact's directory.
+    """Return a file's bytes in an artifact's directory.
 
     Raises:
         CheckpointError: The file cannot be read.
@@ -70,7 +70,7 @@ def read_file(path: Path) -> bytes:
 
 
 def open_folder(folder: Path, memory: Path, rank: int = 0) -> Manifest:
-    """Return the manifest of a compiled directory after checking its file hashes.
+    """Return a compiled directory's manifest after checking its file hashes.
 
     For a group of ranks, only the files for ``rank`` are hashed.
 

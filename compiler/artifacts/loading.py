@@ -28,7 +28,7 @@ VISION, SETTINGS = "vision", "encoder.json"
 
 
 class EncoderFile(msgspec.Struct, frozen=True):
-    """Settings of a tower, and the device memory for it in bytes."""
+    """A tower's settings, and the device memory for it in bytes."""
 
     settings: AnySettings
     num_bytes: int

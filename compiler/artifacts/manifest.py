@@ -25,10 +25,10 @@ class ModelFacts:
 
     Attributes:
         name: Model name.
-        content_hash: Hash of the checkpoint.
-        num_layers: Number of decoder layers.
+        content_hash: The checkpoint's hash.
+        num_layers: Decoder layer count.
         max_positions: Maximum context in tokens.
-        weights: Origin of the weights. Older manifests lack this field and mean checkpoints.
+        weights: The weights' origin. Older manifests lack this field and mean checkpoints.
         calibration: Calibration method and text. Empty without calibration.
         original: Checkpoint hash before calibration. Empty without calibration.
     """

@@ -30,7 +30,7 @@ class _ManifestTarget(msgspec.Struct):
 
 
 def target_of(folder: Path) -> str | None:
-    """Return the target of a compiled directory. None: the manifest is unreadable."""
+    """Return a compiled directory's target. None: the manifest is unreadable."""
     try:
         return msgspec.json.decode(read_regular(folder / MANIFEST), type=_ManifestTarget).target
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -56,7 +56,7 @@ def write_program(
 
     The program serves any batch. Contexts are limited by the model, or by ``max_context`` if the
     model has several programs. For several ranks, compile the program of ``rank``. Before reading
-    weights, check the memory of this machine for the options in ``serves``.
+    weights, check this machine's memory for the options in ``serves``.
 
     Return the manifest. The caller adds further files, then `seal_folder` writes the completed
     manifest.

@@ -103,7 +103,7 @@ class StartIndex:
         return self.root / "digests"
 
     def key_of(self, name: str, files: Sequence[Path], *, max_bytes: int = 0) -> str | None:
-        """Return the key of a model: ``name`` of its file or folder, file digests, code version.
+        """Return a model's key: ``name`` of its file or folder, file digests, code version.
 
         Files without a remembered digest are read, up to ``max_bytes`` in all. Return None without
         files, for larger files, and for unreadable files.
@@ -188,7 +188,7 @@ class StartIndex:
         self._make_room()
 
     def files(self) -> dict[str, list[Path]]:
-        """Return the files of every record by its key. Empty if the index is not there."""
+        """Return every record's files by its key. Empty if the index is not there."""
         found: dict[str, list[Path]] = {}
         with contextlib.suppress(OSError):
             for path in sorted(self._folder.iterdir()):

@@ -81,7 +81,7 @@ class SegmentWriter(Protocol):
 
 
 class KnownCodes(Protocol):
-    """Codes of an earlier calibration with the same text and method."""
+    """An earlier calibration's codes with the same text and method."""
 
     def has(self, name: str, first: int, num_rows: int, format: str, axis: str) -> bool:
         """Return whether these rows are known in this format."""
@@ -193,7 +193,7 @@ def _observe(
         forward.groups[index] = forward.step(segment, cast, group, watch, skip=skip)
         return moments
 
-    # Moments are added in the order of the groups: sums are the same in every run.
+    # Moments are added in the groups' order: sums are the same in every run.
     for done, moments in enumerate(_in_threads(observe, range(forward.num_groups), device)):
         total.merge(moments)
         report(60 * (done + 1) // forward.num_groups)

@@ -79,7 +79,7 @@ class LayeredForward:
         graph_module: A graph after the stages that match ops.
         get_weight: Source of tensors by name.
         tokens_ST: Token ids, a sequence a row.
-        device: Device of the arithmetic.
+        device: The arithmetic's device.
         weight_of: Values of a weight's recipe; by default the checkpoint's own.
     """
 
@@ -120,7 +120,7 @@ class LayeredForward:
     def run(
         self, segment: LayerSegment, weights: Weights, watch: Watch, *, skip: frozenset[Node]
     ) -> Iterator[int]:
-        """Run a segment on all groups. Yield the number of finished groups.
+        """Run a segment on all groups. Yield the finished group count.
 
         Products call ``watch`` first. Products in ``skip`` are not computed.
         """
@@ -158,7 +158,7 @@ class LayeredForward:
 
     @property
     def num_groups(self) -> int:
-        """Number of sequence groups."""
+        """Sequence group count."""
         return len(self.groups)
 
     def _product(self, node: Node, arguments: tuple[Any, ...]) -> Tensor:
@@ -258,7 +258,7 @@ class Moments:
                 self._sums[source], self._counts[source] = sums, other._counts[source]
 
     def of(self, node: Node) -> tuple[Tensor, Tensor]:
-        """Return a product's mean moments and the number of tokens."""
+        """Return a product's mean moments and the token count."""
         source = node.args[0]
         assert isinstance(source, Node)
         sums, counts = self._sums[source], self._counts[source]

@@ -41,7 +41,7 @@ def factorize(moments_DD: Tensor, block: int, *, damping: float = DAMPING) -> Fa
     """Order column blocks by second moments, descending; damp and factorize.
 
     ``block`` is 1 if blocks run along the outputs. A partial last block is padded: the factors
-    have a whole number of blocks.
+    have whole blocks.
 
     Raises:
         CompileError: for second moments without a Cholesky factorization.

@@ -26,7 +26,7 @@ class MatrixPlan:
         name: Tensor name in the folder.
         first: Its first row there, counted over all axes but the last.
         recipe: The rows in the checkpoint, as a two-axis weight.
-        start: First row in the weight of the graph, counted over all axes but the last.
+        start: First row in the graph's weight, counted over all axes but the last.
         product: The matmul with this matrix. None for an embedding.
         expert: Expert index, or None.
     """

@@ -60,8 +60,8 @@ class DataFormat(ABC):
     Attributes:
         name: Name in configurations.
         element_bits: Bits per element, without the shared bits.
-        block: Number of elements with a common exponent or scale. 1: nothing is shared.
-        shared_bits: Additional bits per block. A block is a whole number of bytes.
+        block: Element count with a common exponent or scale. 1: nothing is shared.
+        shared_bits: Additional bits per block. A block is a whole byte count.
     """
 
     name: str
@@ -80,7 +80,7 @@ class DataFormat(ABC):
         return True
 
     def nbytes(self, shape: Sequence[int], *, axis: int = -1) -> int:
-        """Return the size of a packed tensor in bytes. A partial block along ``axis`` counts as
+        """Return a packed tensor's size in bytes. A partial block along ``axis`` counts as
         whole.
         """
         num_elements = math.prod(shape)

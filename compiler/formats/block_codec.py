@@ -25,13 +25,13 @@ RowEncoder = Callable[[torch.Tensor, int], "tuple[torch.Tensor, torch.Tensor]"]
 def encode_host(x_RK: torch.Tensor, mantissa_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode a chunk with the rounding of the host.
 
-    The shared exponent is the largest exponent of the block. Rounding never increases it. Alignment
+    The shared exponent is the block's largest exponent. Rounding never increases it. Alignment
     drops the shifted bits before rounding to nearest even. Large magnitudes saturate. Denormals
     become +0.
 
     Args:
         x_RK: float32 ``[R, K]``. K is a multiple of 16.
-        mantissa_bits: Bits of a magnitude, without the sign.
+        mantissa_bits: A magnitude's bits, without the sign.
 
     Returns:
         Exponents uint8 ``[R, K/16]`` and mantissas int8 ``[R, K]``.

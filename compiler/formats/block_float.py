@@ -30,7 +30,7 @@ class BlockFloat(DataFormat):
 
     @property
     def mantissa_bits(self) -> int:
-        """Return the number of magnitude bits, without the sign."""
+        """Return the magnitude bit count, without the sign."""
         return self.element_bits - 1
 
     def quantise(self, x: torch.Tensor, *, axis: int = -1) -> BlockEncoded:
@@ -135,7 +135,7 @@ class BlockFloat(DataFormat):
         return self.dequantise(encoded)
 
     def tile_nbytes(self, num_rows: int, num_columns: int) -> int:
-        """Return the bytes of a matrix in tiles (bfp8: 1088 per tile, bfp4: 576)."""
+        """Return a matrix's bytes in tiles (bfp8: 1088 per tile, bfp4: 576)."""
         num_tiles = -(-num_rows // TILE) * -(-num_columns // TILE)
         return num_tiles * (64 + TILE * TILE * self.element_bits // 8)
 
@@ -143,7 +143,7 @@ class BlockFloat(DataFormat):
         """Return uint8 ``[tile_nbytes]`` in Tenstorrent's memory layout: tiles row-major, padded
         with zeros.
 
-        A tile has the exponents of its four faces in order, then the elements of its faces
+        A tile has the exponents of its four faces in order, then its faces' elements
         row-major. An element's sign bit is above its magnitude. The first element has the low bits
         of a byte.
         """

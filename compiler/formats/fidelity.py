@@ -16,7 +16,7 @@ class Fidelity:
 
     Attributes:
         name: Name in configurations.
-        num_phases: Number of partial products, 1 (LoFi) to 4 (HiFi4).
+        num_phases: Partial product count, 1 (LoFi) to 4 (HiFi4).
         approx: Approximate special functions.
         fp32_dest: Accumulate in fp32 instead of bf16.
         packer_l1_acc: Add the K blocks in L1. False: spill them in the output format.

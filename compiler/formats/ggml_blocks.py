@@ -25,7 +25,7 @@ from tilewright.compiler.formats.ggml_bits import (
 from tilewright.compiler.formats.ggml_grid_blocks import GRID_DECODERS
 from tilewright.compiler.formats.ggml_small_blocks import LARGER, SMALL_DECODERS, scales_iq4_xs
 
-# Number of values per decoded chunk: temporaries stay in the processor cache.
+# Value count per decoded chunk: temporaries stay in the processor cache.
 CHUNK_VALUES = 1 << 17
 
 Decoder = Callable[[Bytes], Floats]

@@ -13,7 +13,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def pad_blocks(x_RK: torch.Tensor, block: int) -> torch.Tensor:
-    """Zeros up to a whole number of blocks in the last dimension; a full one passes untouched."""
+    """Zeros up to a whole block count in the last dimension; a full one passes untouched."""
     missing = -x_RK.shape[-1] % block
     return torch.nn.functional.pad(x_RK, (0, missing)) if missing else x_RK
 

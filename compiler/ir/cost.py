@@ -53,7 +53,7 @@ def step_costs(
     """Return the cost per tensor group for a step with ``num_tokens`` tokens in a single sequence.
 
     A weight with several readers counts once. Embeddings count the rows they read. Experts count
-    the expected number of selected experts. Norms belong to ``other``, even inside a fused matmul.
+    the expected selected expert count. Norms belong to ``other``, even inside a fused matmul.
     """
     sizes = {"T": num_tokens, "N": 1, "N+1": 2, "R": num_logits, "S": 1, "L": context, "V": 0}
     named = dimension_names(graph_module.graph)
@@ -102,7 +102,7 @@ def rows_read(node: Node, recipe: WeightRecipe, num_tokens: int) -> float:
 
 
 def _experts_of_a_token(node: Node) -> int:
-    """Return the number of experts per token at an expert node, else 0."""
+    """Return the expert count per token at an expert node, else 0."""
     if node.target is ops.experts.overload:
         return int(node.args[5])  # type: ignore[arg-type]
     for argument in node.all_input_nodes:

@@ -23,9 +23,9 @@ class EdgeFormats:
     """Requested data formats for a matmul.
 
     Attributes:
-        in0: Format of the input.
-        in1: Format of the weight. None: no weight.
-        out: Format of the result before the residual add. ``mixed``: selected by the target.
+        in0: The input's format.
+        in1: The weight's format. None: no weight.
+        out: The result's format before the residual add. ``mixed``: selected by the target.
     """
 
     in0: str = "fp32"
@@ -43,7 +43,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class ShardedAxis:
-    """An axis sharded over a mesh axis, with the ranges of each rank."""
+    """An axis sharded over a mesh axis, with each rank's ranges."""
 
     axis: int
     over: str
@@ -91,7 +91,7 @@ class NodeInfo:
         formats: Requested matmul formats.
         compute: Matmul fidelities.
         recipe: Source of a weight or constant.
-        state: Description of a state input.
+        state: A state input's description.
         placement: Sharding during the sharding passes. None before and after.
     """
 

@@ -89,7 +89,7 @@ class MlirModule:
 
 
 def _described(argument: MlirArgument) -> dict[str, Any]:
-    """Return the JSON fields of an argument.
+    """Return an argument's JSON fields.
 
     ``segments`` appears if tensors are not used unchanged. It has half-open ranges of rows, and
     offsets.
@@ -248,7 +248,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _reference_in(error: Exception) -> str | None:
-    """Return the name of the operator with the failed reference."""
+    """Return the operator's name with the failed reference."""
     names = {entry.reference.__code__: entry.name for entry in OPERATORS.values()}
     trace = error.__traceback__
     while trace is not None:

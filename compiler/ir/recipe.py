@@ -28,7 +28,7 @@ class Segment:
     Rows are counted over all axes except the last.
 
     Attributes:
-        name: Name of the tensor.
+        name: The tensor's name.
         num_rows: Number of rows.
         rows: Half-open range. None: all rows.
         part: Role of the rows (``q``, ``k``, ``gate``). Sharding slices each role separately.
@@ -53,7 +53,7 @@ class WeightRecipe:
         block_axis: ``in`` (blocks along the last axis) or ``out``.
         pad_rows: Number of zero rows at the end.
         is_stored: The file's tensors already have this block format. Do not quantize again.
-        columns: Ranges of the last axis to keep, concatenated. None: all columns.
+        columns: The last axis's ranges to keep, concatenated. None: all columns.
     """
 
     segments: tuple[Segment, ...]
@@ -71,7 +71,7 @@ class WeightRecipe:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the checkpoint tensors."""
+        """Return the checkpoint tensors' names."""
         return tuple(segment.name for segment in self.segments)
 
     def with_format(self, format_name: str, block_axis: str) -> WeightRecipe:
@@ -171,7 +171,7 @@ def _joined(segments: list[Segment]) -> tuple[Segment, ...]:
 
 
 def load_dense(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
-    """Load the float32 tensor of a recipe, before quantization.
+    """Load a recipe's float32 tensor, before quantization.
 
     ``get`` returns a checkpoint tensor by name, in its stored float type.
 

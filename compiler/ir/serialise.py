@@ -55,7 +55,7 @@ class CallRecord:
 
 @dataclass(frozen=True, slots=True)
 class GraphRecord:
-    """A graph with its nodes in order. ``output`` is the name of the returned node."""
+    """A graph with its nodes in order. ``output`` is the returned node's name."""
 
     inputs: tuple[InputRecord, ...]
     calls: tuple[CallRecord, ...]

@@ -9,7 +9,7 @@ PER_TOKEN, PER_SEQUENCE = "per_token", "per_sequence"
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """State of an operator for a sequence.
+    """An operator's state for a sequence.
 
     Attributes:
         kind: ``per_token`` (keys and values, by position) or ``per_sequence`` (a convolution window

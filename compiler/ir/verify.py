@@ -1,4 +1,4 @@
-"""Invariants of a graph after each stage. A failed assertion is an internal error.
+"""A graph's invariants after each stage. A failed assertion is an internal error.
 
 :func:`check_model` rejects unsupported user modules with a user error after matching.
 """
@@ -114,7 +114,7 @@ def verify_precision(graph_module: GraphModule) -> None:
 
 
 def verify_sharded(graph_module: GraphModule) -> None:
-    """Check the shardings of a graph.
+    """Check a graph's shardings.
 
     Operands of elementwise operators have equal shardings. Only collectives, sums and scalings read
     partial values. The result is whole.

@@ -2,7 +2,7 @@
 
 Legend: T tokens in a step, N sequences, H query heads, G key/value heads, D head size, S cache
 slots, L positions in a slot. ``cu_seqlens`` splits the tokens into sequences. ``slots [N]``
-contains the cache slot of each sequence.
+contains each sequence's cache slot.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def attention(
 
     Args:
         scale: Factor for the scores.
-        window: Number of visible positions, including the query's own. 0: all.
+        window: Visible position count, including the query's own. 0: all.
         soft_cap: c > 0 replaces a score s with c tanh(s / c).
         sinks: ``[H]``, a further score per head. Its value is zero.
     """
@@ -169,7 +169,7 @@ class RopeAttentionArguments(NamedTuple):
 
     @classmethod
     def of(cls, args: Iterable[Any]) -> Self:
-        """Name the arguments of a call, with defaults: ``RopeAttentionArguments.of(node.args)``."""
+        """Name a call's arguments, with defaults: ``RopeAttentionArguments.of(node.args)``."""
         return cls(*args)
 
     def given(self) -> tuple[Any, ...]:

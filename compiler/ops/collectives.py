@@ -1,6 +1,6 @@
 """Collectives: operators in a rank's graph, and their definition for a whole group.
 
-Called on a tensor, an operator is the collective of a single-rank group, as in an unsharded graph.
+Called on a tensor, an operator is a single-rank group's collective, as in an unsharded graph.
 `GROUPS` defines the collective for several ranks: a pure function from all ranks' values to all
 ranks' results. Sums are fp32 and pairwise in rank order. Each addend is first rounded to the link
 format, even on its own rank, so that all ranks have equal bits.
@@ -28,7 +28,7 @@ def on_wire(x: Tensor, wire: str) -> Tensor:
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Add neighbors, then neighboring sums. The order depends only on the number of addends."""
+    """Add neighbors, then neighboring sums. The order depends only on the addend count."""
     found = list(parts)
     while len(found) > 1:
         pairs = [found[i] + found[i + 1] for i in range(0, len(found) - 1, 2)]

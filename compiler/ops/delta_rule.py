@@ -21,7 +21,7 @@ _EPS = 1e-6
 
 
 def pieces(cu_seqlens: Tensor, slots: Tensor) -> Iterator[tuple[slice, int]]:
-    """Yield the token range and the state slot of each sequence in a step."""
+    """Yield the token range and each sequence's state slot in a step."""
     bounds = cu_seqlens.tolist()
     for sequence, slot in enumerate(slots.tolist()):
         yield slice(bounds[sequence], bounds[sequence + 1]), slot
@@ -148,7 +148,7 @@ def _one_chunk(
     q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     q, k, v = (each.transpose(0, 1) for each in (q_THK, k_THK, v_THV))
-    total = decay.T.cumsum(-1)  # [H, T]: logarithm of the decay from the start of the chunk
+    total = decay.T.cumsum(-1)  # [H, T]: the decay's logarithm from the start of the chunk
     kept = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
     weighted = k * beta.T.unsqueeze(-1)
     system = (weighted @ k.mT * kept).tril(-1)
@@ -193,7 +193,7 @@ def _rule_cost(
     key_dim: int,
     *_: object,
 ) -> Cost:
-    """Return the cost of the recurrent form. It reads and writes the state of a single sequence
+    """Return the recurrent form's cost. It reads and writes a single sequence's state
     once.
     """
     num_tokens, num_heads = a.shape

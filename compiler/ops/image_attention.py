@@ -84,8 +84,8 @@ def cross_attention(
         q: Queries.
         cache: Image rows ``[V, layers * 2 * G * D]``: keys, then values, layer after layer.
         visible: First visible row and end per token, ``[T, 2]``.
-        norm: Weight of the query norm, ``[D]``.
-        eps: Epsilon of the query norm.
+        norm: The query norm's weight, ``[D]``.
+        eps: The query norm's epsilon.
         num_kv_heads: Number of key and value heads, G.
         layer: Index among the cross-attention layers.
         scale: Factor for the scores.

@@ -13,7 +13,7 @@ from tilewright.compiler.ops.library import Cost, operator
 
 
 def expected_experts(num_experts: int, num_tokens: int, top_k: int) -> float:
-    """Return the expected number of distinct experts for ``num_tokens`` tokens with uniform
+    """Return the expected distinct expert count for ``num_tokens`` tokens with uniform
     selection.
     """
     missed: float = (1.0 - top_k / num_experts) ** num_tokens
@@ -44,7 +44,7 @@ def router(
     Weights are softmax probabilities over all experts, in fp32. ``renormalise`` divides them by
     their sum over the selected experts.
 
-    With ``bias [E]``, weights are sigmoids of the logits, times ``scale``. The bias is added for
+    With ``bias [E]``, weights are the logits' sigmoids, times ``scale``. The bias is added for
     the selection and its order only.
     """
     if bias is None:

@@ -1,3 +1,3 @@
-"""Graph passes: a file per pass, with the name of its function. Targets list their passes in
+"""Graph passes: a file per pass, with its function's name. Targets list their passes in
 order.
 """

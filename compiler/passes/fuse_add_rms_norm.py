@@ -15,7 +15,7 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def fuse_add_rms_norm(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Replace a sum and its norm with ``add_rms_norm``. Return the number of norms.
+    """Replace a sum and its norm with ``add_rms_norm``. Return the norm count.
 
     The second result is the sum, for its other readers.
     """

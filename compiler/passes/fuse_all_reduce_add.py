@@ -1,4 +1,4 @@
-"""Fuses an all-reduce with the residual add after it and the norm of the sum."""
+"""Fuses an all-reduce with the residual add after it and the sum's norm."""
 
 from __future__ import annotations
 

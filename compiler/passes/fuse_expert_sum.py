@@ -19,7 +19,7 @@ def fuse_expert_sum(graph_module: GraphModule, ctx: PassContext) -> int:
     """Fuse an add with a sum over experts, if it is the sum's only reader. Return the number of
     adds.
 
-    The fused op retains the metadata of the sum.
+    The fused op retains the sum's metadata.
     """
     count = 0
     for total in find_calls(graph_module.graph, _ADD):
@@ -70,7 +70,7 @@ def _operands(total: Node) -> list[tuple[Node, Node]]:
 
 
 def _sum_of(node: Node) -> ops.FusedExpertArguments | None:
-    """Return the arguments of an expert matmul with a weighted sum and a single reader."""
+    """Return an expert matmul's arguments with a weighted sum and a single reader."""
     if node.target not in _PRODUCTS or len(node.users) > 1:
         return None
     args = ops.FusedExpertArguments.of(node.args)

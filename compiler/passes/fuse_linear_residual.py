@@ -15,7 +15,7 @@ _PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
 
 @graph_pass
 def fuse_linear_residual(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Fuse an add with a linear, if it is the linear's only reader. Return the number of adds.
+    """Fuse an add with a linear, if it is the linear's only reader. Return the add count.
 
     The fused op retains the linear's metadata. If both operands are linears, the second is fused.
     """

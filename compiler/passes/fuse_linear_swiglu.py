@@ -14,7 +14,7 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 def fuse_linear_swiglu(graph_module: GraphModule, ctx: PassContext) -> int:
     """Fuse a ``swiglu_packed`` with a linear, if it is the linear's only reader.
 
-    The fused op retains the linear's metadata. Return the number of fused ops.
+    The fused op retains the linear's metadata. Return the fused op count.
     """
     count = 0
     for node in find_calls(graph_module.graph, ops.swiglu_packed):

@@ -16,7 +16,7 @@ _PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
 
 @graph_pass
 def fuse_norm_linear(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Fuse a norm into its readers if all are linears. Return the number of norms.
+    """Fuse a norm into its readers if all are linears. Return the norm count.
 
     Any other reader would still need the norm's result in memory. Each linear gets a copy of the
     norm and retains its metadata.

@@ -24,7 +24,7 @@ def insert_state(graph_module: GraphModule, ctx: PassContext) -> int:
     """Replace ``attention`` with ``attention_step``, and other stateful ops with their cached form.
 
     Each state input has a :class:`StateSpec`. ``cu_seqlens [N + 1]`` splits the step's tokens into
-    sequences. ``slots [N]`` contains the cache slot of each sequence.
+    sequences. ``slots [N]`` contains each sequence's cache slot.
     """
     graph = graph_module.graph
     found = find_calls(graph, *STATEFUL)

@@ -30,7 +30,7 @@ _SHARE = CallPattern(aten.div.Tensor, Var("weights"), _SUM)
 
 @graph_pass
 def match_router(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Replace each expert selection with ``router``. Return the number of routers.
+    """Replace each expert selection with ``router``. Return the router count.
 
     The selection is softmax and top-k, optionally divided by the sum of the selected weights.
     """

@@ -21,7 +21,7 @@ _PATTERN = CallPattern(
 def match_sigmoid_gate(graph_module: GraphModule, ctx: PassContext) -> int:
     """Replace ``x * sigmoid(gate)`` if the gate has the width of ``x`` or a single column.
 
-    Return the number of gates.
+    Return the gate count.
     """
 
     def build(root: Node, found: Bindings) -> Node | None:

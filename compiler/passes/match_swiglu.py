@@ -19,7 +19,7 @@ _PATTERN = CallPattern(
 
 @graph_pass
 def match_swiglu(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Replace ``silu(gate) * up`` if both shapes are equal. Return the number of replacements."""
+    """Replace ``silu(gate) * up`` if both shapes are equal. Return the replacement count."""
 
     def build(root: Node, found: Bindings) -> Node | None:
         if found["gate"].meta["val"].shape != found["up"].meta["val"].shape:

@@ -10,5 +10,5 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def merge_qkv(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Merge the parallel matmuls of q, k and v. The gate of an attention is not merged."""
+    """Merge the parallel matmuls of q, k and v. An attention's gate is not merged."""
     return merge_families(graph_module, ctx, ("wqkv",), without="gate_proj")

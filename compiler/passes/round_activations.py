@@ -47,7 +47,7 @@ def round_activations(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _round_output(node: Node) -> int:
-    """Redirect a matmul's users to its rounded output. Return the number of rewrites, 0 or 1."""
+    """Redirect a matmul's users to its rounded output. Return the rewrite count, 0 or 1."""
     formats = info(node).formats
     if formats is None or formats.out not in ROUNDED:
         return 0

@@ -33,7 +33,7 @@ class PassContext:
         calibrated: Returns a calibrated tensor's format and block axis, or None.
         target_axis: The target's only supported block axis. Empty: both are supported.
         parallel: The group of ranks for sharding.
-        rank: The rank of the compiled program.
+        rank: The compiled program's rank.
         places: Sharding of weights for reports: tensor group, axis, size per rank.
     """
 
@@ -51,7 +51,7 @@ class PassContext:
 
 @dataclass(frozen=True, slots=True)
 class PassReport:
-    """Report of a pass: number of rewrites, seconds, and changes in op counts."""
+    """A pass's report: rewrite count, seconds, and changes in op counts."""
 
     name: str
     num_rewrites: int
@@ -71,7 +71,7 @@ class Pass:
     changes_numerics: bool = False
 
     def __call__(self, graph_module: GraphModule, ctx: PassContext) -> int:
-        """Rewrite the graph in place. Return the number of rewrites."""
+        """Rewrite the graph in place. Return the rewrite count."""
         return self.function(graph_module, ctx)
 
 

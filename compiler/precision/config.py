@@ -22,9 +22,9 @@ class PrecisionConfig:
     The maps below merge the whole chain, before exceptions by model or layer.
 
     Attributes:
-        name: Name of the configuration.
+        name: The configuration's name.
         description: One line for lists.
-        inherits: Name of the parent configuration. None for the base.
+        inherits: The parent configuration's name. None for the base.
         fragments: The chain: the base first, this configuration's own fragment last.
     """
 

@@ -60,7 +60,7 @@ class LayerRule:
 
     @property
     def indices(self) -> range:
-        """Return the layers of an index rule. A glob has none."""
+        """Return an index rule's layers. A glob has none."""
         return (
             range(0)
             if self.first is None or self.last is None

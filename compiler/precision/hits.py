@@ -1,4 +1,4 @@
-"""Matches settings with the modules of a model, and rejects layer rules without an effect.
+"""Matches settings with a model's modules, and rejects layer rules without an effect.
 
 Modules are names with a layer and a tensor group. ``resolve`` interprets the settings.
 """

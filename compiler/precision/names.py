@@ -18,11 +18,11 @@ PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 
 # The six published groups in heading order, then the groups added by Tilewright.
 SEED_TENSOR_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "kv_cache", "activation")
-# Groups of a vision tower. An image passes once, so their fidelity is fixed.
+# A vision tower's groups. An image passes once, so their fidelity is fixed.
 VISION_GROUPS = ("vision_wqkv", "vision_wo", "vision_ff", "vision_patch", "projector")
 # Groups of cross-attention to images. Keys and values are computed once per image.
 CROSS_GROUPS = ("cross_wq", "cross_wkv", "cross_wo", "cross_kv_cache")
-# Groups of a draft layer. It has no layer index.
+# A draft layer's groups. It has no layer index.
 DRAFT_GROUPS = (
     *("draft_fc", "draft_wqkv", "draft_wo", "draft_kv_cache"),
     *("draft_ff1_3", "draft_ff2", "draft_lm_head"),
@@ -76,7 +76,7 @@ FOLLOWS = MappingProxyType(
     }
 )
 
-# Value of an unset group without a base value. The target then selects the format of a block's
+# An unset group's value without a base value. The target then selects the format of a block's
 # output.
 UNSET = MappingProxyType({"block_output": "mixed"})
 

@@ -66,7 +66,7 @@ def load_precision(spec: str) -> PrecisionConfig:
 
 
 def parse_heading(heading: str) -> PrecisionConfig:
-    """Return the configuration of a heading, inherited from the base.
+    """Return a heading's configuration, inherited from the base.
 
     Raises:
         ConfigError: The line is malformed, or a key or value is not allowed.
@@ -151,7 +151,7 @@ def _load_file(path: Path, *, chain: tuple[Path, ...]) -> PrecisionConfig:
 
 
 def _display(path: Path) -> str:
-    """Return the short name of a shipped file, or the full path of another file, on one line."""
+    """Return a shipped file's short name, or the full path of another file, on one line."""
     if path.parent == _shipped_folder():
         return f"{FOLDER}/{path.name}"
     return str(path) if str(path).isprintable() else repr(str(path))

@@ -51,7 +51,7 @@ _LAYER_KEYS = tuple(key for key in _KEYS if key not in GLOBAL_GROUPS)
 
 
 class ExplainRow(NamedTuple):
-    """A line of ``--explain``: scope, setting, value, and the source of the value."""
+    """A line of ``--explain``: scope, setting, value, and the value's source."""
 
     scope: str
     key: str
@@ -93,7 +93,7 @@ class ResolvedPrecision:
     Configurations with equal resolved tables have the same ``id`` and heading.
 
     Attributes:
-        num_layers: Number of layers.
+        num_layers: Layer count.
         model_name: Name for exceptions by model. None: no exceptions.
         block_axis: ``in`` or ``out``.
         settings: The most common value per group, and the groups outside layers.
@@ -113,9 +113,9 @@ class ResolvedPrecision:
     rows: tuple[ExplainRow, ...]
 
     def format(self, group: str, *, layer: int | None = None, fqn: str | None = None) -> str:
-        """Return the format of a tensor group, for a layer and a qualified name.
+        """Return a tensor group's format, for a layer and a qualified name.
 
-        An unset group in ``FOLLOWS`` has the format of its leader. ``activation`` may be ``mixed``:
+        An unset group in ``FOLLOWS`` has its leader's format. ``activation`` may be ``mixed``:
         see :meth:`activation_format`. An unset ``block_output`` is ``mixed``.
         """
         assert group in TENSOR_GROUPS, f"no tensor group {group!r}"
@@ -139,7 +139,7 @@ class ResolvedPrecision:
         return output_format(op, self.format("activation", layer=layer, fqn=fqn), phase)
 
     def heading(self) -> str:
-        """Return the canonical line. For the same number of layers, it parses to equal settings."""
+        """Return the canonical line. For the same layer count, it parses to equal settings."""
         return render_heading(
             self.settings,
             self.base.settings,
@@ -277,7 +277,7 @@ def _index_overrides(scopes: Iterable[Fragment], num_layers: int) -> list[dict[s
 def _effective(
     table: Mapping[str, _Set], overrides: Iterable[Mapping[str, _Set]], in_layers: Layers
 ) -> list[dict[str, _Set]]:
-    """Return the settings of each layer with an effect on its modules."""
+    """Return each layer's settings with an effect on its modules."""
     found = []
     for layer, override in enumerate(overrides):
         reached = reached_keys(in_layers.get(layer, ()), table.keys() | override.keys())

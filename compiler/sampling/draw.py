@@ -1,4 +1,4 @@
-"""Definition of a draw: filters, and a uniform number from seed and position only.
+"""A draw's definition: filters, and a uniform number from seed and position only.
 
 Therefore an output does not depend on its batch, its slot, or the order of calls. Kernels of
 targets must reproduce these tokens. Imports no torch.

@@ -144,13 +144,13 @@ _RANGED = tuple(param for param in fields(SamplingParams) if param.metadata)
 
 
 def range_of(name: str) -> Range:
-    """Return the range of a number parameter."""
+    """Return a number parameter's range."""
     span: Range = next(param for param in _RANGED if param.name == name).metadata[_RANGE]
     return span
 
 
 def help_of(name: str) -> str:
-    """Return the help of a number parameter."""
+    """Return a number parameter's help."""
     return str(next(param for param in _RANGED if param.name == name).metadata[_HELP])
 
 

@@ -24,7 +24,7 @@ made from rows of other tensors, by name.
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Differences of an architecture from Llama.
+    """An architecture's differences from Llama.
 
     Attributes:
         model: Class of the module. Its constructor takes the configuration.
@@ -59,7 +59,7 @@ class Architecture:
         draft_layer: Class of the module for a draft layer in Hugging Face files. Its constructor
             takes the layer's configuration. None: draft layers are ignored.
         gguf_tiled_heads: GGUF's converter orders linear attention's value heads by index within the
-            key head. False: the value heads of a key head are adjacent.
+            key head. False: a key head's value heads are adjacent.
     """
 
     model: type[nn.Module]

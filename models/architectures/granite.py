@@ -26,7 +26,7 @@ class GraniteConfig(ModelConfig):
     Attributes:
         embedding_factor: Factor for embeddings.
         residual_factor: Factor for the result of value block.
-        score_factor: Factor for scores, instead of the inverse root of the head size.
+        score_factor: Factor for scores, instead of the head size's inverse root.
         logit_divisor: Divisor of logits.
     """
 

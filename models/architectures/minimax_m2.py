@@ -79,7 +79,7 @@ def read_hf(keys: Keys, config: SigmoidMoeConfig) -> SigmoidMoeConfig:
 
 
 def _num_rotated(keys: Keys, config: SigmoidMoeConfig) -> int | None:
-    """Return the rotated channels of a head. Published files have them as ``rotary_dim``."""
+    """Return a head's rotated channels. Published files have them as ``rotary_dim``."""
     known = 2 * config.rope.num_pairs(config.head_dim)
     count = keys.integer("rotary_dim", 2, config.head_dim, default=known)
     is_partial = known != config.head_dim

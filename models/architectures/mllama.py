@@ -1,7 +1,7 @@
 """Llama 3.2 Vision (Llama Team, 2024) as a text model.
 
 A prompt of text skips the cross-attention layers, so that 11B computes Llama 3.1 8B. Layers are
-numbered without them. Tensors keep the numbers of the checkpoint.
+numbered without them. Tensors keep the checkpoint's numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MllamaConfig(ModelConfig):
     """Sizes and switches for a Llama 3.2 Vision text model.
 
     Attributes:
-        cross_layers: Numbers of the cross-attention layers in the checkpoint. ``num_layers`` does
+        cross_layers: The cross-attention layers' numbers in the checkpoint. ``num_layers`` does
             not count them.
     """
 
@@ -51,7 +51,7 @@ class MllamaModel(LlamaModel):
 
 
 class MllamaForCausalLM(LlamaForCausalLM):
-    """Llama 3.2 Vision with its head. A tied head is the first rows of the embedding."""
+    """Llama 3.2 Vision with its head. A tied head is the embedding's first rows."""
 
     config: MllamaConfig
     model_class = MllamaModel

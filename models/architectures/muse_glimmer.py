@@ -45,7 +45,7 @@ class MuseGlimmerConfig(TwoRopesConfig):
 
     Attributes:
         post_norm_eps: Epsilon in norms after blocks.
-        query_factor: Query factor, in addition to the inverse root of the head size.
+        query_factor: Query factor, in addition to the head size's inverse root.
         logit_factor: Logit factor before the cap.
         logit_cap: Bound for logits.
     """

@@ -92,7 +92,7 @@ def gguf_views(
 
 
 def _parts(delta: DeltaShape, sizes: tuple[int, ...]) -> list[list[tuple[int, int]]]:
-    """Return the rows of each component, over all key heads."""
+    """Return each component's rows, over all key heads."""
     total = sum(sizes)
     firsts = [sum(sizes[:index]) for index in range(len(sizes))]
     return [

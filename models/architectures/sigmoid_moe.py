@@ -28,7 +28,7 @@ GROUPS: Mapping[str, str] = {
 class SigmoidMoeConfig(MoeConfig):
     """Sizes and switches for experts with a sigmoid router.
 
-    ``routed_scale`` multiplies the weights of the selected experts.
+    ``routed_scale`` multiplies the selected experts' weights.
     """
 
     routed_scale: float = 1.0

@@ -34,7 +34,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """Location of a tokenizer: a directory, a ``.t`` file, or a GGUF file's ``metadata``."""
+    """A tokenizer's location: a directory, a ``.t`` file, or a GGUF file's ``metadata``."""
 
     path: Path
     metadata: Mapping[str, object] | None = None
@@ -76,7 +76,7 @@ class Checkpoint(Protocol):
         Args:
             name: Tensor name.
             rows: Slice of the first axis (step 1), or a pair of slices for the first two axes.
-            columns: Slice of the last axis.
+            columns: The last axis's slice.
 
         Raises:
             CheckpointError: The name is unknown, or bytes are unreadable.
@@ -156,7 +156,7 @@ def row_range(rows: slice | None, num_rows: int) -> tuple[int, int]:
 
 
 def outer_rows(rows: Rows) -> slice | None:
-    """Return the slice of the first axis."""
+    """Return the first axis's slice."""
     return rows[0] if isinstance(rows, tuple) else rows
 
 

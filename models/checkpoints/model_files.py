@@ -1,4 +1,4 @@
-"""Files of a model, listed by name. Opens no weights."""
+"""A model's files, listed by name. Opens no weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf", re.IGNORECASE)
 
 
 def model_files(path: Path) -> tuple[Path, ...]:
-    """Return the files of the model at ``path``, tokenizer included, as `find_model` returns it.
+    """Return the model's files at ``path``, tokenizer included, as `find_model` returns it.
 
     Extra files are harmless. The result is empty if there are no weights.
     """

@@ -101,7 +101,7 @@ def expert_views(
 
 
 def _stacked(block: str, config: MoeConfig, stored: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the stacked expert tensors of a layer with their shapes, or none for separate
+    """Return a layer's stacked expert tensors with their shapes, or none for separate
     tensors.
     """
     count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size

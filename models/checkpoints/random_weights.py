@@ -42,7 +42,7 @@ class RandomCheckpoint:
     differ because their generators do.
 
     Args:
-        shape: Name of the shape.
+        shape: The shape's name.
         config: Model configuration.
         expected: Shapes by tensor name.
         offsets: Numbers the model adds to tensors. Norms are around 1 after this addition.

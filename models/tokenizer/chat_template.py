@@ -103,7 +103,7 @@ class ChatTemplate:
     def _probe(self, given: Mapping[str, object], messages: Sequence[Message]) -> list[str]:
         """Determine how the template reads each role's text. Return unread roles.
 
-        The chat is rendered with a mark for the text of each new role: as a string, then as a part.
+        The chat is rendered with a mark for each new role's text: as a string, then as a part.
         """
         texts = [(str(each.get("role")), _text_of(each)) for each in messages]
         left = dict.fromkeys(role for role, text in texts if text and text.strip())

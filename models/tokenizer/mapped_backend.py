@@ -29,7 +29,7 @@ class TokenizerParts:
     """Backend content in a mapped file.
 
     ``splitter``: JSON of the backend without merges; None if the tables cannot replace the library.
-    ``vocab_size``: number of tokens with added tokens. ``sections``: the tables by name.
+    ``vocab_size``: token count with added tokens. ``sections``: the tables by name.
     """
 
     splitter: str | None

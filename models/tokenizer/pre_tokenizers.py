@@ -53,7 +53,7 @@ class PreTokenizer:
     """The split of a text into words before merges apply.
 
     Attributes:
-        patterns: Regular expressions. An expression splits the results of the previous expression.
+        patterns: Regular expressions. An expression splits the previous expression's results.
         splits_words: GPT-2's own pattern is the last to split.
         is_nfc: Normalize the text to NFC first.
         ignores_merges: A word in the vocabulary is a single token, regardless of merges.

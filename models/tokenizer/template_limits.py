@@ -1,4 +1,4 @@
-"""Limits on the cost of a chat template: a jinja2 sandbox that counts text, elements and seconds.
+"""Limits on a chat template's cost: a jinja2 sandbox that counts text, elements and seconds.
 
 Each operation that enlarges or repeats a value passes through a hook in this file.
 """

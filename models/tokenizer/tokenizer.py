@@ -65,7 +65,7 @@ class Tokenizer:
 
     @property
     def num_ids(self) -> int:
-        """Return the number of ids with tokens. Models may have logits for larger ids."""
+        """Return the id count with tokens. Models may have logits for larger ids."""
         if isinstance(self._backend, MappedBackend):
             return self._backend.num_ids
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -115,7 +115,7 @@ class Tokenizer:
     ) -> str:
         """Decode ``ids`` to text. Bytes outside UTF-8 become U+FFFD, and unused ids become nothing.
 
-        ``after`` has the ids of the preceding text. A SentencePiece text loses its first space. A
+        ``after`` has the preceding text's ids. A SentencePiece text loses its first space. A
         continuation keeps it.
 
         Raises:
@@ -189,7 +189,7 @@ class Tokenizer:
         variables: Mapping[str, object] | None = None,
         must_read: bool = True,
     ) -> str:
-        """Return the prompt text of a chat. Encode it without ``add_special``.
+        """Return a chat's prompt text. Encode it without ``add_special``.
 
         See `ChatTemplate.render` for ``tools``, ``variables`` and ``must_read``.
 
@@ -209,7 +209,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Return the source of the chat template, or None."""
+        """Return the chat template's source, or None."""
         return None if self._template is None else self._template.source
 
     def content_hash(self) -> str:

@@ -16,7 +16,7 @@ MAX_UNUSED_IDS = 1 << 16
 MAX_GROWTH = 10_000
 _CHAINS = ("normalizer", "pre_tokenizer", "post_processor")
 _MEMBERS = ("normalizers", "pretokenizers", "processors")
-# The table defines the replacement of a character: a single long entry is enough.
+# The table defines a character's replacement: a single long entry is enough.
 _PRECOMPILED_GROWTH = 1000
 
 
@@ -94,7 +94,7 @@ def _pieces(step: Mapping[str, object]) -> int:
 
 
 def _check_charsmap(encoded: object, path: Path) -> None:
-    """Check SentencePiece's character table. It begins with the size of its first part."""
+    """Check SentencePiece's character table. It begins with its first part's size."""
     try:
         table = base64.b64decode(encoded if isinstance(encoded, str) else "", validate=True)
     except (binascii.Error, ValueError):

@@ -1,4 +1,4 @@
-"""Components of a tokenizer, and their Hugging Face directory form.
+"""A tokenizer's components, and their Hugging Face directory form.
 
 Encoding and GGUF are in other files.
 """
@@ -34,7 +34,7 @@ class Vocabulary:
         backend: The library's tokenizer.
         special_tokens: Named tokens (``bos_token`` ...) for chat templates.
         eos_ids: End tokens.
-        chat_template: Source of the template. None: none.
+        chat_template: The template's source. None: none.
         add_bos: Add the first token. None: the backend's post-processor decides.
         add_eos: Add the end token. None: the backend's post-processor decides.
     """
@@ -50,7 +50,7 @@ class Vocabulary:
 
 @contextlib.contextmanager
 def library_errors(kind: type[TilewrightError], where: str) -> Iterator[None]:
-    """Convert errors of the tokenizers library to ``kind``, with ``where`` as prefix.
+    """Convert the tokenizers library's errors to ``kind``, with ``where`` as prefix.
 
     The library raises plain Exception. A panic in its Rust code is not even an Exception.
     """

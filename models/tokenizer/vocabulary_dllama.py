@@ -125,7 +125,7 @@ def token_order(vocabulary: Vocabulary) -> tuple[range, ...]:
 
 
 def _arrange(vocabulary: Vocabulary) -> tuple[list[int], int]:
-    """Return the ids in file order, and the number of ordinary tokens at the start.
+    """Return the ids in file order, and the ordinary token count at the start.
 
     In dllama, all tokens after the beginning token are special, and the first match wins. Therefore
     the beginning token is the first special token, and longer tokens precede their prefixes.
@@ -154,7 +154,7 @@ def _arrange(vocabulary: Vocabulary) -> tuple[list[int], int]:
 
 
 def _added(vocabulary: Vocabulary) -> dict[int, str]:
-    """Return the text of each whole-matched token by id."""
+    """Return each whole-matched token's text by id."""
     added = vocabulary.backend.get_added_tokens_decoder()
     return {index: token.content for index, token in added.items()}
 

@@ -119,7 +119,7 @@ def write_json(path: Path, lines: Iterable[bytes], *, is_list: bool = False) -> 
 
 
 def count_errors(lines: Iterable[bytes], path: Path) -> int:
-    """Return the number of objects with an ``error``.
+    """Return the object count with an ``error``.
 
     Raises:
         ConfigError: if a line is no object.

@@ -60,7 +60,7 @@ class _ActiveChoice:
     Attributes:
         live: the row.
         index: number of the choice.
-        times: times of the request.
+        times: the request's times.
         tokens, scores: received tokens that are not decoded, with log probabilities.
         echo: log probabilities of the prompt, received with the first token.
     """
@@ -94,7 +94,7 @@ class BatchEngine:
     As many rows wait as there are slots. Further rows are prepared while the device computes.
 
     Attributes:
-        num_output: number of sampled tokens.
+        num_output: sampled token count.
         num_first: number of first tokens among them. Prefill steps sample these.
     """
 
@@ -110,7 +110,7 @@ class BatchEngine:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps with decode rows."""
+        """The step count with decode rows."""
         found = self._service.loop.stats.found
         kinds = (found.get(f"{STEP}/{kind}") for kind in ("decode", "mixed"))
         return sum(sum(tally.counts) for tally in kinds if tally is not None)
@@ -234,7 +234,7 @@ class BatchEngine:
     def _fail(
         self, active: _ActiveChoice, message: RequestFailed, ended: list[FinishedRequest]
     ) -> None:
-        """Finish a row with the error of a choice."""
+        """Finish a row with a choice's error."""
         live = active.live
         for number, each in live.active.items():
             if number != message.request_id:

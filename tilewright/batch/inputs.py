@@ -1,4 +1,4 @@
-"""Opens a data set by the form of its file."""
+"""Opens a data set by its file's form."""
 
 from __future__ import annotations
 

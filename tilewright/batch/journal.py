@@ -64,7 +64,7 @@ class BatchJournal:
 
     @classmethod
     def create(cls, path: Path, facts: Mapping[str, str]) -> Self:
-        """Create the journal of a new batch.
+        """Create a new batch's journal.
 
         Raises:
             ConfigError: if a journal exists, or the file is not writable.
@@ -82,7 +82,7 @@ class BatchJournal:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open the journal of a batch to continue. An incomplete last line is dropped.
+        """Open a batch's journal to continue. An incomplete last line is dropped.
 
         Raises:
             ConfigError: with the line, for any other file. Also if another process uses it.

@@ -34,7 +34,7 @@ class LineFile:
         return len(self._starts)
 
     def size(self, index: int) -> int:
-        """The number of bytes of a line."""
+        """The number of a line's bytes."""
         return self._ends[index] - self._starts[index]
 
     def place(self, index: int) -> str:

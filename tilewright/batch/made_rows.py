@@ -39,7 +39,7 @@ class MadeRows:
         return self.output_len
 
     def item(self, row: int) -> Item:
-        """Make the request of a row: a completion of random token ids."""
+        """Make a row's request: a completion of random token ids."""
         draw = random.Random(f"{self.seed} {row}")
         prompt = [draw.randrange(self.vocabulary) for _ in range(self.input_len)]
         return Item(row, False, encode({"prompt": prompt, "max_tokens": self.output_len}))

@@ -1,4 +1,4 @@
-"""Output of a batch: a journal during the run, and the complete file at its end."""
+"""A batch's output: a journal during the run, and the complete file at its end."""
 
 from __future__ import annotations
 

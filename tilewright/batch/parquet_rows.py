@@ -49,7 +49,7 @@ class ParquetRows:
         return self._asking.max_tokens
 
     def item(self, row: int) -> Item:
-        """Return the request of a row. Raises ApiError 400 for an invalid prompt."""
+        """Return a row's request. Raises ApiError 400 for an invalid prompt."""
         place = f"{self._path}: row {row + 1}"
         item = self._asking.item(row, self._prompts[row].as_py(), self._asking.max_tokens, place)
         check_size(place, len(item.body))

@@ -119,7 +119,7 @@ class JsonRows(Sequence[Any]):
 
 
 def read_list(path: Path) -> list[msgspec.Raw]:
-    """Return the elements of a JSON list.
+    """Return a JSON list's elements.
 
     Raises:
         ConfigError: if the file is unreadable or no JSON list.
@@ -179,7 +179,7 @@ class PlainRows:
         return 0 if self._is_triples else self._asking.max_tokens
 
     def item(self, row: int) -> Item:
-        """Return the request of a row. Raises ApiError 400 for an invalid row."""
+        """Return a row's request. Raises ApiError 400 for an invalid row."""
         place = self._rows.place(row)
         check_size(place, self._rows.size(row))
         try:
@@ -201,7 +201,7 @@ class PlainRows:
         write_json(path, map(self._line, records), is_list=path.suffix == ".json")
 
     def num_failed(self, path: Path) -> int:
-        """Return the number of objects with an ``error``. Rows have no such column."""
+        """Return the object count with an ``error``. Rows have no such column."""
         return count_errors(lines_of(path), path)
 
     def _line(self, record: Record) -> bytes:

@@ -61,12 +61,12 @@ class Preparer(JobMaker):
 
     Attributes:
         model: the model and its settings.
-        template: properties of the chat template.
+        template: the chat template's properties.
         trials: compiles grammars.
         template_variables: variables for the chat template.
         max_tokens: default output tokens. None: the free context.
         ignore_eos: whether answers continue after end tokens.
-        seed: base of the seeds for rows without a seed. The row number is added.
+        seed: the seeds' base for rows without a seed. The row number is added.
         created: time in the answers, in seconds since 1970.
     """
 
@@ -80,7 +80,7 @@ class Preparer(JobMaker):
     created: int = 0
 
     def job(self, item: Item) -> CompletionTask:
-        """Return the job of a row.
+        """Return a row's job.
 
         Raises:
             ApiError: 400 for requests that the server would refuse.

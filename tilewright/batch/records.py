@@ -1,4 +1,4 @@
-"""Records of a batch: requests and results."""
+"""A batch's records: requests and results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Item:
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a request. ``body`` is the response of a server, or its error if ``status`` is
+    """The result of a request. ``body`` is a server's response, or its error if ``status`` is
     not 200.
     """
 

@@ -107,7 +107,7 @@ def find_command(name: str, table: Mapping[str, tuple[str, str]]) -> Callable[[l
 
 
 def usage(command: str, table: Mapping[str, tuple[str, str]]) -> str:
-    """Return the overview of the commands in ``table``."""
+    """Return the commands' overview in ``table``."""
     width = max(map(len, table)) + 2
     lines = [f"usage: {command} [options]   (COMMAND --help lists the options)", ""]
     lines += [f"  {name:<{width}}{text}" for name, (_, text) in table.items()]

@@ -23,7 +23,7 @@ from pathlib import Path
 from tilewright.distributed.processes import is_stopped, process_behind
 from tilewright.errors import ConfigError, RankError
 
-_FRAME = struct.Struct("<IIq")  # kind, bytes of the payload, number
+_FRAME = struct.Struct("<IIq")  # kind, the payload's bytes, number
 _PROOF = hashlib.sha256().digest_size
 _NONCE = 32
 _MOST_BYTES = 1 << 30
@@ -46,7 +46,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse the text form of an address.
+        """Parse an address's text form.
 
         Raises:
             ConfigError: The text is not an address.
@@ -257,7 +257,7 @@ def call(
         rank: This rank.
         token: The run's token.
         seconds: Time limit.
-        other: Name of the listener in messages.
+        other: The listener's name in messages.
         limit_s: Maximum time a local listener may be stopped before its answer.
 
     Raises:

@@ -69,7 +69,7 @@ class Leader:
 
     Args:
         members: Followers, ranks 1 to n - 1 in order.
-        address: Address of the group.
+        address: The group's address.
         limit_s: Maximum silence of a ready follower in seconds. While loading, at least
             `LOADING_SECONDS`.
 
@@ -221,7 +221,7 @@ class Leader:
         return self.failure
 
     def _state_of(self, member: Member) -> str:
-        """Return the known state of a process. A killed process may need a moment to appear as
+        """Return a process's known state. A killed process may need a moment to appear as
         ended.
         """
         if member.child is None:

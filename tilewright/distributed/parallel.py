@@ -37,8 +37,8 @@ class Parallel:
     """A tensor-parallel group: a program per rank.
 
     Attributes:
-        tensor: Number of ranks. 1: no group.
-        expert: Number of expert groups with ``tensor / expert`` ranks each. Each group has its own
+        tensor: Rank count. 1: no group.
+        expert: Expert group count with ``tensor / expert`` ranks each. Each group has its own
             experts. None: automatic, so that an expert's width per rank is a multiple of 128.
         shares: Positive number per rank. Heads and columns are divided in proportion. Empty:
             evenly, in whole heads and blocks.

@@ -23,7 +23,7 @@ from tilewright.errors import RankError
 class SetupCollectives:
     """Access to the group during setup, and connections for use in steps.
 
-    ``limit_s`` is the timeout of a collective in seconds.
+    ``limit_s`` is a collective's timeout in seconds.
     """
 
     def __init__(self, group: Leader | Follower, token: bytes, limit_s: float) -> None:

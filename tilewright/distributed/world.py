@@ -44,7 +44,7 @@ class RankInfo:
 
     Attributes:
         rank: Rank number.
-        size: Number of ranks.
+        size: Rank count.
         local_rank: Index on its machine.
         address: Address of rank 0.
         token: Secret of the run, known to all its ranks.

@@ -37,7 +37,7 @@ class ModelTarget:
 
 
 def read_targets(path: Path) -> list[ModelTarget]:
-    """Read the active entries of a file.
+    """Read a file's active entries.
 
     Raises:
         ConfigError: for another version, an unknown board, or an entry that is no map.
@@ -93,7 +93,7 @@ def _number(raw: object, where: str) -> float | None:
 
 
 def targets_text(model: str, rows: Sequence[BoardCandidate], *, users: int, context: int) -> str:
-    """Return the text of a file with the predictions of a plan."""
+    """Return a file's text with a plan's predictions."""
     sku_of = {board: sku for sku, board in reversed(SKUS.items())}
     lines = [
         f"version: {VERSION}",

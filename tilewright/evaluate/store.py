@@ -1,6 +1,6 @@
 """The store of recorded results: files of JSON lines, a query, and the selected results.
 
-A file has results, or the events of a sweep. A sweep plans trials and its file has their results.
+A file has results, or a sweep's events. A sweep plans trials and its file has their results.
 """
 
 from __future__ import annotations

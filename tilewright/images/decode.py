@@ -28,7 +28,7 @@ _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "La", "RGBa")
 
 
 class ImageError(RequestError):
-    """An image that cannot be used. ``code`` is the error code of the HTTP API."""
+    """An image that cannot be used. ``code`` is the HTTP API's error code."""
 
     def __init__(self, message: str, code: str = "invalid_image") -> None:
         super().__init__(message)
@@ -37,10 +37,10 @@ class ImageError(RequestError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """Limits for the images of a request.
+    """Limits for a request's images.
 
     Attributes:
-        max_images: Maximum number of images. 0: no images.
+        max_images: Maximum image count. 0: no images.
         max_bytes: Maximum size of an encoded image.
         max_pixels: Maximum number of decoded pixels of an image.
         max_aspect: Maximum ratio of the longer to the shorter side.

@@ -48,7 +48,7 @@ class MediaHosts:
     accepts: Callable[[str], bool] = is_public
 
     def fetcher(self) -> Fetch:
-        """Return a function for the images of a request."""
+        """Return a function for a request's images."""
         deadline = time.monotonic() + self.seconds
         return lambda url, where: self._fetch(url, where, deadline)
 
@@ -104,7 +104,7 @@ class MediaHosts:
                 watchdog.cancel()
 
     def _connected(self, host: str, port: int, left: float, where: str) -> socket.socket:
-        """Connect to the first address of a host. All addresses must be accepted."""
+        """Connect to a host's first address. All addresses must be accepted."""
         entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(entry[4][0]) for entry in entries]
         if not all(map(self.accepts, addresses)):

@@ -51,7 +51,7 @@ def take_images(
 
     Args:
         messages: The chat. ``content`` is a text or a list of parts.
-        limits: Limits of the request.
+        limits: The request's limits.
         make: Makes an image of the result from a picture.
         fetch: Reads URLs other than ``data:``. None: such URLs are refused.
         is_local: Accept ``{"type": "image", "image": ...}`` with a Pillow image or a path, as
@@ -126,7 +126,7 @@ def _picture(
 def read_url(
     url: str, limits: ImageLimits, where: str, fetch: Fetch | None = None
 ) -> tuple[bytes, str | None]:
-    """Return the bytes and the MIME type of a URL.
+    """Return the bytes and a URL's MIME type.
 
     Raises:
         ImageError: The URL is not base64 data, or may not be fetched.
@@ -150,7 +150,7 @@ def read_url(
 
 
 def _local_image(value: object, limits: ImageLimits, where: str) -> Image:
-    """Return a Pillow image, or the image of a path, as RGB."""
+    """Return a Pillow image, or a path's image, as RGB."""
     if isinstance(value, str | Path):
         return decode_image(read_image_file(value, limits), limits, where=str(value))
     if not hasattr(value, "convert"):
@@ -163,7 +163,7 @@ def _local_image(value: object, limits: ImageLimits, where: str) -> Image:
 
 
 def read_image_file(path: str | Path, limits: ImageLimits) -> bytes:
-    """Return the bytes of an image file.
+    """Return an image file's bytes.
 
     Raises:
         ImageError: It cannot be read or is too large.

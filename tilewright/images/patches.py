@@ -1,4 +1,4 @@
-"""Input of a vision tower: normalized patches, coordinates and interpolation weights, in numpy.
+"""A vision tower's input: normalized patches, coordinates and interpolation weights, in numpy.
 
 Rows are in merge order: blocks in scan order, and patches within a block in scan order.
 """

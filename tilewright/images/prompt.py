@@ -12,7 +12,7 @@ from tilewright.images.processor import PreparedImage
 
 
 class PromptImage(msgspec.Struct, frozen=True):
-    """An image and the index of its first token in the prompt."""
+    """An image and its first token's index in the prompt."""
 
     first: int
     image: PreparedImage

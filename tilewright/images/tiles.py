@@ -33,7 +33,7 @@ class TileSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         image_token: Placeholder token id. The prompt has a placeholder per image.
         patch_size: Patch side in pixels.
         tile_size: Tile side in pixels.
-        max_tiles: Maximum number of tiles per image.
+        max_tiles: Maximum tile count per image.
         mean: Color means, from 0 to 1.
         std: Color standard deviations.
     """
@@ -69,7 +69,7 @@ class TiledImage:
     Attributes:
         pixels: Normalized pixels ``[max_tiles, 3, side, side]``, float32.
         aspect_id: Position in `arrangements`, counted from 1.
-        num_tiles: Number of used tiles. They are first in ``pixels``.
+        num_tiles: Used tile count. They are first in ``pixels``.
     """
 
     pixels: npt.NDArray[np.float32]

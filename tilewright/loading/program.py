@@ -80,7 +80,7 @@ def settle_backend(resolved: ResolvedConfig, progress: Progress) -> ResolvedConf
 
 
 def begin_kernels(resolved: ResolvedConfig) -> None:
-    """Build the CPU kernels of this configuration, if missing, while the caller reads a model."""
+    """Build this configuration's CPU kernels, if missing, while the caller reads a model."""
     if resolved.is_auto or resolved.target == CPU_BACKENDS["native"]:
         from tilewright.compiler.targets.cpu.native.library.build import begin_build
 

@@ -102,7 +102,7 @@ def compare(group: Leader | Follower, facts: Mapping[str, str], options: Compile
     """Check on all ranks that their settings are equal.
 
     Raises:
-        RanksDifferError: on every rank, with the names of the differences.
+        RanksDifferError: on every rank, with the differences' names.
     """
     own = {
         hello.CODE: sources_digest(),

@@ -171,7 +171,7 @@ ARITHMETIC = {"always": "strict", "never": "fast", "auto": "auto"}
 
 
 def served_facts(source: ModelHandle, compiled: Compiled, *, invariance: str) -> dict[str, str]:
-    """Return the settings by name that determine the output of a compiled model."""
+    """Return the settings by name that determine a compiled model's output."""
     facts = {
         "name": source.name,
         "target": compiled.target,
@@ -207,7 +207,7 @@ def image_processor(source: ModelHandle) -> ImageProcessor | TileSettings:
 
 
 def num_parameters(source: ModelHandle) -> int:
-    """Return a checkpoint's number of parameters."""
+    """Return a checkpoint's parameter count."""
     if source.start is not None:
         return source.start.record.num_parameters
     return sum(each.numel() for each in source.checkpoint_model().module.parameters())

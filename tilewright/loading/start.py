@@ -1,4 +1,4 @@
-"""Checkpoints in the start index: find the record of a path, keep the record of a model."""
+"""Checkpoints in the start index: find a path's record, keep a model's record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def find_start(path: FoundModel, *, max_bytes: int = 0) -> Start | None:
-    """Return the record of a checkpoint, or None. ``max_bytes``: see `StartIndex.key_of`.
+    """Return a checkpoint's record, or None. ``max_bytes``: see `StartIndex.key_of`.
 
     Raises:
         DamagedStartError: a file of the index is damaged.
@@ -40,7 +40,7 @@ def keep_start(
     target: str,
     options: CompileOptions,
 ) -> None:
-    """Add a cached program to the record of its checkpoint."""
+    """Add a cached program to its checkpoint's record."""
     path, model, index = source.path, source.checkpoint_model(), StartIndex.default()
     if isinstance(path, ShapeName):
         return

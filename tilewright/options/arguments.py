@@ -94,7 +94,7 @@ class Option:
     words: Mapping[str, Any]
 
     def read(self, text: str) -> Any:
-        """Convert the text of a value.
+        """Convert a value's text.
 
         Raises:
             argparse.ArgumentTypeError: for a text that is not allowed.
@@ -171,7 +171,7 @@ def _words(made: Option, default: Any) -> dict[str, Any]:
 
 
 class _Once(argparse.Action):
-    """Stores the value of an option. A second value is an error."""
+    """Stores an option's value. A second value is an error."""
 
     _last: argparse.Namespace | None = None
 
@@ -202,7 +202,7 @@ class OnOff(_Once, argparse.BooleanOptionalAction):
 
 
 class _Extend(argparse.Action):
-    """Appends the values of a repeated option."""
+    """Appends a repeated option's values."""
 
     def __call__(
         self,
@@ -229,7 +229,7 @@ def words_of(kind: type, name: str) -> dict[str, Any]:
 
 
 def names_of(record: type, *groups: str) -> list[str]:
-    """Return the option names of ``record`` in groups of the help."""
+    """Return the option names of ``record`` in the help's groups."""
     return [name for name, made in declared(record).items() if made.group in groups]
 
 
@@ -284,7 +284,7 @@ def read_prompt(given: str) -> str:
 def refuse_given(arguments: object, names: Sequence[str], said: str) -> None:
     """Raise for options that have no effect with the other options.
 
-    ``said`` follows ``--name with`` in the message. ``{name}`` in it is the name of the option.
+    ``said`` follows ``--name with`` in the message. ``{name}`` in it is the option's name.
 
     Raises:
         ConfigError: for the first given option in ``names``.

@@ -79,7 +79,7 @@ class ResolvedConfig:
 
 
 def resolve(config: EngineConfig, *, default: str = AUTO, runs: bool = True) -> ResolvedConfig:
-    """Check a configuration. Read only the header of the model, or fetch it from the hub.
+    """Check a configuration. Read only the model's header, or fetch it from the hub.
 
     Args:
         default: The precision if ``config`` has none.
@@ -130,7 +130,7 @@ def resolve(config: EngineConfig, *, default: str = AUTO, runs: bool = True) -> 
 
 
 def _of_compiled(config: EngineConfig, path: Path, grouping: Grouping) -> ResolvedConfig:
-    """Return the configuration of a compiled directory."""
+    """Return a compiled directory's configuration."""
     refuse_given(
         config,
         ("target", "backend", "precision", "compute", "dump"),

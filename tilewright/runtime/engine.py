@@ -80,11 +80,11 @@ class Engine:
         return tuple(self._live)
 
     def slot(self, request_id: int) -> Slot:
-        """Return the slot of a live request."""
+        """Return a live request's slot."""
         return self._live[request_id].slot
 
     def length(self, request_id: int) -> int:
-        """Return the number of tokens in the state of a live request."""
+        """Return the token count in a live request's state."""
         return self._live[request_id].length
 
     def prefill(self, request_ids: Sequence[int], input_ids: Sequence[Tensor]) -> Tensor:
@@ -199,7 +199,7 @@ class Engine:
         return torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0)
 
     def _again(self, old: _Sequence) -> _Sequence:
-        """Return a new sequence with the tokens of a lost sequence."""
+        """Return a new sequence with a lost sequence's tokens."""
         sequence = self._fill_slots(old.prompt)
         self._compute(sequence)
         for token in old.decoded:

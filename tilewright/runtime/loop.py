@@ -46,7 +46,7 @@ _DRAFTED = 4
 
 
 class LostDeviceError(Exception):
-    """A launched step cannot be read. The state of the device is unknown."""
+    """A launched step cannot be read. The device's state is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +318,7 @@ class EngineLoop:
         self.executable.reset()
 
     def _choose_in_flight(self, flight: _Launched) -> None:
-        """Compute the masks of a step in flight after its previous tokens are read."""
+        """Compute a step's masks in flight after its previous tokens are read."""
         rows = flight.plan.rows.items()
         self.masks.begin({slot: state for slot, state in rows if state.finish_reason is None})
         try:
@@ -330,7 +330,7 @@ class EngineLoop:
             raise
 
     def _choose(self, launched: _Launched) -> None:
-        """Sample the tokens of a masked step. Finish the requests without an allowed token."""
+        """Sample a masked step's tokens. Finish the requests without an allowed token."""
         began = time.perf_counter()
         allowed, over = self.masks.take()
         self.stats.add(HOST, time.perf_counter() - began, "masks")
@@ -373,7 +373,7 @@ class EngineLoop:
         return served
 
     def _pool(self, request: RequestState, start: int, pooled: Pooled) -> None:
-        """Add the hidden states of a chunk. The last chunk ends the request."""
+        """Add a chunk's hidden states. The last chunk ends the request."""
         pooling = request.pooling
         assert pooling is not None
         if not pooling.take(start, pooled, len(request.prompt)):
@@ -402,7 +402,7 @@ class EngineLoop:
         now: float,
         served: list[RequestState],
     ) -> None:
-        """Give the tokens of a part to their requests, and append these to ``served``."""
+        """Give a part's tokens to their requests, and append these to ``served``."""
         take, counts = self._take_token, chosen.counts
         if counts is None:
             for at, slot in enumerate(slots):
@@ -436,7 +436,7 @@ class EngineLoop:
 
 
 def _to_blame(plan: SchedulerOutput, running: Sequence[RequestState]) -> tuple[RequestState, ...]:
-    """Return the requests of a step: prompts first, newest first."""
+    """Return a step's requests: prompts first, newest first."""
     of_prompts = {chunk.slot for chunk in plan.step.prompts}
     involved = of_prompts.union(plan.step.decode)
     requests = [request for request in running if request.slot in involved]

@@ -64,7 +64,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineStarting(msgspec.Struct, frozen=True, tag=True):
-    """Progress of a start. ``total`` 0: ``text`` is a note for the operator."""
+    """A start's progress. ``total`` 0: ``text`` is a note for the operator."""
 
     text: str
     done: int = 0

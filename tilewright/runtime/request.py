@@ -18,7 +18,7 @@ STOPPED, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "error"
 
 
 class EngineRequest(msgspec.Struct, frozen=True, tag=True):
-    """A prompt in token ids, and the options of its output. The engine sends one output back.
+    """A prompt in token ids, and its output's options. The engine sends one output back.
 
     Attributes:
         request_id: New number.

@@ -35,9 +35,9 @@ BEAT_SECONDS = 1.0
 
 
 class EngineService:
-    """Serves the requests of a transport with an :class:`EngineLoop`.
+    """Serves a transport's requests with an :class:`EngineLoop`.
 
-    A failed launch fails the newest prompt of the step, and the step runs again. A second failure
+    A failed launch fails the step's newest prompt, and the step runs again. A second failure
     fails all requests of the step. A lost device ends the engine, and its parent starts another.
     """
 
@@ -65,7 +65,7 @@ class EngineService:
         self._prepares = False  # idle: prepares steps until a message arrives
 
     def ready(self, facts: dict[str, str]) -> EngineReady:
-        """Return the properties of the engine for its clients."""
+        """Return the engine's properties for its clients."""
         executable = self.loop.executable
         limits = executable.capabilities
         pool = limits.num_pages * limits.page_size or limits.max_num_seqs * limits.max_context
@@ -240,7 +240,7 @@ class EngineService:
         )
 
     def _take_failure(self, error: Exception, said: list[FromEngine]) -> None:
-        """Fail the newest prompt of the step, at the second failure all its requests.
+        """Fail the step's newest prompt, at the second failure all its requests.
 
         Raises:
             Exception: ``error``, if the device is lost or the step is unknown.
@@ -285,7 +285,7 @@ class EngineService:
 
 
 def vector_of(request: RequestState) -> bytes:
-    """Return the pooled vector of a request as little-endian float32. Empty: it has none."""
+    """Return a request's pooled vector as little-endian float32. Empty: it has none."""
     pooling = request.pooling
     if pooling is None or pooling.vector is None:
         return b""
@@ -314,5 +314,5 @@ class QueueTransport:
         return found
 
     def send(self, messages: list[FromEngine]) -> None:
-        """Append messages of the engine to ``outbox``."""
+        """Append the engine's messages to ``outbox``."""
         self.outbox.extend(messages)

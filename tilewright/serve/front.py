@@ -1,4 +1,4 @@
-"""State of the API server: settings, engines, tokenizer and metrics."""
+"""The API server's state: settings, engines, tokenizer and metrics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Front(JobMaker):
 
     Args:
         settings: the server's configuration.
-        command: command of the engine, see `EngineClient`.
+        command: the engine's command, see `EngineClient`.
         load_coder: loads the tokenizer from the engine's directory.
     """
 
@@ -100,7 +100,7 @@ class Front(JobMaker):
         self.fingerprint = fingerprint_of(ready.facts)
 
     def names(self, ready: EngineReady) -> tuple[str, ...]:
-        """Return the names of the model. Responses contain the first name."""
+        """Return the model's names. Responses contain the first name."""
         return self.settings.served_model_name or (ready.facts.get("name", "model"),)
 
     async def in_thread(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
@@ -121,7 +121,7 @@ class Front(JobMaker):
 
     @property
     def max_body(self) -> int:
-        """Return the maximum size of a body in bytes."""
+        """Return a body's maximum size in bytes."""
         ready = self.client.ready
         return MAX_BODY if ready is None or ready.images is None else MAX_IMAGE_BODY
 
@@ -134,7 +134,7 @@ class Front(JobMaker):
         return "loading" if self.client.state == LOADING else "engine down"
 
     def up(self) -> tuple[EngineReady, TextCoder]:
-        """Return the properties of the engines, and the tokenizer.
+        """Return the engines' properties, and the tokenizer.
 
         Raises:
             ApiError: 503 without an engine, or while the server drains.
@@ -163,7 +163,7 @@ class Front(JobMaker):
         """Return the current model. Engines may be lost during tokenization.
 
         Raises:
-            ApiError: without an engine, or if the number of choices is above the queue limit.
+            ApiError: without an engine, or if the choice count is above the queue limit.
         """
         ready, coder = self.up()
         n = request.n or 1

@@ -48,7 +48,7 @@ class JobMaker(ABC):
     """Makes jobs. Subclasses know the model, and run slow functions in threads or at once.
 
     Attributes:
-        image_limits: Limits for the images of a request.
+        image_limits: Limits for a request's images.
         media_hosts: Hosts of image URLs. None: such URLs are refused.
         template: Chat template facts.
         template_variables: Chat template variables. A request may replace them.

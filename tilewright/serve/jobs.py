@@ -80,7 +80,7 @@ def template_variables(
 def make_job(
     served: Served, request: Common, prompts: Sequence[TokenizedPrompt], grammar: GrammarSpec | None
 ) -> CompletionTask:
-    """Return the job of a request: ``n`` choices of each prompt. Their seeds differ.
+    """Return a request's job: ``n`` choices of each prompt. Their seeds differ.
 
     Raises:
         ApiError: 400 naming the parameter that is out of range.
@@ -105,7 +105,7 @@ def make_job(
 
 
 def read_calls(job: CompletionTask, tools: RequestedTools, form: ToolFormat) -> None:
-    """Separate tool calls from the content of every choice."""
+    """Separate tool calls from every choice's content."""
     for choice in job.choices:
         parser = form.parser(tools.tools)
         choice.reader = CallReader(

@@ -49,12 +49,12 @@ OPEN_METRICS = openmetrics.CONTENT_TYPE_LATEST
 
 
 class Metrics:
-    """Metrics of the engines, and of the processes (``process_...``, ``engine_process_...``).
+    """The engines' metrics, and of the processes (``process_...``, ``engine_process_...``).
 
     Args:
         prefix: prefix for all names.
         model: value for the label ``model_name``.
-        engine_pids: functions that return the process id of each engine, or 0.
+        engine_pids: functions that return each engine's process id, or 0.
     """
 
     def __init__(self, prefix: str, model: str, engine_pids: Sequence[Callable[[], int]]) -> None:
@@ -238,7 +238,7 @@ class _Families:
 class _FastHistogram:
     """A histogram for a value per token, without locks and exemplars.
 
-    A single thread observes. ``bounds`` are the upper bounds of the buckets.
+    A single thread observes. ``bounds`` are the buckets' upper bounds.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:

@@ -231,7 +231,7 @@ class Child:
         return line + end
 
     def output(self) -> bytes:
-        """Return the whole output of an ended child without pipes."""
+        """Return an ended child's whole output without pipes."""
         assert self._ended is not None, "still running"
         self._output.seek(0)
         return self._output.read()

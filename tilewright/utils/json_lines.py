@@ -118,7 +118,7 @@ def read_records(
     Args:
         path: The file.
         decode: Makes a record from a line, like `msgspec.json.Decoder.decode`.
-        what: Name of the file in messages.
+        what: The file's name in messages.
         expected: Message for an invalid line, for example "not a run".
 
     Raises:

@@ -1,4 +1,4 @@
-"""Selects the linears for sharding and the ranges of their outputs.
+"""Selects the linears for sharding and their outputs' ranges.
 
 As in Megatron-LM (Shoeybi et al., 2019), a block's first linears are sharded by outputs and its
 second linear by inputs. The second linears are known by tensor group. A walk back from them finds
@@ -76,7 +76,7 @@ def plan_shares(graph_module: GraphModule, parallel: Parallel) -> Shares:
 
 
 def _expert_parts(products: list[Node], parallel: Parallel) -> int:
-    """Return the number of expert groups: the requested number, or an automatic one.
+    """Return the expert group count: the requested number, or an automatic one.
 
     The automatic number is the smallest with an expert width per rank divisible by `_PIECE`.
     """
@@ -125,7 +125,7 @@ def _is_norm_of_heads(node: Node) -> bool:
 
 
 def _deal_between(shares: Shares, second: Node, sources: list[Node]) -> bool:
-    """Shard the sources of a second linear. Return False without a matching rule."""
+    """Shard a second linear's sources. Return False without a matching rule."""
     mixers = [each for each in sources if each.target in _MIXERS]
     firsts = [each for each in sources if each.target in _PRODUCTS]
     if any(first in shares.outputs for first in firsts) or len(mixers) > 1:
@@ -247,7 +247,7 @@ def _block(product: Node, axis: str) -> int:
 
 
 def _heads_of(blocks: Iterable[int], width: int) -> int:
-    """Return the smallest number of heads with whole blocks. A head has ``width`` columns."""
+    """Return the smallest head count with whole blocks. A head has ``width`` columns."""
     return math.lcm(*(block // math.gcd(block, int(width)) for block in blocks))
 
 

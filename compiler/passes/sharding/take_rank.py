@@ -45,7 +45,7 @@ def take_rank(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _expert_parts(graph_module: GraphModule) -> int:
-    """Return the number of expert groups in the graph."""
+    """Return the expert group count in the graph."""
     for product in find_calls(graph_module.graph, ops.expert_linear):
         placement = info(_node(product.args[1])).placement
         sharded = None if placement is None else placement.along(0)
@@ -67,7 +67,7 @@ def _cut(node: Node, placement: Placement, ranks: RankAxes, rank: int) -> None:
 
 
 def _make_local(node: Node, ranks: RankAxes, rank: int) -> None:
-    """Replace sizes of the whole model in a call's arguments."""
+    """Replace the whole model's sizes in a call's arguments."""
     if node.target is ops.linear.overload and len(node.args) > 2:
         placement = info(node).placement
         if placement is not None and placement.partial == RANKS and rank > 0:

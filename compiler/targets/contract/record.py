@@ -16,7 +16,7 @@ HONOURED, EMULATED, NOT_HONOURED = "honoured", "emulated", "not honoured"
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Implementation of a requested value: a status and the effective value."""
+    """A requested value's implementation: a status and the effective value."""
 
     status: str
     effective: str

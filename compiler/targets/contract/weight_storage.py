@@ -20,7 +20,7 @@ class WeightUse:
 
     Attributes:
         node: The reader.
-        recipe: Recipe of the weight.
+        recipe: The weight's recipe.
         facts: Metadata of the matmul or lookup. For vectors and constants, their own metadata
             without a tensor group.
         block: Further weights with metadata, if the node runs a whole expert block.

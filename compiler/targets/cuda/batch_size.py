@@ -1,4 +1,4 @@
-"""The largest batch for the memory of a GPU: ``--max-num-seqs auto``."""
+"""The largest batch for a GPU's memory: ``--max-num-seqs auto``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _batch_that_fits(
 
 
 def _pages_with(plan: KernelProgram, options: CompileOptions, device: torch.device) -> int:
-    """Return the pages of the pool for these options; 0 if they do not fit."""
+    """Return the pool's pages for these options; 0 if they do not fit."""
     try:
         return check_room(plan, with_passes_that_fit(plan, options, device), device).num_pages
     except CompileError:

@@ -335,7 +335,7 @@ class CudaExecutable(Executable):
         return self._answers.masked(slots, bucket, step, running.drawing)
 
     def _fill_slots(self, slots: tuple[Slot, ...]) -> CapturedSlots:
-        """Assign slots to the rows of the smallest bucket."""
+        """Assign slots to the smallest bucket's rows."""
         bucket = self._buckets.decode(len(slots))
         lengths = np.array([self._slot_states[slot].length for slot in slots], dtype=np.int64)
         offsets = np.array([self._slot_states[slot].rotary_delta for slot in slots])
@@ -489,7 +489,7 @@ class CudaExecutable(Executable):
 
     @property
     def image_value_bytes(self) -> int:
-        """Return the bytes of an image value: 2 if bfloat16 represents all keys and values."""
+        """Return an image value's bytes: 2 if bfloat16 represents all keys and values."""
         settings = None if self.encoder is None else self.encoder.settings
         if self._is_exact or not isinstance(settings, TileEncoderSettings):
             return 4

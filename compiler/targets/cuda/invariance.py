@@ -16,7 +16,7 @@ _WITHHELD = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 
 
 def can_promise(plan: KernelProgram, options: CompileOptions) -> bool:
-    """Return whether strict steps are requested and the kernels of the plan can run them."""
+    """Return whether strict steps are requested and the plan's kernels can run them."""
     return options.max_strict_rows > 0 and options.compute != "exact" and not has_mixers(plan)
 
 

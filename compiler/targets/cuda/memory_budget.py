@@ -72,7 +72,7 @@ def open_device(options: CompileOptions | None = None) -> torch.device:
 
 
 def _device_of_rank(options: CompileOptions) -> int:
-    """Return the named device of a rank, or the device at its index on the machine."""
+    """Return a rank's named device, or the device at its index on the machine."""
     devices, count = options.parallel.devices, torch.cuda.device_count()
     place = place_of()
     index = devices[options.rank] if devices else 0 if place is None else place.local_rank
@@ -86,7 +86,7 @@ def _device_of_rank(options: CompileOptions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Memory capacity: pages of the pool, and dequantized weight copies."""
+    """Memory capacity: the pool's pages, and dequantized weight copies."""
 
     num_pages: int
     copies: Kinds
@@ -244,13 +244,13 @@ def _passes(plan: KernelProgram, options: CompileOptions) -> Passes:
 
 
 def most_shared(plan: KernelProgram, options: CompileOptions) -> int:
-    """Tokens of the largest pass that mixers share; 0 where there are none."""
+    """The largest pass's tokens that mixers share; 0 where there are none."""
     shares = has_mixers(plan) and options.compute == "fast"
     return _passes(plan, options)[-1][1][-1] if shares else 0
 
 
 def most_pieces(plan: KernelProgram, options: CompileOptions) -> int:
-    """Return the maximum number of prefill chunks in a mixed batch."""
+    """Return the maximum prefill chunk count in a mixed batch."""
     if options.compute != "fast":
         return 1
     is_usual = has_mixers(plan) and most_shared(plan, options) <= USUAL_OF_MIXERS
@@ -258,7 +258,7 @@ def most_pieces(plan: KernelProgram, options: CompileOptions) -> int:
 
 
 def num_marks(plan: KernelProgram, options: CompileOptions) -> int:
-    """Return the number of snapshot buffers for all chunks in a mixed batch."""
+    """Return the snapshot buffer count for all chunks in a mixed batch."""
     return marks_each(plan) * most_pieces(plan, options)
 
 

@@ -40,7 +40,7 @@ _LOFI = (
 
 
 def storage_format(recipe: WeightRecipe, group: str | None) -> str:
-    """Return the storage format of a matmul weight: its own blocks or codes, or bfloat16 (exact).
+    """Return a matmul weight's storage format: its own blocks or codes, or bfloat16 (exact).
 
     Raises:
         CompileError: No kernel reads the format's values.
@@ -80,7 +80,7 @@ def _where(recipe: WeightRecipe) -> str:
 
 
 def cache_kind(format_name: str, *, exact: bool) -> str:
-    """Return the storage format of a KV cache: the requested format if supported, else bfloat16.
+    """Return a KV cache's storage format: the requested format if supported, else bfloat16.
 
     fp32 if ``exact``.
     """

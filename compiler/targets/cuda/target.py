@@ -127,13 +127,13 @@ class CudaTarget(Target):
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
-        """Return the storage of a weight: whole tiles of 16 rows x 128 columns, in blocks or
+        """Return a weight's storage: whole tiles of 16 rows x 128 columns, in blocks or
         bfloat16.
         """
         return holding(recipe, facts.tensor_group)
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """Return the storage of a state.
+        """Return a state's storage.
 
         Keys and values have the requested format if a kernel supports it. Per-sequence state is
         float32.
@@ -202,7 +202,7 @@ def _place(
     options: CompileOptions,
     contract: Callable[[GraphModule, CompileOptions], NumericContract],
 ) -> Executable:
-    """Return the executable of a graph on this machine's GPU, with its contract.
+    """Return a graph's executable on this machine's GPU, with its contract.
 
     The batch size, mixed-batch sizes and weight copies are reduced to fit memory.
     """

@@ -51,7 +51,7 @@ class Batch:
 
 
 def decode_batch(step: Step, tokens: Sequence[int | None], lengths: Sequence[int]) -> Batch:
-    """Return the rows of a step: a token per slot, and its drafts."""
+    """Return a step's rows: a token per slot, and its drafts."""
     if not step.drafts:
         count = np.arange(len(tokens) + 1)
         return Batch(np.array(tokens), np.array(lengths), count, count[:-1], step.decode, True)

@@ -1,4 +1,4 @@
-"""`HostChoice`: samples the rows of a step on the host, with the state of slots.
+"""`HostChoice`: samples a step's rows on the host, with the state of slots.
 
 Excludes forwards.
 """
@@ -38,7 +38,7 @@ class SlotState:
         prompt: Tokens before the output.
         length: Positions in the state.
         token: Next token to read. None before the first sample.
-        counts: Output tokens with their number of occurrences, including ``token``.
+        counts: Output tokens with their occurrence count, including ``token``.
         is_cut: Per-sequence state belongs to a longer sequence. A snapshot must replace it before
             use.
         rotary_delta: See `OpenSlot`.
@@ -79,7 +79,7 @@ class HostChoice:
         logits: float32 ``[R, V]``. Only the first ``num_choosable`` columns are sampled.
         num_top: Value of `Step.logprobs`.
         echo: Value for :class:`Chosen`.
-        num_choosable: Number of real tokens.
+        num_choosable: Real token count.
         drafts: Draft tokens by slot. A slot with k drafts has k + 1 rows.
         chosen: The result. None before sampling.
     """
@@ -115,7 +115,7 @@ class HostChoice:
         self.chosen = Chosen(tokens, why, scores, self.echo, counts=counts)
 
     def _first_rows(self) -> np.ndarray | slice:
-        """Return the first of the rows of each slot."""
+        """Return the first of each slot's rows."""
         if not self.drafts:
             return slice(None)
         sizes = [1 + len(self.drafts.get(slot, ())) for slot in self.slots]

@@ -50,7 +50,7 @@ class _SlotRows:
 
 
 class DraftLayer:
-    """Drafts tokens for the slots of a model.
+    """Drafts tokens for a model's slots.
 
     Wrong rows make wrong drafts, and the model verifies every draft. Hence an unknown hidden state
     may be zero.
@@ -78,7 +78,7 @@ class DraftLayer:
             self._flush(slot, rows)
 
     def copy(self, source: Slot, target: Slot, num_positions: int) -> None:
-        """Copy the first positions of a slot to another slot."""
+        """Copy a slot's first positions to another slot."""
         rows = self._slots.get(source)
         if rows is None:
             return

@@ -113,7 +113,7 @@ class HostExecutable(Executable):
         raise AssertionError("this executable keeps no snapshots")
 
     def length(self, slot: Slot) -> int:
-        """Return the number of positions in an open slot's state."""
+        """Return the position count in an open slot's state."""
         return self._slot_states[slot].length
 
     def attach(self, layer: HostExecutable) -> None:

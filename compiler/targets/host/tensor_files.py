@@ -1,4 +1,4 @@
-"""Tensors of a program on disk, in safetensors."""
+"""A program's tensors on disk, in safetensors."""
 
 from __future__ import annotations
 

@@ -39,10 +39,10 @@ class CompileOptions:
     """User options in addition to model, target and precision.
 
     Attributes:
-        max_batch: Maximum number of sequences with state.
-        max_context: Maximum number of positions per sequence.
+        max_batch: Maximum sequence count with state.
+        max_context: Maximum position count per sequence.
         compute: ``fast``, or ``exact`` for fp32 arithmetic everywhere. ``exact`` is not fast.
-        num_threads: Number of CPU threads. None: selected by the target.
+        num_threads: CPU thread count. None: selected by the target.
         memory_fraction: Share of the device's memory for this process. Sequences then share a pool
             of pages, and their full lengths may exceed it. None: every sequence has its full
             length.
@@ -51,13 +51,13 @@ class CompileOptions:
         copies: Dequantized weight copies for large batches: ``none``, ``codes`` (FP8), ``all`` or
             ``auto``. ``auto`` is ``all`` if every context still fits or 75 % of the pages remain,
             else ``codes``.
-        max_step_tokens: Maximum number of prefill tokens per step. Low memory reduces it.
-        max_shared_tokens: Maximum number of prefill tokens in a mixed batch. Low memory reduces it.
+        max_step_tokens: Maximum prefill token count per step. Low memory reduces it.
+        max_shared_tokens: Maximum prefill token count in a mixed batch. Low memory reduces it.
         parallel: The group of ranks.
-        rank: The rank of this program.
+        rank: This program's rank.
         least_batch: Minimum of ``max_batch``. The target selects the largest batch in this range
             for its memory. None: ``max_batch`` is fixed.
-        strict_rows: Maximum number of open sequences for strict steps, if ``is_strict`` is false.
+        strict_rows: Maximum open sequence count for strict steps, if ``is_strict`` is false.
             0: no step is strict.
         max_drafts: Draft tokens per slot and step for which buffers are reserved.
             `Capabilities.max_drafts` is the effective limit. Targets without buffers ignore it.
@@ -82,7 +82,7 @@ class CompileOptions:
 
     @property
     def max_strict_rows(self) -> int:
-        """Return the maximum number of open sequences for strict steps. 0: no step is strict."""
+        """Return the maximum open sequence count for strict steps. 0: no step is strict."""
         return sys.maxsize if self.is_strict else self.strict_rows
 
 
@@ -92,13 +92,13 @@ class Executable(ABC):
     Attributes:
         capabilities: Limits of steps.
         contract: Numeric contract.
-        vocab_size: Width of the logits.
+        vocab_size: The logits' width.
         device_name: Device name in results (``H200``).
         device_detail: Further description, to distinguish devices with equal names. None: none.
         notes: Lines about the storage of weights and state.
         mesh: Devices in use, rows by columns.
         encoder: Vision tower. None: no images.
-        num_tokens: Number of real tokens, set before the first step. Larger ids have logits but are
+        num_tokens: Real token count, set before the first step. Larger ids have logits but are
             never sampled. None: all ids are tokens.
     """
 
@@ -119,7 +119,7 @@ class Executable(ABC):
 
     @property
     def image_value_bytes(self) -> int:
-        """Return the bytes of an image value."""
+        """Return an image value's bytes."""
         return 4
 
     @property
@@ -137,7 +137,7 @@ class Executable(ABC):
         """
 
     def choose(self, output: StepOutput, allowed: Allowed) -> None:
-        """Sample the tokens of the last step, a ``masked`` step, or queue the sampling if
+        """Sample the last step's tokens, a ``masked`` step, or queue the sampling if
         ``runs_ahead``.
 
         The caller may modify the words of ``allowed`` after this call.
@@ -161,7 +161,7 @@ class Executable(ABC):
         """Run :meth:`choose` as a follower."""
 
     def emitted_counts(self) -> bytes:
-        """Return the emitted tokens per slot of the last step with drafts, for followers without
+        """Return the emitted tokens per the last step's slot with drafts, for followers without
         sampling. Empty: followers sample.
         """
         return b""
@@ -316,14 +316,14 @@ class Target(ABC):
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
-        """Return the storage of a weight by :meth:`build`, without building. The default is its
+        """Return a weight's storage by :meth:`build`, without building. The default is its
         packed format.
 
         A weight with two uses (tied embeddings) is queried once per use. Equal results for equal
         recipes share a copy.
 
         Args:
-            recipe: Recipe of the weight, with its format.
+            recipe: The weight's recipe, with its format.
             facts: Metadata of the matmul or lookup. For vectors and constants, their own metadata.
             compute: ``fast`` or ``exact``.
             block: Other weights in the expert block, for targets that run the whole block as an op.

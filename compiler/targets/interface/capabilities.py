@@ -14,8 +14,8 @@ class Capabilities:
     """Limits of an executable's steps. The scheduler respects them.
 
     Attributes:
-        max_num_seqs: Maximum number of sequences with state.
-        max_context: Maximum number of positions per sequence.
+        max_num_seqs: Maximum sequence count with state.
+        max_context: Maximum position count per sequence.
         page_size: Positions per page. 0: contiguous state, without pages.
         num_pages: Pages in the pool.
         num_snapshots: Snapshots of per-sequence state. 0: no snapshots.
@@ -34,10 +34,10 @@ class Capabilities:
             cost does not depend on the position.
         invariant: ``rows``: bits depend on the request only. ``batch``: bits also depend on the
             chunk sizes. ``none``: bits also depend on concurrent requests, by rounding.
-        hidden_size: Width of the final hidden states (`Chunk.pools`). 0: chunks cannot pool.
-        invariant_rows: Maximum number of open sequences for ``invariant``. Larger steps may share
+        hidden_size: Width of the final hidden states (`Chunk.pools`). With 0, chunks cannot pool.
+        invariant_rows: Maximum open sequence count for ``invariant``. Larger steps may share
             passes. 0: no limit.
-        max_drafts: Maximum draft tokens per slot and step (`Step.drafts`). 0: no drafts.
+        max_drafts: Maximum draft tokens per slot and step (`Step.drafts`). No drafts if 0.
         max_proposals: Maximum tokens of a slot from the draft layer (`Step.proposes`). 0: no draft
             layer.
     """
@@ -70,7 +70,7 @@ class Capabilities:
 
     @property
     def max_invariant_rows(self) -> int:
-        """Return the maximum number of open sequences in a batch-invariant step. 0: no step."""
+        """Return the maximum open sequence count in a batch-invariant step. 0: no step."""
         return (self.invariant_rows or sys.maxsize) if self.invariant == "rows" else 0
 
     def can_cut(self, reached: int, position: int) -> bool:
@@ -82,7 +82,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of an executable: weights, their copies, and state."""
+    """An executable's bytes: weights, their copies, and state."""
 
     weights: int
     state: int

@@ -1,4 +1,4 @@
-"""Steps of an executable: plain host data, equal on every target and every rank.
+"""An executable's steps: plain host data, equal on every target and every rank.
 
 A step lists the slots to decode, the prefill chunks, and changes of device tables before them. It
 has no tensors, closures or device handles, so a scheduler needs no device, and a step can be sent
@@ -42,7 +42,7 @@ class OpenSlot:
         slot: The slot.
         sampling: Sampling parameters.
         prompt: Tokens before the output. Penalties use them, and ``min_tokens`` counts after them.
-        keeps: Number of computed positions to reuse. 0: start empty. Contiguous state: the slot
+        keeps: Computed position count to reuse. 0: start empty. Contiguous state: the slot
             retains them. Pages: the pages assigned in this step contain them.
         rotary_delta: Rotary position minus index, after the last image. 0: no images.
     """
@@ -203,7 +203,7 @@ class PrefillChunk:
 
     Attributes:
         slot: The slot.
-        start: Position of the first token. Later positions in the slot are discarded.
+        start: The first token's position. Later positions in the slot are discarded.
         tokens: The tokens.
         chooses: Sample the next token after the chunk. The slot reads it in the next decode step.
         saves: Pairs: a position after any of these tokens, and the snapshot for the state there.
@@ -278,7 +278,7 @@ class Step:
     and attend to the earlier rows. They sample as in a step without drafts: parameters and seed of
     the slot, the own position, and the token counts after the earlier drafts. Hence the output does
     not depend on the drafts, at any temperature.
-    The number of accepted drafts, a, is the length of the longest prefix with ``dj`` equal to the
+    The accepted draft count, a, is the longest prefix's length with ``dj`` equal to the
     sample at P + j - 1. The slot emits the samples of rows 0 to a and advances by a + 1 positions.
     It reads the last emitted token next. Later rows have no effect: a later step overwrites their
     positions before it reads them. End tokens do not shorten the prefix.
@@ -292,11 +292,11 @@ class Step:
         drafts: Draft tokens to verify, by slot of ``decode``: 1 to `Capabilities.max_drafts` ids of
             the vocabulary. The positions fit the context and the slot's pages. These slots are not
             in ``forced`` and have neither a token mask nor penalties.
-        proposes: Maximum number of tokens to draft after the step's work, by slot with a next
+        proposes: Maximum token count to draft after the step's work, by slot with a next
             token. They are the last output, 0 to this number per slot.
         masked: Delay sampling until :meth:`Executable.choose` with the token masks. Slots with
             drafts do not wait.
-        logprobs: Number of top log probabilities per sampled token, in addition to the sampled
+        logprobs: Top log probability count per sampled token, in addition to the sampled
             token's. None: no log probabilities.
         want_logits: Return logits. Not in a step with drafts.
     """
@@ -317,7 +317,7 @@ class LogProbs:
     """Natural log probabilities for a sampled token, from unmodified logits.
 
     Attributes:
-        chosen: Log probability of the sampled token.
+        chosen: Log the sampled token's probability.
         top: The most probable tokens with their log probabilities, descending. Ties are in token
             order.
     """
@@ -328,12 +328,12 @@ class LogProbs:
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """Final hidden states of a chunk: the normalized input of the output layer.
+    """Final hidden states of a chunk: the output layer's normalized input.
 
     Attributes:
-        count: Number of tokens.
+        count: Token count.
         total: Sum over the tokens, float32 ``[hidden]``.
-        last: State of the last token, float32 ``[hidden]``.
+        last: The last token's state, float32 ``[hidden]``.
     """
 
     count: int
@@ -346,13 +346,13 @@ class Chosen:
     """Sampled tokens for a part of a step, in slot order.
 
     Attributes:
-        tokens: Sampled tokens. With drafts, the emitted tokens of each slot in turn.
+        tokens: Sampled tokens. With drafts, each slot's emitted tokens in turn.
         why: ``GOES_ON``, ``END_TOKEN`` for an end token of the slot, or ``NOT_A_NUMBER`` if the
             logits are NaN. In this case the token is meaningless.
-        logprobs: Log probabilities of the sampled tokens. None: not requested.
+        logprobs: Log the sampled tokens' probabilities. None: not requested.
         echo: Log probabilities of an echoing chunk's tokens.
         pooled: Hidden states of a pooling chunk.
-        counts: Number of emitted tokens per slot, 1 to k + 1. ``tokens``, ``why`` and ``logprobs``
+        counts: Emitted token count per slot, 1 to k + 1. ``tokens``, ``why`` and ``logprobs``
             have their sum as length. None: a token per slot.
     """
 
@@ -371,11 +371,11 @@ class SamplerOutput:
     An echoing or pooling chunk is a separate part. It has no slots if it does not sample.
 
     Attributes:
-        slots: Slots with a sampled token, in the order of the step.
+        slots: Slots with a sampled token, in the step's order.
         read: Waits for this part and returns it. It may be called repeatedly, and while up to two
             later steps are in flight.
         logits: Returns float32 ``[rows, vocabulary]`` on the host, valid until the next step: a row
-            per slot, or per token of an echoing chunk. None: not requested.
+            per slot, or per an echoing chunk's token. None: not requested.
     """
 
     slots: tuple[Slot, ...]

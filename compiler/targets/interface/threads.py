@@ -23,7 +23,7 @@ def torch_threads(num_threads: int | None) -> Iterator[None]:
 def single_torch_thread() -> Iterator[None]:
     """Limit torch to a single thread inside the block.
 
-    More torch threads compete with the target's threads and double the time of a decode step.
+    More torch threads compete with the target's threads and double a decode step's time.
     Packing of weights is limited by memory and needs no further threads.
     """
     with torch_threads(1):

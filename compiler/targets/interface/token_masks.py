@@ -15,7 +15,7 @@ _BITS = 32
 
 
 def num_words(vocab_size: int) -> int:
-    """Return the number of words in a row's bitmask."""
+    """Return the word count in a row's bitmask."""
     return -(-vocab_size // _BITS)
 
 

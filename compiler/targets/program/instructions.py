@@ -1,6 +1,6 @@
-"""Instructions of a kernel program over columns of a few buffers, without devices and weights.
+"""Instructions of a kernel program over a few buffers' columns, without devices and weights.
 
-A buffer has the width of its widest value.
+A buffer has its widest value's width.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class TopKRouteOp:
 
     @property
     def num_experts(self) -> int:
-        """Return the number of experts on this rank."""
+        """Return the expert count on this rank."""
         return self.logits.width if self.count is None else self.count
 
 
@@ -313,7 +313,7 @@ Instruction = Plain | AttentionOp | Mixer
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A buffer's role and the columns of its widest value."""
+    """A buffer's role and its widest value's columns."""
 
     role: str
     width: int
@@ -323,7 +323,7 @@ class Buffer:
 class KernelProgram:
     """A kernel program: instructions in order. The last instruction writes the logits.
 
-    ``logit_columns`` is the number of logit columns per rank. Empty: each rank has all columns.
+    ``logit_columns`` is the logit column count per rank. Empty: each rank has all columns.
     """
 
     instructions: tuple[Instruction, ...]
@@ -384,7 +384,7 @@ class Needs:
     Attributes:
         target: Target name.
         others: Targets to suggest for unsupported operations.
-        row_multiple: Pad matmul outputs to a multiple of this number of columns.
+        row_multiple: Pad matmul outputs to a multiple of this column count.
         has_soft_caps: Attention supports score caps, and scaled rotation of some channels.
         max_delta_dim: Maximum key and value channels in the delta rule. None: no limit.
         deals_experts: A rank may have some of the experts.

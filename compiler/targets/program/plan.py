@@ -1,4 +1,4 @@
-"""Lowering of a graph to instructions over a few buffers, without devices and weights.
+"""A graph's lowering to instructions over a few buffers, without devices and weights.
 
 A residual sum is written in the residual's buffer. The three linears before an attention write
 columns of a common buffer.
@@ -202,7 +202,7 @@ class Lowering:
         return self.take(node, PRODUCT)
 
     def add_to(self, node: Node, residual: Node) -> BufferView:
-        """Return the columns of a sum: the residual's own."""
+        """Return a sum's columns: the residual's own."""
         if self._last_reader[residual] is not node:
             raise CompileError(f"{info(node).fqn}: its residual is read again later")
         self._places[node] = self._places[residual]
@@ -244,7 +244,7 @@ class Lowering:
         self.append(Elementwise(self._places[node], function, inputs))  # type: ignore[arg-type]
 
     def role(self, node: Node) -> str:
-        """Return the role of a value from another instruction than a matmul.
+        """Return a value's role from another instruction than a matmul.
 
         Direct inputs of matmuls are operands.
         """
@@ -371,7 +371,7 @@ def _is_joined_norm(node: Node) -> bool:
 
 
 def _before_norm(node: Node) -> Node:
-    """Return the input of a joined norm, or the node itself."""
+    """Return a joined norm's input, or the node itself."""
     return node.all_input_nodes[0] if _is_joined_norm(node) else node
 
 

@@ -200,7 +200,7 @@ MIXERS: dict[Any, Callable[[LoweringState, Node], None]] = {
 
 
 def recipe_of(node: Any) -> WeightRecipe:
-    """Return the recipe of a weight node."""
+    """Return a weight node's recipe."""
     found = info(node).recipe
     assert found is not None, f"{node} is no weight"
     return found

@@ -1,7 +1,7 @@
 """An executable over several ranks: the leader schedules and samples, followers run the same steps.
 
 The leader sends a step before running it. Followers return nothing. Collectives inside a step run
-between the executables of the ranks.
+between the ranks' executables.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Calibrated folders: weights as codes of their formats, bound to one precision."""
+"""Calibrated folders: weights as their formats' codes, bound to one precision."""

@@ -70,7 +70,7 @@ class CalibratedCheckpoint:
 
     @property
     def origin(self) -> tuple[str, str]:
-        """The method with its text, and the hash of the original checkpoint."""
+        """The method with its text, and the original checkpoint's hash."""
         return self.facts.text_line, self.facts.original
 
     @property

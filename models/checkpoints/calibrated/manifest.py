@@ -55,7 +55,7 @@ class CalibrationFacts:
         method: ``rtn``, ``imatrix`` or ``gptq``.
         text: Text name.
         text_sha256: SHA-256 over its token ids, or over an imatrix file.
-        num_tokens: Number of text tokens.
+        num_tokens: Text token count.
         sequence_length: Tokens in a sequence.
         settings: Method settings, by name.
     """

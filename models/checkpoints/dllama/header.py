@@ -270,7 +270,7 @@ def write_header(header: DllamaHeader, path: Path) -> bytes:
 
 
 def tensors(header: DllamaHeader) -> Iterator[DllamaTensor]:
-    """Yield the file's tensors in order. Lazy, because the number of layers may be wrong."""
+    """Yield the file's tensors in order. Lazy, because the layer count may be wrong."""
     hidden, vocab = header.hidden_size, header.vocab_size
     yield DllamaTensor("model.embed_tokens.weight", (vocab, hidden), "F32")
     for layer in range(header.num_layers):

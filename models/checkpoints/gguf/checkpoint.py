@@ -223,7 +223,7 @@ class GGUFCheckpoint:
     def _pieces(
         self, view: View, start: int, stop: int
     ) -> Iterator[tuple[str, GGUFTensor, int, int]]:
-        """Yield the stored tensors, or an expert's slices, for rows of a view."""
+        """Yield the stored tensors, or an expert's slices, for a view's rows."""
         for piece in view.rows(start, stop):
             yield piece.tensor, self._share(piece), piece.first, piece.stop
 
@@ -236,7 +236,7 @@ class GGUFCheckpoint:
         return dataclasses.replace(whole, shape=whole.shape[1:], start=at, nbytes=nbytes)
 
     def _values(self, name: str, tensor: GGUFTensor, start: int, stop: int) -> Tensor:
-        """Return rows of a stored tensor with Hugging Face's order and values."""
+        """Return a stored tensor's rows with Hugging Face's order and values."""
         shape = (stop - start, *tensor.shape[1:])
         if len(shape) == 1 and TENSOR_TYPES[tensor.dtype][1] > 1:  # rows have no separate bytes
             whole = dequantise(self._rows(tensor, 1, slice(1)), tensor.dtype)

@@ -1,4 +1,4 @@
-"""Header of a GGUF file: metadata and tensor table, read from untrusted bytes.
+"""A GGUF file's header: metadata and tensor table, read from untrusted bytes.
 
 Every count and length is checked against the remaining bytes before allocation. The meanings of
 metadata and tensors are defined elsewhere.
@@ -90,7 +90,7 @@ class GGUFTensor:
     """A tensor's shape (rows first), type, and its bytes [start, start + nbytes) in the file.
 
     Attributes:
-        part: Index of the file, for a model in several files.
+        part: The file's index, for a model in several files.
     """
 
     name: str
@@ -108,7 +108,7 @@ class GGUFHeader:
     Metadata values are bool, int, float, str, list[str] or numpy arrays with numbers.
 
     Attributes:
-        nbytes: Offset of the tensor data.
+        nbytes: The tensor data's offset.
         alignment: Alignment of tensors in bytes.
         spans: First byte and end of every metadata pair: key, type and value.
     """
@@ -161,7 +161,7 @@ class _HeaderCursor:
 
 
 def header_of(path: Path) -> GGUFHeader:
-    """Return the header of the GGUF file at ``path``. See `read_header`.
+    """Return the GGUF file's header at ``path``. See `read_header`.
 
     Reading a vocabulary is slow, and commands use the header repeatedly. The last header is cached
     while the file system reports no change.

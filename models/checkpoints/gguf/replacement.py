@@ -101,7 +101,7 @@ def _data(original: GGUFCheckpoint, calibrated: CalibratedCheckpoint, entry: _Gg
 def _header(path: Path, original: GGUFHeader, entries: list[_GgufEntry]) -> bytes:
     """Return everything before the data.
 
-    The metadata is that of the original, without its parts, and with the type of the new file.
+    The metadata is that of the original, without its parts, and with the new file's type.
     """
     data = map_file(path)
     kept = {key: span for key, span in original.spans.items() if not key.startswith(_SPLIT)}

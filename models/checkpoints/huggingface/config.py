@@ -131,7 +131,7 @@ def hf_values(config: ModelConfig) -> dict[str, Any]:
 
 
 def _text_type(values: Mapping[str, object], where: Path | str) -> str:
-    """Return the type of the text model, which may be inside a multimodal config.json.
+    """Return the text model's type, which may be inside a multimodal config.json.
 
     Raises:
         CheckpointError: The type is unknown, or there is no text model of an allowed type.

@@ -29,7 +29,7 @@ _ALLOWED = 'allowed: a file with the draft layer, or --speculative-config withou
 
 
 class DraftLayerCheckpoint(SafetensorsCheckpoint):
-    """Tensors of a draft layer, with the model's embedding and head. The layer has index 0.
+    """A draft layer's tensors, with the model's embedding and head. The layer has index 0.
 
     Raises:
         CheckpointError: The draft layer is missing or unsupported. See also

@@ -12,7 +12,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def find_shards(path: Path) -> tuple[list[str], dict[str, str]]:
-    """The names of shard files, and the shard of each tensor by the index (empty without one).
+    """The names of shard files, and each tensor's shard by the index (empty without one).
 
     Raises:
         CheckpointError: no weights, several files without an index, or an index that is not one.

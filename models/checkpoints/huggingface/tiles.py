@@ -39,7 +39,7 @@ _DEFAULTS = {
 def read_tile_tower(
     keys: Keys, section: Mapping[str, object], config: ModelConfig
 ) -> TileTowerConfig:
-    """Return the sizes of a tower.
+    """Return a tower's sizes.
 
     Raises:
         CheckpointError: A key is out of range or unsupported.

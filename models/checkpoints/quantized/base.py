@@ -41,7 +41,7 @@ class QuantizedTensor(ABC):
         shape: Rows and columns, or more leading axes for experts.
         label: Scheme in the file.
         names: Stored tensors.
-        num_shares: Number of weights in the stored tensors.
+        num_shares: Weight count in the stored tensors.
     """
 
     shape: tuple[int, ...]

@@ -57,9 +57,9 @@ class CodebookTensor(QuantizedTensor):
 
 @dataclass(frozen=True, slots=True)
 class ByteTensor(QuantizedTensor):
-    """Codes ``[N, K]`` and the largest magnitude of each output.
+    """Codes ``[N, K]`` and each output's largest magnitude.
 
-    The operations are in the order of the package.
+    The operations are in the package's order.
     """
 
     shape: tuple[int, int]

@@ -23,7 +23,7 @@ BLOCKS: dict[str, tuple[int, int]] = {"Q4_0": (-8, 7), "Q5_0": (-16, 15), "Q8_0"
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Rows of a weight.
+    """A weight's rows.
 
     Attributes:
         codes: int16 ``[rows, columns]``, zero already subtracted.

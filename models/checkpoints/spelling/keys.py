@@ -1,4 +1,4 @@
-"""Typed access to the keys of a configuration file."""
+"""Typed access to a configuration file's keys."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Keys:
         return Keys(named, self.where, f"{key}.")
 
     def unread(self, key: str) -> object:
-        """Return the value of an unread key, or None."""
+        """Return an unread key's value, or None."""
         return None if key in self._read else self.values.get(self.prefix + key)
 
     def refuse_unread(self, neutral: Mapping[str, Iterable[object]]) -> None:
@@ -144,7 +144,7 @@ class Keys:
 
 
 def read_kv_heads(keys: Keys, key: str, num_heads: int) -> int:
-    """Return the number of key/value heads. The default is the number of query heads.
+    """Return the number of key/value heads. The default is the query head count.
 
     Raises:
         CheckpointError: The number does not divide ``num_heads``.

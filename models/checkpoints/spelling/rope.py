@@ -266,7 +266,7 @@ def gguf_rope(
     Frequency factors are tensors. The file's reader adds them.
 
     Raises:
-        CheckpointError: A scaling or a number of rotated channels is unsupported.
+        CheckpointError: A scaling or a rotated channel count is unsupported.
     """
     key = "rope.dimension_count"
     num_rotated = keys.integer(key, 2, head_dim, default=head_dim)

@@ -1,1 +1,1 @@
-"""Arguments of each command."""
+"""Each command's arguments."""

@@ -61,7 +61,7 @@ class PromptArgs:
 def read_args(
     argv: Sequence[str], extra: type, sign: Sign, *, prog: str, description: str
 ) -> PromptArgs:
-    """Read a command line with a path, the options of ``extra`` and the options of this module.
+    """Read a command line with a path, the options of ``extra`` and this module's options.
 
     ``sign`` shows the first progress line after parsing, before any file is read.
 
@@ -85,7 +85,7 @@ def read_args(
 
 
 def messages_of(system: str | None) -> list[dict[str, str]]:
-    """Return the first messages of a chat: the system message, or nothing."""
+    """Return a chat's first messages: the system message, or nothing."""
     return [{"role": "system", "content": system}] if system else []
 
 
@@ -133,7 +133,7 @@ def _collected_later() -> Iterator[None]:
 def compile_model(
     args: PromptArgs, source: ModelHandle, sign: Sign, *, context: int | None = None
 ) -> LLM:
-    """Compile the requested model for a single sequence. None: the context of the configuration."""
+    """Compile the requested model for a single sequence. None: the configuration's context."""
     from tilewright.api import compile, open_draft_model
     from tilewright.llm import LLM
 

@@ -269,7 +269,7 @@ def _from_yaml(key: str, value: object, *, place: str) -> object:
 
 
 def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
-    """Check the arguments and fill in defaults. ``name`` is the default stem of the file."""
+    """Check the arguments and fill in defaults. ``name`` is the file's default stem."""
     found: dict[str, Any] = {field.name: given.get(field.name) for field in fields(SweepOptions)}
     for key in (*LISTS, *_USUAL):
         value = found[key] or _USUAL.get(key)
@@ -332,7 +332,7 @@ def _option_texts(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _size(option: str, text: str) -> int:
-    """Return the number of bytes in ``1.2GB``, ``300MB`` or ``4096``.
+    """Return the byte count in ``1.2GB``, ``300MB`` or ``4096``.
 
     Raises:
         ConfigError: for another text.

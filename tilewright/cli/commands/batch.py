@@ -1,4 +1,4 @@
-"""``tilewright batch``: answer the rows of a file, and write the answers to another file."""
+"""``tilewright batch``: answer a file's rows, and write the answers to another file."""
 
 from __future__ import annotations
 

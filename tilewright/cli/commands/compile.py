@@ -275,7 +275,7 @@ def _emit(
 
 
 def _settings(model: LoadedModel, arguments: argparse.Namespace) -> dict[str, object]:
-    """Return the additional settings of an export, see `emit` of each target."""
+    """Return an export's additional settings, see `emit` of each target."""
     if arguments.emit == "engine":
         from tilewright.loading.engine_config import engine_config
 

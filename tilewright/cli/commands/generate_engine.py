@@ -190,7 +190,7 @@ class _EngineSearch:
         return found
 
     def _settings(self) -> Any:
-        """Read the settings of the model, and check its weights."""
+        """Read the model's settings, and check its weights."""
         import torch
 
         from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
@@ -286,11 +286,11 @@ class _EngineSearch:
         )
 
     def _try(self, trial: Trial, least: float = 0.0) -> dict[str, Any] | str:
-        """Return the measurements of a child process, or the reason of its failure."""
+        """Return a child process's measurements, or its failure's reason."""
         from tilewright.evaluate.measure.engine_trial import command
 
         left = max(least, self.deadline - time.monotonic())
-        quiet = {"OMP_WAIT_POLICY": "PASSIVE"}  # waiting threads leave the cores of a busy machine
+        quiet = {"OMP_WAIT_POLICY": "PASSIVE"}  # waiting threads leave a busy machine's cores
         given = [*PYTHON, *command(trial)]
         with Child(given, timeout_s=left, environment=quiet, what="a trial") as child:
             ended = child.wait()

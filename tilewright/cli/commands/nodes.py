@@ -195,7 +195,7 @@ def _parsed(argv: Sequence[str], prog: str, description: str) -> _NodesArgs:
 
 
 def _settle(given: _NodesArgs) -> _NodesArgs:
-    """Return the arguments with the defaults of their task."""
+    """Return the arguments with their task's defaults."""
     assert given.task is not None
     own: dict[str, Any] = {"max_seq_len": max(given.steps or max(_PROMPTS.values()), _POSITIONS)}
     own |= _TASKS[given.task]
@@ -229,7 +229,7 @@ def _task(given: _NodesArgs) -> int:
 
 
 def _script(given: _NodesArgs, prompt: _NodesPrompt) -> str:
-    """Return a shell script that repeats the run of a prompt from any directory."""
+    """Return a shell script that repeats a prompt's run from any directory."""
     command = [*PYTHON, "-m", "tilewright.cli.main", "run"]
     model = {name: getattr(given.config, name) for name in names_of(EngineConfig, MODEL)}
     own = {each.name: getattr(given, each.name) for each in fields(given)}

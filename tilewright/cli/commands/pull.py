@@ -1,4 +1,4 @@
-"""``tilewright pull``: the files of a model from the Hugging Face hub into its local cache."""
+"""``tilewright pull``: a model's files from the Hugging Face hub into its local cache."""
 
 from __future__ import annotations
 

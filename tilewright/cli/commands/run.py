@@ -86,7 +86,7 @@ def _prompt(given: str | None) -> str:
 
 
 def _tokens(source: ModelHandle, prompt: str, system: str | None) -> tuple[int, ...]:
-    """Return the tokens of the prompt as a chat, or as text without a chat template."""
+    """Return the prompt's tokens as a chat, or as text without a chat template."""
     tokenizer = source.tokenizer
     if tokenizer.has_chat_template:
         chat: list[dict[str, Any]] = [*messages_of(system), {"role": "user", "content": prompt}]

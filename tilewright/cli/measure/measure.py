@@ -50,7 +50,7 @@ from tilewright.utils.files import cache_dir
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """Requests of a run, and the context for them."""
+    """A run's requests, and the context for them."""
 
     jobs: tuple[TimedRequest, ...]
     context: int
@@ -102,7 +102,7 @@ def plan_jobs(source: ModelHandle, options: RunOptions, *, max_groups: int = 1) 
 
 
 def _prompt_tokens(source: ModelHandle, options: RunOptions) -> list[tuple[list[int], int]]:
-    """Return token ids and the number of tokens to generate, for every user."""
+    """Return token ids and the token count to generate, for every user."""
     case, tokenizer = options.case, source.tokenizer
     most = case.max_generated_tokens
     if case.prompt_length is not None:
@@ -123,7 +123,7 @@ def _prompt_tokens(source: ModelHandle, options: RunOptions) -> list[tuple[list[
 def compile_for(
     source: ModelHandle, options: RunOptions, plan: BenchPlan, progress: Progress
 ) -> Compiled:
-    """Compile the model for the batch and the context of the plan."""
+    """Compile the model for the batch and the plan's context."""
     model = options.model.changed(max_num_seqs=options.case.batch_size, max_model_len=plan.context)
     return compile(source, model, progress=progress, ends_process=True)
 
@@ -164,7 +164,7 @@ def measure_accuracy(
 
 
 def subject_of(source: ModelHandle, text: AccuracyText | None = None) -> tuple[Subject, list[int]]:
-    """Return the identity of a reference for this model, and the tokens of the accuracy text.
+    """Return the identity of a reference for this model, and the accuracy text's tokens.
 
     Raises:
         ConfigError: for random weights, or for a text with too few tokens.
@@ -189,7 +189,7 @@ def find_reference(
     A compiled directory has no weights for logits, so they are None without a cached copy.
 
     Raises:
-        CheckpointError: if the reference of a compiled directory is missing.
+        CheckpointError: if a compiled directory's reference is missing.
     """
     text, source = text or accuracy_text(), source.original or source
     subject, tokens = subject_of(source, text)
@@ -213,7 +213,7 @@ def find_reference(
 
 
 def known_reference(subject: Subject, text: AccuracyText) -> AccuracyReference | None:
-    """Return the versioned reference of a model, else the cached reference, else None.
+    """Return a model's versioned reference, else the cached reference, else None.
 
     A versioned file of another model or tokenizer is not used. Versioned files have the standard
     text.
@@ -247,8 +247,8 @@ def compile_reference(model: LoadedModel, progress: Progress) -> Executable:
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak resident memory of this process, in bytes."""
-    # getrusage starts with the peak of the parent process, /proc does not.
+    """Return this process's peak resident memory, in bytes."""
+    # getrusage starts with the parent process's peak, /proc does not.
     status = Path("/proc/self/status")
     if status.is_file():
         found = re.search(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)

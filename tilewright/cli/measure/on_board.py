@@ -1,6 +1,6 @@
 """``tilewright bench`` on an absent board: emulated text and accuracy, predicted speed.
 
-The time of the emulator is never printed as the speed of a board.
+The emulator's time is never printed as the speed of a board.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run_board(source: ModelHandle, options: RunOptions, screen: Console) -> int:
 
 
 def say_expected_time(num_multiplies: int, precision: str) -> None:
-    """Print the expected minutes of emulation, and the name of a shorter case."""
+    """Print the expected minutes of emulation, and a shorter case's name."""
     seconds = _START_SECONDS + num_multiplies / _MULTIPLIES_PER_SECOND
     text = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
     said = f"the board is emulated, multiply by multiply: about {text} on two cores "
@@ -235,7 +235,7 @@ class _Board:
 
 
 def _rows(record: Result) -> list[tuple[str, str]]:
-    """Return the values of a record, with the kind in their names."""
+    """Return a record's values, with the kind in their names."""
     if record.kind == "emulated":
         return [
             (f"{name}, emulated", text) for name, text in console.accuracy_rows(record.accuracy)

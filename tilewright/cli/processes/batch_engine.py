@@ -36,7 +36,7 @@ from tilewright.serve.web.server_log import say
 
 
 def open_batch_source(options: BatchOptions) -> ModelHandle:
-    """Open the model of a batch with the requested tokenizer. Reads no weights."""
+    """Open a batch's model with the requested tokenizer. Reads no weights."""
     use_cache = options.model.config.use_cache
     source = load(options.model.path, use_cache=use_cache, config=options.model)
     for note in source.notes:

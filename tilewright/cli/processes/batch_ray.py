@@ -33,7 +33,7 @@ _SLOTS_FULL = 8
 
 
 class Actor:
-    """An engine in a Ray process. Ray gives the rows of a killed actor to another actor."""
+    """An engine in a Ray process. Ray gives a killed actor's rows to another actor."""
 
     def __init__(self, argv: tuple[str, ...], created: int, threads: int) -> None:
         from tilewright.cli.processes.batch_engine import batch_engine, open_batch_source

@@ -20,7 +20,7 @@ def is_follower(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
 
 
 def follow_here(argv: Sequence[str]) -> int:
-    """Follow rank 0 with this process, or with the ranks of this machine; the exit code.
+    """Follow rank 0 with this process, or with this machine's ranks; the exit code.
 
     Raises:
         TilewrightError: where rank 0 is not reached, or the group fails.

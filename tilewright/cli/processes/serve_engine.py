@@ -90,7 +90,7 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
 
 
 class _StartReport:
-    """Sends the progress of a start to the API server, at most ten times a second."""
+    """Sends a start's progress to the API server, at most ten times a second."""
 
     def __init__(self, transport: SocketTransport) -> None:
         self._transport = transport

@@ -142,7 +142,7 @@ def ask(journal: SweepJournal, states: Sequence[CellState], what: What) -> list[
 
 
 def cells_text(count: int) -> str:
-    """Return a number of cells in words: ``1 cell``, ``2 cells``."""
+    """Return a cell count in words: ``1 cell``, ``2 cells``."""
     return "1 cell" if count == 1 else f"{count} cells"
 
 

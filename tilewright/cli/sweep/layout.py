@@ -1,6 +1,6 @@
 """Tables as text: sorted columns and lines that fit a width, or Markdown.
 
-Knows nothing of sweeps, except the cells of a line.
+Knows nothing of sweeps, except a line's cells.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Column:
     highest_first: bool = False
 
     def show(self, line: ScreenLine) -> str:
-        """Return the text of a line in this column."""
+        """Return a line's text in this column."""
         value = line.values[self.key]
         return "" if value is None else self.text(value)
 
@@ -106,7 +106,7 @@ class Listing:
         return replace(self, lines=(*known, *unknown))
 
     def widths(self, room: int | None = None) -> list[int]:
-        """Return the width of each column. The name column shrinks to fit ``room``."""
+        """Return each column's width. The name column shrinks to fit ``room``."""
         found = [
             max(len(column.title), *(len(column.show(line)) for line in self.lines), 0)
             for column in self.columns

@@ -84,12 +84,12 @@ def _document(states: dict[str, SweepState], output: str) -> str:
     def relative(link: re.Match[str]) -> str:
         return f"]({os.path.relpath(Path(link[1]).resolve(), folder)})"
 
-    # Links are relative to the root of the repository.
+    # Links are relative to the repository's root.
     return _LINK.sub(relative, text) if Path("precision_cfgs").is_dir() else text
 
 
 def _extra(path: str, state: SweepState) -> str:
-    """Return the sections of a sensitivity sweep, empty before its base is measured."""
+    """Return a sensitivity sweep's sections, empty before its base is measured."""
     if state.planned.plan != _SENSITIVITY:
         return ""
     from tilewright.evaluate.sweep import sensitivity_report

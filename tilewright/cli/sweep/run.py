@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 
 def open_journal(options: SweepOptions) -> SweepJournal:
-    """Open the journal of the sweep to resume, which must have the requested plan.
+    """Open the sweep's journal to resume, which must have the requested plan.
 
     Raises:
         ConfigError: if the file has another plan or other options.
@@ -99,7 +99,7 @@ def _settle_other_code(journal: SweepJournal, options: SweepOptions) -> None:
 
 
 def planned(options: SweepOptions, cells: Sequence[Cell]) -> Planned:
-    """Return the header of a new sweep. The first cell per model and target is the base."""
+    """Return a new sweep's header. The first cell per model and target is the base."""
     surroundings = environment(hash_host=True)
     bases: dict[tuple[str, ...], str] = {}
     for cell in cells:  # keyed by place, because all headings have the same name
@@ -258,7 +258,7 @@ def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
 
 
 def calibrated_folders(journal: SweepJournal, options: SweepOptions) -> CalibratedFolders:
-    """Return the store of calibrated directories, in the directory of the sweep file."""
+    """Return the store of calibrated directories, in the sweep file's directory."""
     text = options.calibration_text or journal.state.planned.options.get("calibration_text")
     root = journal.path.with_name(f"{journal.path.stem}-calibrated")
     return CalibratedFolders(root.absolute(), None if text is None else Path(text).absolute())
@@ -271,7 +271,7 @@ def calibrations(options: SweepOptions) -> list[str]:
 
 @contextmanager
 def runner_of(journal: SweepJournal, options: SweepOptions) -> Iterator[Runner]:
-    """Yield the runner of a sweep with progress. Raises ConfigError if another runner is active."""
+    """Yield a sweep's runner with progress. Raises ConfigError if another runner is active."""
     launch = launcher(
         timeout_s=options.timeout_s,
         max_bytes=options.memory,

@@ -130,7 +130,7 @@ def _folder_beside(path: Path) -> Path:
 
 
 def _copy_folder(weights: Path, path: Path) -> None:
-    """Copy the winner's weights to the directory of its YAML, completely or not at all."""
+    """Copy the winner's weights to its YAML's directory, completely or not at all."""
     folder = _folder_beside(path)
     if folder.exists() and not is_calibrated(folder):
         raise ConfigError(f"{folder}: is in the way; allowed: another --output, then --resume")

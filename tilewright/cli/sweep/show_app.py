@@ -179,13 +179,13 @@ class SweepScreen(Screen[None]):
             self.action_toggle_cells()
 
     def action_sort(self) -> None:
-        """Sort by the next column. After the last column, use the order of the plan."""
+        """Sort by the next column. After the last column, use the plan's order."""
         keys = [None, *(column.key for column in self.table().columns)]
         self.sort = keys[(keys.index(self.sort) + 1) % len(keys)]
         self._redo(is_at_top=True)
 
     def action_reverse(self) -> None:
-        """Reverse the order of the lines."""
+        """Reverse the lines' order."""
         self.is_reversed = not self.is_reversed
         self._redo(is_at_top=True)
 
@@ -205,7 +205,7 @@ class SweepScreen(Screen[None]):
         self.app.push_screen(TextScreen("The front: speed against top-1", text))
 
     def on_data_table_row_selected(self) -> None:
-        """Open the log of the newest cell of a line."""
+        """Open the log of a line's newest cell."""
         line = self.current()
         if line is None:
             return
@@ -296,7 +296,7 @@ class MarkdownScreen(TextScreen):
         self.add_class("wide")
 
     def action_write(self) -> None:
-        """Write the Markdown to a file in the directory of the sweep file."""
+        """Write the Markdown to a file in the sweep file's directory."""
         try:
             write_text(self.path, self.source())
             said = f"written to {self.path}"

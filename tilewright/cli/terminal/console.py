@@ -89,7 +89,7 @@ def note(console: Console, *lines: str) -> None:
 
 
 def print_files(console: Console, folder: Path) -> None:
-    """Print the files of a written directory with their sizes."""
+    """Print a written directory's files with their sizes."""
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):
         size = f"{path.stat().st_size / 1e6:10,.1f} MB"
         console.print(f"{size}  {path.relative_to(folder)}", soft_wrap=True)
@@ -107,7 +107,7 @@ def keep_results(screen: Console, options: RunOptions, results: Sequence[Result]
 
 
 def result_rows(result: Result) -> list[tuple[str, str]]:
-    """Return the values of a result as pairs of name and text."""
+    """Return a result's values as pairs of name and text."""
     spread_of = partial(with_spread, word="spread ")
     rows = [
         ("TTFT (ms)", spread_of(_number(result.ttft_ms), result.ttft_spread)),

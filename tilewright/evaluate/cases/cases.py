@@ -35,7 +35,7 @@ class Case:
 
     Attributes:
         name: `<precision>-<workload>`, lower case.
-        precision: Name of a configuration in `precision_cfgs/`.
+        precision: A configuration's name in `precision_cfgs/`.
         description: One line for `--list`.
         prompts: A file in `demo/sample_prompts` with natural prompts or, with `prompt_length`, a
             file in `tilewright/evaluate/cases/texts` to cut them from.
@@ -45,7 +45,7 @@ class Case:
         num_repeats: Measured repeats of the whole batch, without the warm-up.
         stop_at_eos: Stop at the model's end token.
         token_accuracy: Measure top-1 and top-5 by teacher forcing.
-        data_parallel: Number of model replicas.
+        data_parallel: Model replica count.
         rotate_prompts: Give every prompt to the next user in each repeat. The output for a prompt
             must be the same each time.
 
@@ -92,8 +92,8 @@ def check_case(case: Case, *, max_context: int, max_data_parallel: int) -> None:
     """Raise an error if the model or the device cannot run a case.
 
     Args:
-        max_context: Context of the model in tokens.
-        max_data_parallel: Maximum number of replicas on the device.
+        max_context: The model's context in tokens.
+        max_data_parallel: Maximum replica count on the device.
 
     Raises:
         ConfigError: Names the required and the available size.

@@ -67,7 +67,7 @@ class AccuracyText:
 def accuracy_text(name_or_path: str = ACCURACY_TEXT) -> AccuracyText:
     """Return an included text by name (``-`` equals ``_``), or a user's file.
 
-    The name of a file in records is its stem and the start of its SHA-256. Therefore a file never
+    A file's name in records is its stem and the start of its SHA-256. Therefore a file never
     has the name of an included text or of its earlier contents.
 
     Raises:
@@ -89,7 +89,7 @@ def accuracy_text(name_or_path: str = ACCURACY_TEXT) -> AccuracyText:
 
 
 def sample_prompts_dir() -> Path:
-    """Return the directory of the sample prompts.
+    """Return the sample prompts' directory.
 
     The path is relative to this package in a wheel and in a clone. The package
     `demo.sample_prompts` is not used, because a different `demo` package could hide it.

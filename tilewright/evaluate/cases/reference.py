@@ -55,7 +55,7 @@ class AccuracyReference:
     Attributes:
         tokens: The text.
         guesses: The five likeliest ids for position ``prefill + i``.
-        margins: First logit minus second, by position. It is the confidence of the prediction.
+        margins: First logit minus second, by position. It is the prediction's confidence.
         versions: Library versions.
     """
 
@@ -75,7 +75,7 @@ class AccuracyReference:
 
 
 def text_tokens(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    """Return the first tokens of a text, as many as an accuracy run needs.
+    """Return a text's first tokens, as many as an accuracy run needs.
 
     Raises:
         ConfigError: The text is too short with this tokenizer.
@@ -131,7 +131,7 @@ def save_reference(reference: AccuracyReference, path: Path) -> None:
 
 
 def reference_bytes(reference: AccuracyReference) -> bytes:
-    """Return the contents of a reference file."""
+    """Return a reference file's contents."""
     body = {"id": reference.id, **dataclasses.asdict(reference)}
     return (json.dumps(body, separators=(",", ":")) + "\n").encode()
 
@@ -169,7 +169,7 @@ def _short(text: str) -> str:
 
 
 def cached_logits(reference: AccuracyReference) -> Tensor | None:
-    """Return the cached fp32 logits of a reference, or None."""
+    """Return a reference's cached fp32 logits, or None."""
     shape = (len(reference.guesses),)
     try:
         # mapped, so that a header with a wrong shape allocates nothing

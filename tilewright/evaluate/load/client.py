@@ -62,7 +62,7 @@ class Heard:
         return (self.times[-1] - self.times[0]) / max(1, self.count - 1)
 
     def gaps(self) -> list[float]:
-        """Return the seconds between chunks (ITL), divided by the mean number of tokens in a
+        """Return the seconds between chunks (ITL), divided by the mean token count in a
         chunk.
         """
         share = max(1.0, (self.count - 1) / max(1, len(self.times) - 1))
@@ -154,7 +154,7 @@ class Client:
             await asyncio.sleep(0.1)
 
     async def take_model(self) -> None:
-        """Select the first model of the server for later requests, or ``model`` if none is
+        """Select the server's first model for later requests, or ``model`` if none is
         listed.
         """
         response = await self.fetch("/v1/models")

@@ -12,7 +12,7 @@ class LoadConfig:
     """Sizes for a load test. A scenario ignores fields that do not concern it.
 
     Attributes:
-        requests: Total number of requests.
+        requests: Total request count.
         concurrency: Concurrent users.
         rate: Arriving requests per second. 0: a user sends the next request after a response.
         input_tokens: Tokens in a prompt.

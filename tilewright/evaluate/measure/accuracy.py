@@ -53,8 +53,8 @@ def teacher_force(
     """Run the text of a reference through prefill and decode steps.
 
     Args:
-        logits: Logits of the reference, ``[predictions, vocab]``. None: no KL.
-        on_step: Called with the completed and total number of predictions.
+        logits: The reference's logits, ``[predictions, vocab]``. None: no KL.
+        on_step: Called with the completed and total prediction count.
 
     Raises:
         CompileError: Logits are not finite.

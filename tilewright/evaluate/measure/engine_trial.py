@@ -35,7 +35,7 @@ class Trial:
     """Parameters for a trial.
 
     Attributes:
-        engine: Path of the engine. None: time the reference and write its logits to ``expected``.
+        engine: The engine's path. None: time the reference and write its logits to ``expected``.
         repeats: Timed repeats of every case after the first run. 0: time the first run.
         fresh: Create an engine for every repeat, as evaluators do.
     """

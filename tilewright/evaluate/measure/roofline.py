@@ -38,7 +38,7 @@ class TrafficShare:
     Attributes:
         formats: Requested formats.
         kinds: The target's storage formats.
-        num_weights: Number of weights. 0 for state.
+        num_weights: Weight count. 0 for state.
         stored: Stored bytes.
         moved: Bytes read by a step, or read and written again.
     """

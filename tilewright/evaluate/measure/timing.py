@@ -32,7 +32,7 @@ class TimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """One repeat: its metrics, and the output of each request in request order."""
+    """One repeat: its metrics, and each request's output in request order."""
 
     repeat: Repeat
     outputs: tuple[tuple[int, ...], ...]

@@ -107,7 +107,7 @@ def _heat_caption(
 
 def _name_axes(axes: Axes, *, rows: Sequence[str], columns: Sequence[str], step: int) -> None:
     names = [figures.shown(name) for name in columns]
-    # approximate number of characters
+    # approximate character count
     room = (figures.WIDTH - 2.5) * 72 / len(names) / (0.6 * figures.LABEL_SIZE)
     slanted = max(map(len, names)) > room
     axes.set_xticks(

@@ -61,7 +61,7 @@ def draw_front(
     Points at the same position share a label. The figure grows until all labels fit.
 
     Args:
-        base: Name of the base configuration, marked in its label.
+        base: The base configuration's name, marked in its label.
 
     Raises:
         ConfigError: There are no points, a point is not finite, the labels do not fit, or

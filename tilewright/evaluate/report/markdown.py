@@ -46,7 +46,7 @@ class TableLine:
 
 @dataclass(frozen=True, slots=True)
 class TableBlock:
-    """A table: header cells, header line, and rows with the same number of cells."""
+    """A table: header cells, header line, and rows with the same cell count."""
 
     columns: tuple[str, ...]
     rows: tuple[TableLine, ...]

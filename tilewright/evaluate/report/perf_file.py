@@ -1,4 +1,4 @@
-"""Update of the tables in PERF.md from recorded results. Handwritten text is kept."""
+"""The tables' update in PERF.md from recorded results. Handwritten text is kept."""
 
 from __future__ import annotations
 

@@ -94,9 +94,9 @@ class PerfRow:
         model, device: printed names without the marks of the next three fields.
         random: whether the weights are random.
         dp: data-parallel replicas.
-        mesh: devices of a replica, if printed.
-        precision: cell of the column Precision. None without the column.
-        calibration: cell of the column Calibration, empty for round to nearest.
+        mesh: a replica's devices, if printed.
+        precision: the column Precision's cell. None without the column.
+        calibration: the column Calibration's cell, empty for round to nearest.
         top1, top5: percent, emulated in a section of boards.
         speed: tokens per second and user, predicted in a section of boards.
         ttft: ms, predicted in a section of boards, the average in a batch.
@@ -157,7 +157,7 @@ class Document:
     def find(
         self, kind: SectionKind, *, context_k: int | None = None, result_kind: Kind = "measured"
     ) -> Section | None:
-        """Return the section of a kind, or None.
+        """Return a kind's section, or None.
 
         Raises:
             ConfigError: for several sections, because their rows might contradict each other.

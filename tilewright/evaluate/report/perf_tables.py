@@ -214,7 +214,7 @@ def _environment_plan(groups: list[ResultGroup]) -> TablePlan:
 def _precision_plans(groups: list[ResultGroup]) -> list[TablePlan]:
     """Return a section per heading.
 
-    A group has its row in the section of its first name. The sections of its other headings refer
+    A group has its row in its first name's section. The sections of its other headings refer
     to it.
     """
     printed = [group for group in groups if _has_perf_row(group)]
@@ -236,7 +236,7 @@ def _precision_plans(groups: list[ResultGroup]) -> list[TablePlan]:
 def _precision_plan(
     title: str, members: Sequence[tuple[ResultGroup, Result]], titles: Mapping[str, str]
 ) -> TablePlan:
-    """Return the section of a title. Each result is paired with its group."""
+    """Return a title's section. Each result is paired with its group."""
     intro = f"Precision {listed(sorted({result.precision_name for _, result in members}))}."
     if num_rules := count_layer_rules(members[0][1].heading):
         intro += f" {num_rules} layer rule{'s' if num_rules > 1 else ''}"

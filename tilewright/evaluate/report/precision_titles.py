@@ -60,7 +60,7 @@ def section_precision(section: Section) -> PrecisionConfig:
 
 
 def count_layer_rules(heading: str) -> int:
-    """Return the number of rules for layers in a heading."""
+    """Return the rule count for layers in a heading."""
     return _layer_text(heading).count(": {")
 
 
@@ -83,7 +83,7 @@ def _title(result: Result, *, is_shipped: bool) -> str:
 def _is_defined_so(result: Result) -> bool:
     """Return whether the measured configuration equals the shipped one of this name.
 
-    The number of layers is not recorded. The last layer with a rule is its lower bound.
+    The layer count is not recorded. The last layer with a rule is its lower bound.
     """
     precision = load_precision(result.precision_name)
     last = max(map(int, _LAST_LAYER.findall(_layer_text(result.heading))), default=0)

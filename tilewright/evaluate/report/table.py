@@ -44,7 +44,7 @@ class Table:
 
     @classmethod
     def by(cls, columns: Columns[T], rows: Iterable[T], *notes: str) -> Table:
-        """Return a table with the text of each column for each row."""
+        """Return a table with each column's text for each row."""
         lines = ([each(row) for each in columns.values()] for row in rows)
         return cls.of(list(columns), lines, *notes)
 
@@ -63,7 +63,7 @@ class Table:
 
 
 def csv_text(lines: Sequence[Mapping[str, CsvValue]]) -> str:
-    """Return comma-separated values. The header is the union of the keys, in order of occurrence.
+    """Return comma-separated values. The header is the keys' union, in order of occurrence.
 
     Numbers are unrounded. Text that a spreadsheet would run is quoted.
     """

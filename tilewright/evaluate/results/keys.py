@@ -17,12 +17,12 @@ def _keys(names: str, **renamed: str) -> Keys:
 
 
 def to_keys(values: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
-    """Return the values of a record by key."""
+    """Return a record's values by key."""
     return {keys[name]: value for name, value in values.items()}
 
 
 def from_keys(values: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
-    """Return the values of a record by field. An unknown key keeps its name."""
+    """Return a record's values by field. An unknown key keeps its name."""
     fields = {key: name for name, key in keys.items()}
     return {fields.get(key, key): value for key, value in values.items()}
 

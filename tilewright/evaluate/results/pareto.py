@@ -25,7 +25,7 @@ class Point:
     """A measured or published configuration as a point of speed and accuracy.
 
     Attributes:
-        name: Name of the configuration for printing. Unique on a front.
+        name: The configuration's name for printing. Unique on a front.
         speed: Median tokens per second for one user.
         top1: Percentage.
         rounds: Speed in each interleaved round, in one order for all points. Round i of two points
@@ -68,9 +68,9 @@ class Comparison:
 
     Attributes:
         better: The better point by the printed estimates. None: equal.
-        is_known: The noise of the difference is known.
-        is_distinguishable: The difference exceeds the noise in the direction of the estimates.
-        evidence: Basis of the comparison, first against second: ``p = 0.0352, +12 -3 of 512``.
+        is_known: The difference's noise is known.
+        is_distinguishable: The difference exceeds the noise in the estimates' direction.
+        evidence: The comparison's basis, first against second: ``p = 0.0352, +12 -3 of 512``.
     """
 
     better: Literal["first", "second"] | None
@@ -152,7 +152,7 @@ class ParetoRank:
     """Position of a point relative to the front; see `front`.
 
     Attributes:
-        dominated_by: Name of a dominating point by the estimates. None on the front.
+        dominated_by: A dominating point's name by the estimates. None on the front.
         notes: Unproven parts of the rank, as text.
     """
 
@@ -163,7 +163,7 @@ class ParetoRank:
 
 
 def front(points: Sequence[Point]) -> list[ParetoRank]:
-    """Return the rank of every point, in input order.
+    """Return every point's rank, in input order.
 
     - ``front``: By the estimates, no point is at least as good in both speed and top-1 and better
       in one. Equal points share the front. A predicted point that is faster only within the time

@@ -40,7 +40,7 @@ class Repeat:
         prefill_tps: Prompt tokens per second.
         decode_tsu: Decoded tokens per second for one user, without the first decode step.
         tps: Decoded tokens per second over all users.
-        ttft_first_ms, ttft_median_ms, ttft_last_ms: Over the users of a batch.
+        ttft_first_ms, ttft_median_ms, ttft_last_ms: Over a batch's users.
     """
 
     ttft_ms: float | None = None
@@ -77,7 +77,7 @@ class Paired:
     """Comparison with the base configuration at the same positions.
 
     Attributes:
-        base: Name of the base configuration.
+        base: The base configuration's name.
         b: Positions correct in the base only.
         c: Positions correct in this configuration only.
         p: Exact two-sided McNemar p.
@@ -139,7 +139,7 @@ class Accuracy:
     """Teacher-forced agreement with the fp32 reference.
 
     Attributes:
-        reference_id: Id of the reference file.
+        reference_id: The reference file's id.
         num_positions: Counted predictions.
         num_top1, num_top5: Predictions equal to the reference's first, or among its five.
         top1_interval, top5_interval: 95 % Wilson intervals, as fractions.
@@ -147,7 +147,7 @@ class Accuracy:
         paired: Comparison with the base. None: no base.
         hits: Top-1 positions, packed by `pack_hits`.
         kl_error: Standard error of ``kl_mean`` over the positions, in nats.
-        text: Name of an included text, or a name for a user's file.
+        text: An included text's name, or a name for a user's file.
     """
 
     reference_id: str
@@ -387,7 +387,7 @@ def _by_key(value: Any) -> Any:
 
 
 def is_heading(text: str) -> bool:
-    """Return whether a line has the form of a precision heading. Its maps are not parsed."""
+    """Return whether a line has a precision heading's form. Its maps are not parsed."""
     return (
         text.startswith("precision_cfg = {")
         and "}, fidelity_cfg = {" in text

@@ -29,7 +29,7 @@ class ResultRow:
 
     Attributes:
         names: the configurations, separated by commas.
-        dates, commits, machines, commands: origin of the values, "-" if unknown.
+        dates, commits, machines, commands: the values' origin, "-" if unknown.
         is_of_other_run: whether most rows of the table have another origin.
     """
 
@@ -251,7 +251,7 @@ LENGTHS = "Batch x prompt"
 
 
 def marks(commits: str, *, is_of_other_run: bool) -> list[str]:
-    """Return the marks of a row: `OTHER_RUN`, and `CHANGED` for a commit with local changes."""
+    """Return a row's marks: `OTHER_RUN`, and `CHANGED` for a commit with local changes."""
     signs = ((OTHER_RUN, is_of_other_run), (CHANGED, "-dirty" in commits))
     return [sign for sign, is_so in signs if is_so]
 

@@ -1,6 +1,6 @@
 """Statistics for results: intervals, paired tests, ranks and spreads.
 
-Pure Python on numbers. Excludes models and the source of the numbers.
+Pure Python on numbers. Excludes models and the numbers' source.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _exp(x: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Rank of a value in descending order.
+    """A value's rank in descending order.
 
     Attributes:
         index: Index in the input.

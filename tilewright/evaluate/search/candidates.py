@@ -2,7 +2,7 @@
 
 Pure functions from measurements to candidate configurations. A single part's loss is measured at
 one level. At another level, it has its share of the group's loss there. Losses are added as KL
-divergences, which is correct to first order for independent errors. The measurement of the result
+divergences, which is correct to first order for independent errors. The result's measurement
 checks this assumption.
 """
 
@@ -55,14 +55,14 @@ def part_options(
     stored: Mapping[Level | None, StoredBytes],
     cost_model: CostModel,
 ) -> dict[SweepUnit, list[LevelOption]]:
-    """List the options of each part: the base, and each measured level with a known time.
+    """List each part's options: the base, and each measured level with a known time.
 
     Args:
         parts: groups in layers.
         sensitivity: losses of single layers.
         group_losses: KL lost with a whole group at a level.
-        stored: bytes of the stored weights with all groups at a level. None: the base.
-        cost_model: predicts the time of a step.
+        stored: the stored weights' bytes with all groups at a level. None: the base.
+        cost_model: predicts a step's time.
     """
     share = _shares(parts, sensitivity)
     found = {part: [BASE_OPTION] for part in parts}
@@ -124,7 +124,7 @@ def plan_path(options: Mapping[SweepUnit, Sequence[LevelOption]], price: Price) 
     """List configurations from the cheapest to the most accurate. Each step raises a part.
 
     Every part starts at its largest saving and climbs its convex hull. Steps are sorted by the KL
-    won per unit of saving. This is the Lagrangian relaxation of a knapsack: each configuration is
+    won per unit of saving. This is a knapsack's Lagrangian relaxation: each configuration is
     the most accurate prediction for its saving (H. Everett, Operations Research 11, 1963).
     """
     cheapest: dict[SweepUnit, LevelOption] = {}
@@ -166,14 +166,14 @@ def _bargain(before: LevelOption, after: LevelOption, price: Price) -> float:
 def first_meeting(low: int, high: int, meets: Callable[[int], bool]) -> int | None:
     """Return the fewest steps from ``low`` to ``high`` that meet the bound, by bisection.
 
-    ``meets`` should change once. With several changes through noise, one of them is found. Return
+    ``meets`` should change once. With several changes through noise, any change is found. Return
     None if ``high`` does not meet the bound.
     """
     return low + bisect_left(range(low, high), True, key=meets) if meets(high) else None
 
 
 def within_bytes(path: Sequence[Choices], base_bytes: int, max_bytes: int | None) -> int | None:
-    """Return the largest number of steps with weights within a size, or None.
+    """Return the largest step count with weights within a size, or None.
 
     A step may also save bytes, because a target may need more bytes for a lower level. Therefore
     all steps are tried.

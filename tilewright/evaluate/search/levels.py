@@ -1,6 +1,6 @@
 """Units and levels in a precision search, and configurations made from such choices.
 
-Excludes the cost of a choice.
+Excludes a choice's cost.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Level:
 
 
 def rank(fidelity: str) -> tuple[int, bool, bool, bool, bool]:
-    """Return the sort key of a fidelity: phases, then the precision of its sums."""
+    """Return a fidelity's sort key: phases, then its sums' precision."""
     each = FIDELITIES[fidelity]
     exact = each.fp32_outputs, each.fp32_dest, each.packer_l1_acc, not each.approx
     return each.num_phases, *exact

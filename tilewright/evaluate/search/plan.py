@@ -1,4 +1,4 @@
-"""Specification of a search: goal, bounds, and the initial measurements.
+"""A search's specification: goal, bounds, and the initial measurements.
 
 Measures nothing. Equal measurements from a different sweep are reused.
 """
@@ -70,7 +70,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpec:
-    """Specification of a search.
+    """A search's specification.
 
     Attributes:
         usual: Default measurements for a configuration.

@@ -59,7 +59,7 @@ def kl_text(accuracy: Accuracy) -> str:
 
 
 def about_predictions(model: CostModel) -> str:
-    """Return the median error of the cost model in the search."""
+    """Return the cost model's median error in the search."""
     error = model.median_error
     off = "unknown" if error is None else f"{100 * error:.1f} % (median, each left out in turn)"
     return f"The search was guided by predicted times; the cost model was off by {off}."

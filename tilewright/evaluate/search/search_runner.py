@@ -133,7 +133,7 @@ class _Hunt:
         return [*observations(ours), *scaled]
 
     def _here(self, found: Sequence[SweptRow]) -> list[SweptRow]:
-        """Return the rows of this model on this target."""
+        """Return this model's rows on this target."""
         return [row for row in found if row.cell.place == self.base.cell.place]
 
     def _path(self) -> list[Choices]:
@@ -164,7 +164,7 @@ class _Hunt:
     def _confirmed(self, found: SearchResult) -> int | None:
         """Return the first number of steps that the held-out text confirms, or None.
 
-        The search starts with the fewest steps within the bounds of the searched text, and
+        The search starts with the fewest steps within the searched text's bounds, and
         continues with safer configurations.
         """
         start = self.last
@@ -213,14 +213,14 @@ class _Hunt:
         self.runner.measure([replace(cell, is_kept=True) for cell in wanted])
 
     def _find(self, precision: PrecisionConfig) -> SweptRow | None:
-        """Return the measurements of a configuration with a measured accuracy, or None."""
+        """Return a configuration's measurements with a measured accuracy, or None."""
         wanted, calibration = self.search.identity(precision)
         state = self.runner.journal.state
         known = rows(state, wanted, calibration=calibration)
         return next((row for row in known if row.accuracy is not None), None)
 
     def _row(self, precision: PrecisionConfig) -> SweptRow:
-        """Return the measurements of a necessary configuration."""
+        """Return a necessary configuration's measurements."""
         row = self._find(precision)
         if row is not None:
             return row
@@ -307,7 +307,7 @@ def _group_reason(choices: Choices, group: str) -> str:
 
 
 def _about_sensitivities(known: SweepJournal) -> str:
-    """Return a line about the origin of the sensitivities."""
+    """Return a line about the sensitivities' origin."""
     planned = known.state.planned
     return (
         f"Sensitivities and equal accuracies were taken from {known.path.name} "

@@ -109,7 +109,7 @@ class Cell:
         """Return the options of ``tilewright bench``.
 
         Args:
-            threads: number of threads, if the cell has none.
+            threads: thread count, if the cell has none.
             folder: directory with calibrated weights, in place of the model's weights.
         """
         weights = ["--model", self.model]

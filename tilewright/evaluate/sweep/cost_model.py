@@ -43,7 +43,7 @@ class CostModel:
         return all(kind in self.ms_per_byte for kind, size in step_bytes.items() if size)
 
     def predict(self, step_bytes: Mapping[str, int]) -> float:
-        """Return the time of a step in ms. Every storage must be known."""
+        """Return a step's time in ms. Every storage must be known."""
         read = sum(self.ms_per_byte[kind] * size for kind, size in step_bytes.items() if size)
         return self.fixed_ms + read
 

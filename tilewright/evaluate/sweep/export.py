@@ -46,7 +46,7 @@ time model's own error.
 
 
 def markdown(state: SweepState, extra: str = "") -> str:
-    """Return the sweep as a document. ``extra`` replaces the sections of its probes."""
+    """Return the sweep as a document. ``extra`` replaces its probes' sections."""
     found = summary.rows(state)
     if extra:  # contains the single layers
         found = [each for each in found if not all("." in s.cell.part for s in each.states)]
@@ -62,7 +62,7 @@ def markdown(state: SweepState, extra: str = "") -> str:
 
 
 def to_results(state: SweepState, known: Sequence[Result]) -> list[Result]:
-    """Return the sweep's new records, one per case, without probes of a sensitivity plan.
+    """Return the sweep's new records, one per case, without a sensitivity plan's probes.
 
     ``known`` has the existing records. A record has its accuracy.
     """
@@ -130,7 +130,7 @@ def _summary(members: Sequence[Ranked]) -> list[str]:
 
 
 def _table(columns: Sequence[str], lines: Sequence[Sequence[str]], *, is_emulated: bool) -> str:
-    """Return a table as Markdown. Columns of a board are marked as emulated or predicted."""
+    """Return a table as Markdown. A board's columns are marked as emulated or predicted."""
     if is_emulated:
         columns = [_board_column(name) for name in columns]
     return Table.of(columns, [tuple(map(cell_text, line)) for line in lines]).markdown()

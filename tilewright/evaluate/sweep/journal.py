@@ -43,13 +43,13 @@ FAILURES: tuple[Status, ...] = ("failed", "timed out", "out of memory")
 
 
 class _JournalEvent(msgspec.Struct, frozen=True, tag_field="event", forbid_unknown_fields=True):
-    """A line of the file. The tag of a subclass is its ``event``."""
+    """A line of the file. A subclass's tag is its ``event``."""
 
 
 class Planned(_JournalEvent, frozen=True, tag="planned", rename=keys.PLANNED, kw_only=True):
     """The first line: the sweep's plan and environment.
 
-    ``base`` has the ids of the base configuration on each model, separated by blanks.
+    ``base`` has the base configuration's ids on each model, separated by blanks.
     """
 
     version: int
@@ -186,7 +186,7 @@ class SweepState:
         return [state for state in self.cells.values() if state.is_open]
 
     def count(self, *statuses: Status) -> int:
-        """Return the number of cells with these statuses."""
+        """Return the cell count with these statuses."""
         return sum(state.status in statuses for state in self.cells.values())
 
 
@@ -214,7 +214,7 @@ class SweepJournal:
 
     @classmethod
     def create(cls, path: Path, planned: Planned, cells: Sequence[Cell]) -> SweepJournal:
-        """Create the file of a new sweep with its planned cells.
+        """Create a new sweep's file with its planned cells.
 
         Raises:
             ConfigError: if the file exists or is not writable.
@@ -234,7 +234,7 @@ class SweepJournal:
 
     @classmethod
     def open(cls, path: Path) -> SweepJournal:
-        """Read the file of a sweep. A torn last line is dropped with a `TornLineWarning`.
+        """Read a sweep's file. A torn last line is dropped with a `TornLineWarning`.
 
         Raises:
             ConfigError: with the line, for any other file.
@@ -338,7 +338,7 @@ def _encode(events: Sequence[Event]) -> bytes:
 
 
 def _by_key(event: Event) -> Any:
-    """Return an event as JSON values. A cell has the keys of its table."""
+    """Return an event as JSON values. A cell has its table's keys."""
     values = msgspec.to_builtins(event)
     if isinstance(event, Added):
         values[_CELL] = keys.to_keys(values[_CELL], keys.CELL)

@@ -74,13 +74,13 @@ class Measures:
     text: str | None = None
 
     def count(self, num_entries: int) -> int:
-        """Return the number of cells for ``num_entries`` configurations."""
+        """Return the cell count for ``num_entries`` configurations."""
         each = sum(1 if CASES[name].token_accuracy else self.rounds for name in self.cases)
         return num_entries * each
 
 
 def devices_of(target: str) -> tuple[str, ...]:
-    """Return the devices of a target. Targets on the host have the device CPU."""
+    """Return a target's devices. Targets on the host have the device CPU."""
     return tuple(d.name for d in DEVICES.values() if d.target == target) or ("CPU",)
 
 
@@ -90,7 +90,7 @@ def entries(
     devices: Sequence[str],
     precisions: Sequence[PrecisionConfig],
 ) -> list[SweepConfig]:
-    """Return the entries of a grid. Without ``devices``, each target has all of its devices.
+    """Return a grid's entries. Without ``devices``, each target has all of its devices.
 
     Raises:
         ConfigError: for a device without a target.
@@ -153,7 +153,7 @@ def sensitivity_entries(
 
 
 def cells(found: Sequence[SweepConfig], measures: Measures) -> list[Cell]:
-    """Return the cells of the configurations without duplicates.
+    """Return the configurations' cells without duplicates.
 
     Raises:
         ConfigError: for an unknown case, or a case or configuration that does not fit a model.

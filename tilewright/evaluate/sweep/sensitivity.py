@@ -124,7 +124,7 @@ def sensitivities(state: SweepState) -> list[Sensitivity]:
 
 
 def observations(found: Sequence[SweptRow]) -> list[Observation]:
-    """Return the timed rows as observations of a cost model."""
+    """Return the timed rows as a cost model's observations."""
     return [
         Observation(row.name, row.cell.step_bytes, 1e3 / row.speed)
         for row in found

@@ -126,7 +126,7 @@ def _row(part: Lowered, rank: stats.Rank) -> tuple[str, ...]:
 
 
 def _cost_model(model: CostModel) -> str:
-    """Return the basis and the errors of the predictions."""
+    """Return the basis and the predictions' errors."""
     rates = ", ".join(
         f"{1e9 * rate:.2f} ms for 10^9 bytes stored as {kind}"
         for kind, rate in model.ms_per_byte.items()

@@ -70,7 +70,7 @@ class LossTrace:
 
 @dataclass(slots=True)
 class _Stream:
-    """A run's values. ``row``: index of its restored row. None: the plain run."""
+    """A run's values. ``row``: its restored row's index. None: the plain run."""
 
     values: dict[Node, Tensor]
     row: int | None = None

@@ -9,7 +9,7 @@ from tilewright.evaluate.tracing.layer_trace import LossTrace, TraceRow
 
 
 def trace_table(trace: LossTrace, most: int) -> Table:
-    """Return the first rows of a trace."""
+    """Return a trace's first rows."""
     names = (
         "place",
         "operation",
@@ -40,7 +40,7 @@ def _cells(row: TraceRow) -> tuple[str, ...]:
 
 
 def plot_trace(trace: LossTrace, path: Path, title: str) -> None:
-    """Write the own error of every operation by layer.
+    """Write every operation's own error by layer.
 
     Raises:
         ConfigError: where the plot library is missing, or the file cannot be written.

@@ -42,7 +42,7 @@ _RESTORED: dict[str, tuple[str, dict[str, str]]] = {
 def restored(
     precision: PrecisionConfig, settings: dict[str, str], selector: str = "*"
 ) -> PrecisionConfig:
-    """Return a configuration with overriding settings for the layers of a selector."""
+    """Return a configuration with overriding settings for a selector's layers."""
     formats = {key: value for key, value in settings.items() if not key.startswith("li_")}
     fidelities = {key: value for key, value in settings.items() if key.startswith("li_")}
     rule = read_rule(selector, {"precision": formats, "fidelity": fidelities}, where="trace")

@@ -19,7 +19,7 @@ _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "
 
 
 def without_annotations(text: str) -> str:
-    """Return the text of a schema without the formats that nothing enforces.
+    """Return a schema's text without the formats that nothing enforces.
 
     Text that is not JSON is returned unchanged.
     """

@@ -132,7 +132,7 @@ def _make(todo: deque[tuple[RequestState, np.ndarray]]) -> None:
 
 
 def write_allowed(request: RequestState, words: np.ndarray) -> None:
-    """Write the allowed next tokens of a request as a row of `Allowed`.
+    """Write a request's allowed next tokens as a row of `Allowed`.
 
     The row is empty if the grammar is complete without an end token, or if the matcher has failed.
     """

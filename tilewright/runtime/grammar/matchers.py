@@ -1,4 +1,4 @@
-"""Grammars compiled for a vocabulary with llguidance: the allowed next tokens of an output.
+"""Grammars compiled for a vocabulary with llguidance: an output's allowed next tokens.
 
 Invalid user input raises an error here and never crashes. The library's limits are set, its
 recursion has enough stack (:func:`roomy_threads`), and a grammar is tried before acceptance.
@@ -65,7 +65,7 @@ class Grammars:
     Args:
         read: Returns the tokenizer as JSON for the tokenizers library.
         end_tokens: The model's end tokens.
-        vocab_size: Width of the logits.
+        vocab_size: The logits' width.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class PrefixMatch:
     """The first ``length`` positions of a prompt, which are already computed.
 
     Attributes:
-        length: number of positions.
+        length: position count.
         pages: their cached pages.
         slot: a cached or running slot with these positions.
         snapshot: per-sequence state after them. None: the model has no such state, or the slot is
@@ -98,7 +98,7 @@ class CacheManager(ABC):
 
     @abstractmethod
     def shared_with(self, request: RequestState, other: RequestState) -> int:
-        """Return the common positions of a prompt with a running request."""
+        """Return a prompt's common positions with a running request."""
 
     @abstractmethod
     def fits(self, request: RequestState, found: PrefixMatch) -> bool:
@@ -209,7 +209,7 @@ class CacheManager(ABC):
         running.latest = key
 
     def take_edits(self) -> tuple[StateUpdate, ...]:
-        """Return and clear the state updates of the scheduled step."""
+        """Return and clear the scheduled step's state updates."""
         edits = tuple(self.edits)
         self.edits.clear()
         self.snapshots.end_step()
@@ -275,7 +275,7 @@ class CacheManager(ABC):
 
 
 def common_keys(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """Return the number of common first keys. A key covers its whole prefix."""
+    """Return the common first key count. A key covers its whole prefix."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -21,7 +21,7 @@ class CachedSlot:
         tokens: Tokens in the state.
         reached: Maximum number of positions the state ever had.
         salt: Cache salt. Only requests with the same salt may use the slot.
-        num_bytes: Size of the state in bytes.
+        num_bytes: The state's size in bytes.
     """
 
     tokens: tuple[int, ...]
@@ -34,7 +34,7 @@ class CachedSlots:
     """The cached slots by last use.
 
     Args:
-        size_of: Returns the state bytes for a number of positions.
+        size_of: Returns the state bytes for a position count.
         most: Maximum total bytes.
     """
 
@@ -51,7 +51,7 @@ class CachedSlots:
         return iter(self._kept.items())
 
     def keep(self, slot: Slot, tokens: tuple[int, ...], salt: str, *, reached: int) -> list[Slot]:
-        """Add the slot of a finished sequence with ``tokens``. Return evicted slots, least recently
+        """Add a finished sequence's slot with ``tokens``. Return evicted slots, least recently
         used first.
 
         The new slot may itself be evicted.

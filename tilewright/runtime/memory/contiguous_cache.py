@@ -67,7 +67,7 @@ class ContiguousCacheManager(CacheManager):
     def _use_of(
         self, request: RequestState, slot: Slot, common: int, reached: int, *, is_whole: bool
     ) -> PrefixMatch:
-        """Return the match of a prompt with a slot that shares ``common`` positions."""
+        """Return a prompt's match with a slot that shares ``common`` positions."""
         can_cut = self.capabilities.can_cut
         if is_whole or not self._has_state:
             is_reusable = is_whole or can_cut(reached, common)

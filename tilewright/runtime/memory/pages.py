@@ -18,7 +18,7 @@ _PROCESS_KEY = secrets.token_bytes(16)
 
 
 def pages_of(num_positions: int, page_size: int) -> int:
-    """Return the number of pages for ``num_positions``. The last page may be partial."""
+    """Return the page count for ``num_positions``. The last page may be partial."""
     return -(-num_positions // page_size)
 
 
@@ -66,7 +66,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Return the number of pages for :meth:`take`: free pages, and cached pages without
+        """Return the page count for :meth:`take`: free pages, and cached pages without
         references.
         """
         return len(self._free) + len(self._idle)
@@ -140,7 +140,7 @@ class PagePool:
         self._variant.discard(page)
 
     def find(self, keys: Sequence[bytes], *, is_invariant: bool = False) -> list[int]:
-        """Return the pages for the longest cached prefix of a chain. ``is_invariant``: only
+        """Return the pages for a chain's longest cached prefix. ``is_invariant``: only
         invariant pages.
         """
         found = []

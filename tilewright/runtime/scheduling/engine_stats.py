@@ -21,7 +21,7 @@ _BOUNDS: dict[str, tuple[float, ...]] = {SIZE: TOKENS}
 
 
 def bounds_of(name: str) -> tuple[float, ...]:
-    """Return the upper bounds of the counts. The last count has no bound."""
+    """Return the counts' upper bounds. The last count has no bound."""
     return _BOUNDS.get(name, SECONDS)
 
 

@@ -51,7 +51,7 @@ class PrefillScheduler:
     def deal(
         self, pending: list[RequestState], num_decoding: int
     ) -> list[tuple[RequestState, int]]:
-        """Return the next prompts with a number of tokens for each.
+        """Return the next prompts with a token count for each.
 
         ``pending`` has at least one request, and all of them have tokens left.
         """
@@ -77,12 +77,12 @@ class PrefillScheduler:
         return chunks
 
     def weigh(self, chunks: Sequence[PrefillChunk]) -> float:
-        """Return the number of tokens at position 0 with the same cost as these chunks."""
+        """Return the token count at position 0 with the same cost as these chunks."""
         far = self._limits.far
         return sum(weight_of(chunk.start, len(chunk.tokens), far) for chunk in chunks)
 
     def _piece(self, running: RequestState, room: int, weight: float, *, is_first: bool) -> int:
-        """Return the size of the next chunk.
+        """Return the next chunk's size.
 
         It is the rest of the prompt, or whole pages of it. Without pages it is whole cells, because
         a partial cell takes as long. Smaller steps take a whole step.
@@ -90,7 +90,7 @@ class PrefillScheduler:
         limits, most = self._limits, self._most
         if running.sampling.prompt_logprobs is not None:
             most = min(most, _MAX_ECHOED)
-        within = min(room, most)  # the budget includes the context of the first chunk
+        within = min(room, most)  # the budget includes the first chunk's context
         if not is_first:
             within = max(0, min(within, _count_within(running.num_computed, weight, limits.far)))
         if running.prompt_left <= within:
@@ -113,7 +113,7 @@ class PrefillScheduler:
         return bool(num_decoding and self._policy.step_ms)
 
     def _num_pieces(self, num_decoding: int, num_pending: int) -> int:
-        """Return the maximum number of chunks in the next step.
+        """Return the maximum chunk count in the next step.
 
         With decode rows in a mixed batch, all chunks must fit into the widest batch.
         """
@@ -126,7 +126,7 @@ class PrefillScheduler:
     def _room(
         self, order: Sequence[RequestState], num_decoding: int, num_pieces: int
     ) -> tuple[int, float]:
-        """Return the budget of the next step in tokens and in weighted tokens."""
+        """Return the next step's budget in tokens and in weighted tokens."""
         start, num_rows = order[0].num_computed, num_decoding + num_pieces
         if not self._is_timed(num_decoding):
             room, shared = self.budget(num_decoding, start), self._limits.most_shared
@@ -180,7 +180,7 @@ class PrefillScheduler:
         """Select a batch size for decode rows and prompts with a time limit.
 
         Return the smallest size that takes ``num_waiting`` tokens in some batches, if the time
-        allows it. ``start`` is the position of the first prompt.
+        allows it. ``start`` is the first prompt's position.
         """
         policy = self._policy
         allowed = _WHOLE * max(policy.step_ms, self._cost.decode(num_decoding))
@@ -195,7 +195,7 @@ class PrefillScheduler:
         return min(self._most, found)
 
     def budget(self, num_decoding: int, start: int = 0) -> int:
-        """Return the number of prompt tokens in the next step. The first is at ``start``.
+        """Return the prompt token count in the next step. The first is at ``start``.
 
         With decode rows, or if the loop must answer between steps, the number is the whole cells
         within the expected time. After a long context it is a cell, because attention over fewer
@@ -221,7 +221,7 @@ class PrefillScheduler:
 
 
 def weight_of(start: int, count: int, far: int) -> float:
-    """Return the number of tokens at position 0 with the same cost as ``count`` from ``start``.
+    """Return the token count at position 0 with the same cost as ``count`` from ``start``.
 
     Each token counts once more for every ``far`` positions of its context. 0: never.
     """
@@ -229,7 +229,7 @@ def weight_of(start: int, count: int, far: int) -> float:
 
 
 def _count_within(start: int, weight: float, far: int) -> int:
-    """Return the maximum number of tokens from ``start`` with a `weight_of` within ``weight``."""
+    """Return the maximum token count from ``start`` with a `weight_of` within ``weight``."""
     if weight <= 0:
         return 0
     if weight == math.inf:

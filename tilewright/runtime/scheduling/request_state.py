@@ -62,14 +62,14 @@ _NO_ANSWER = SamplingParams(max_tokens=1)
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A request in an engine: its input, its output, and the state of its slot.
+    """A request in an engine: its input, its output, and its slot's state.
 
     Times are ``time.perf_counter()`` seconds. Fields with the names of `EngineRequest` have its
     meaning.
 
     Attributes:
         is_private: Whether the prefix cache is off for the request.
-        matcher: Position of the output in the grammar.
+        matcher: The output's position in the grammar.
         like: First state with the same prompt. It is added earlier, and its pages are copied.
         pooling: Vector to compute. None: the output is text.
         output: Output tokens, with the end token.
@@ -82,19 +82,19 @@ class RequestState:
         choices: Later states with the same prompt.
         page_keys: Keys of full prompt pages in the prefix cache. Empty: no sharing.
         num_sent: Output tokens that were sent to the client.
-        started_at: Time of the first slot. None: it never had a slot.
+        started_at: The first slot's time. None: it never had a slot.
         slot: Slot in the executable.
         prompt_left: Prompt tokens that no step has taken.
         num_computed: Positions of launched steps, or from the prefix cache.
         max_num_computed: Largest length of the cached sequence; see `Capabilities.can_cut`.
         num_scheduled: Output tokens that are known, or that launched steps sample.
-        max_output: Maximum number of output tokens. 0: the output is a vector.
+        max_output: Maximum output token count. 0: the output is a vector.
         page_capacity: Positions that the pages hold.
         replay_tokens: Output tokens that decode steps must read again after preemption.
         num_named: Full prompt pages that are in the prefix cache.
         saves: Prompt positions whose per-sequence state is kept.
         branch_points: Positions in ``saves`` where another prompt branches off.
-        latest: Key of the last prefix with a snapshot.
+        latest: The last prefix's key with a snapshot.
         reply: Output position and snapshot of its per-sequence state.
         place: Host memory of the swapped state. None: the state is not swapped out.
         images: Images in the prompt, in order.
@@ -105,7 +105,7 @@ class RequestState:
             see `Capabilities.invariant_rows`.
         has_drafts: Whether decode steps may verify drafts.
         ngrams: The tokens by n-gram. None before the first draft.
-        num_unread_rows: Rows of a launched step with drafts. The positions that follow are unknown
+        num_unread_rows: A launched step's rows with drafts. The positions that follow are unknown
             until it is read. 0: no such step.
         num_draft_tokens, num_accepted_tokens: Verified draft tokens, and the accepted ones.
     """
@@ -237,16 +237,16 @@ class RequestState:
 
     @property
     def max_positions(self) -> int:
-        """Maximum number of positions. The last token is never read."""
+        """Maximum position count. The last token is never read."""
         return len(self.prompt) + self.sampling.max_tokens - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """A scheduled step and the requests of its tokens.
+    """A scheduled step and its tokens' requests.
 
     Attributes:
-        rows: request of each slot with a new token. Slots that replay known tokens are absent.
+        rows: each slot's request with a new token. Slots that replay known tokens are absent.
         num_prompt_tokens: prompt tokens in the step.
         prompt_weight: tokens at position 0 with the cost of the step's chunks.
         echoes: request and start for each chunk that echoes or pools, in order.

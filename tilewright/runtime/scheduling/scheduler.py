@@ -56,7 +56,7 @@ class Scheduler:
     """Admits, schedules and preempts requests. A scheduler owns its executable.
 
     Args:
-        capabilities: limits of the executable.
+        capabilities: the executable's limits.
         policy: options. None: the defaults.
         cost: measured step times.
         state_bytes: returns the bytes for positions and sequences.
@@ -105,13 +105,13 @@ class Scheduler:
 
     @property
     def num_used_pages(self) -> int:
-        """The number of used pages. 0 without pages."""
+        """The used page count. 0 without pages."""
         cache_manager = self.cache_manager
         return cache_manager.pool.num_used if isinstance(cache_manager, PagedCacheManager) else 0
 
     @property
     def num_kept(self) -> int:
-        """The number of cached slots without a request."""
+        """The cached slot count without a request."""
         return (
             len(self.cache_manager.kept)
             if isinstance(self.cache_manager, ContiguousCacheManager)
@@ -120,12 +120,12 @@ class Scheduler:
 
     @property
     def num_snapshots_used(self) -> int:
-        """The number of stored snapshots."""
+        """The stored snapshot count."""
         return len(self.cache_manager.snapshots)
 
     @property
     def num_swapped(self) -> int:
-        """The number of requests with state in host memory."""
+        """The request count with state in host memory."""
         return len(self._swapped)
 
     def check(self, request: RequestState) -> None:
@@ -207,7 +207,7 @@ class Scheduler:
         return SchedulerOutput(step, rows, prompts, self._prefill.weigh(step.prompts), echoes)
 
     def _drafts(self, decoding: list[RequestState]) -> Drafts:
-        """Return the draft tokens of a step."""
+        """Return a step's draft tokens."""
         if not self.speculator.max_drafts:
             return {}
         drafts: Drafts = {}
@@ -293,7 +293,7 @@ class Scheduler:
         self._forget_rows()
 
     def _forget_rows(self) -> None:
-        """Forget the rows of the last step, because slots have changed."""
+        """Forget the last step's rows, because slots have changed."""
         self._decoding, self._decode, self._rows = [], (), {}
 
     def _admit(self) -> None:
@@ -429,7 +429,7 @@ class Scheduler:
         return [self._chunk(running, count) for running, count in chunks]
 
     def _chunk(self, request: RequestState, count: int) -> _ChunkOutput:
-        """Return the next chunk of a prompt, and the requests that copy its end state."""
+        """Return a prompt's next chunk, and the requests that copy its end state."""
         start = request.num_computed
         request.num_computed += count
         request.prompt_left -= count
@@ -479,7 +479,7 @@ def _any_masked(rows: Mapping[Slot, RequestState]) -> bool:
 def _most_logprobs(
     rows: Mapping[Slot, RequestState], echoes: Sequence[RequestState] = ()
 ) -> int | None:
-    """Return the maximum number of log probabilities for the rows and echoes."""
+    """Return the maximum log probability count for the rows and echoes."""
     asks = [each.sampling.logprobs for each in rows.values()]
     asks += [each.sampling.prompt_logprobs for each in echoes]
     return max((count for count in asks if count is not None), default=None)

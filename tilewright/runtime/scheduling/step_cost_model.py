@@ -92,7 +92,7 @@ class StepCost:
         return self.passes.at(num_rows, num_tokens, a_row=a_row, a_token=a_token)
 
     def tokens_within(self, ms: float) -> int | None:
-        """Return the number of prefill tokens within ``ms``, or None if unknown."""
+        """Return the prefill token count within ``ms``, or None if unknown."""
         line = self._prompts
         if not line.num_measured or line.each <= 0.0:
             return None

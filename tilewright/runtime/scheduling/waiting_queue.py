@@ -13,7 +13,7 @@ from tilewright.runtime.scheduling.request_state import RequestState
 
 @dataclass(slots=True)
 class _PriorityQueue:
-    """Requests of a priority: preempted ones by arrival, and a queue per client."""
+    """A priority's requests: preempted ones by arrival, and a queue per client."""
 
     resumed: list[RequestState] = field(default_factory=list)
     clients: OrderedDict[str, deque[RequestState]] = field(default_factory=OrderedDict)
@@ -60,7 +60,7 @@ class WaitingLine:
         self._num_waiting += 1
 
     def leave(self, request: RequestState) -> bool:
-        """Remove a request. Its client goes to the end of the turn.
+        """Remove a request. Its client moves to the end of the turn.
 
         Return whether the request was in the queue.
         """

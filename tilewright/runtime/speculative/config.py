@@ -36,7 +36,7 @@ class SpeculativeConfig:
         model: The draft model. None: no draft model.
         max_drafts: Maximum draft tokens per request and step.
         max_lookup, min_lookup: Longest and shortest match, in tokens.
-        schedule: ``(first, last, drafts)`` by number of decoding requests, inclusive. A number
+        schedule: ``(first, last, drafts)`` by decoding request count, inclusive. A number
             outside has no drafts. None: measured times and acceptance decide.
     """
 
@@ -48,7 +48,7 @@ class SpeculativeConfig:
     schedule: tuple[tuple[int, int, int], ...] | None = None
 
     def limit(self, num_decoding: int) -> int:
-        """Return the maximum draft tokens for this number of decoding requests."""
+        """Return the maximum draft tokens for this decoding request count."""
         if self.schedule is None:
             return self.max_drafts
         limits = [k for first, last, k in self.schedule if first <= num_decoding <= last]

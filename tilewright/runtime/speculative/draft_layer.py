@@ -1,4 +1,4 @@
-"""`DraftLayerClient`: drafts from the draft layer of an executable. Excludes acceptance."""
+"""`DraftLayerClient`: drafts from an executable's draft layer. Excludes acceptance."""
 
 from __future__ import annotations
 

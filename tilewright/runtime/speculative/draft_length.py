@@ -1,4 +1,4 @@
-"""`DraftLength`: the number of draft tokens with the limit output per second."""
+"""`DraftLength`: the draft token count with the limit output per second."""
 
 from __future__ import annotations
 

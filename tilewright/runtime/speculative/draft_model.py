@@ -150,12 +150,12 @@ class DraftModel:
 
 
 def _tokens_from(request: RequestState, start: int) -> tuple[int, ...]:
-    """Return the tokens of a request from a position on. A prompt is copied once only."""
+    """Return a request's tokens from a position on. A prompt is copied once only."""
     num_prompt = len(request.prompt)
     return (*request.prompt[start:], *request.output[max(0, start - num_prompt) :])
 
 
 def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return the common prefix's length."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -11,7 +11,7 @@ _MAX_INDEXED = 4096
 class NgramIndex:
     """The tokens of a request, with the last position after every n-gram.
 
-    Keys are hashes. The model rejects the wrong draft of a collision.
+    Keys are hashes. The model rejects a collision's wrong draft.
     """
 
     def __init__(self, prompt: Sequence[int], *, longest: int, shortest: int) -> None:
@@ -23,7 +23,7 @@ class NgramIndex:
         self._num_indexed = 0
 
     def update(self, output: Sequence[int]) -> bool:
-        """Add the new tokens of the output. Return whether all tokens are indexed."""
+        """Add the output's new tokens. Return whether all tokens are indexed."""
         tokens = self._tokens
         tokens += output[len(tokens) - self._num_prompt :]
         # The n-gram at the end is not indexed: it would match itself.
@@ -38,7 +38,7 @@ class NgramIndex:
         return self._num_indexed >= len(tokens) - 1
 
     def propose(self, count: int) -> tuple[int, ...]:
-        """Return ``count`` tokens after the latest of the longest matches. Empty: no match.
+        """Return ``count`` tokens after the longest matches' latest. Empty: no match.
 
         A match near the end continues with its own draft.
         """

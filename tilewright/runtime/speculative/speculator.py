@@ -111,7 +111,7 @@ class Speculator:
         return self._model is not None or self._index(request).may_match_next()
 
     def propose(self, decoding: Sequence[RequestState]) -> dict[RequestState, tuple[int, ...]]:
-        """Return the drafts of a step by request."""
+        """Return a step's drafts by request."""
         if not self.max_drafts:
             return {}
         began = time.perf_counter()
@@ -179,7 +179,7 @@ class Speculator:
 
     @staticmethod
     def _is_known(request: RequestState) -> bool:
-        """Return whether the drafts of a request can begin."""
+        """Return whether a request's drafts can begin."""
         if not request.has_drafts or request.replay_tokens or not request.output:
             return False
         return request.num_scheduled == len(request.output)

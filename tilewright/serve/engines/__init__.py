@@ -1,1 +1,1 @@
-"""Clients of the engine processes."""
+"""The engine processes' clients."""

@@ -46,7 +46,7 @@ class EngineClient:
     engine dies, its running requests fail and its waiting requests go to another engine.
 
     Args:
-        command: arguments after ``python``. ``{}`` is the directory of the engine.
+        command: arguments after ``python``. ``{}`` is the engine's directory.
         on_ready: receives the number of an engine, its directory and its properties after each
             start. An exception ends that engine.
         settings: engine resources, queue limits and timeouts.

@@ -47,7 +47,7 @@ class EngineEvents(Protocol):
         """Prepare for a started engine with its files in ``folder``. An exception ends it."""
 
     def starting(self, engine: int, message: EngineStarting) -> None:
-        """Report the progress of a start."""
+        """Report a start's progress."""
 
     def began(self, engine: int) -> None:
         """Handle that the engine accepts requests."""
@@ -115,7 +115,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Return the id of the process, or 0 without a process."""
+        """Return the process's id, or 0 without a process."""
         return self._child.pid if self._child is not None else 0
 
     def start(self) -> None:
@@ -156,7 +156,7 @@ class EngineProcess:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def give_up(self, said: str) -> None:
-        """End the engine finally. ``said`` begins with the exit code of the server."""
+        """End the engine finally. ``said`` begins with the server's exit code."""
         if self._is_gone:
             return
         self._is_gone, self.state = True, DOWN

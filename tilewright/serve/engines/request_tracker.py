@@ -35,11 +35,11 @@ _OLD, _NEW = 0.9, 0.1  # weights of the known rate and of a new measurement
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Times of a request: ``time.perf_counter()`` of the process without the engine.
+    """A request's times: ``time.perf_counter()`` of the process without the engine.
 
     Attributes:
-        sent_at: Time of the message to the engine.
-        started_at: Time of the slot. None: the request waits.
+        sent_at: The message's time to the engine.
+        started_at: The slot's time. None: the request waits.
         first_at, last_at: Times of the first and the last tokens.
     """
 
@@ -55,7 +55,7 @@ class RequestTimes:
             self.first_at = self.last_at
 
     def on_started(self, message: RequestStarted) -> None:
-        """Note the time of the slot. The message may come with the first token."""
+        """Note the slot's time. The message may come with the first token."""
         if self.started_at is None:
             self.started_at = min(time.perf_counter(), self.sent_at + message.queue_s)
 
@@ -157,7 +157,7 @@ class RequestTracker:
     Args:
         place: Places a request with `router`. Returns the engine number. None: no engine is up.
         send: Sends a message to an engine.
-        router: Engines of the placed requests.
+        router: The placed requests' engines.
     """
 
     def __init__(

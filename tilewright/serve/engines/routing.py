@@ -106,8 +106,8 @@ class ReplicaRouter:
         Args:
             request_id: request number.
             keys: keys for its prompt's full pages, see :func:`chain_keys`.
-            num_prompt: number of prompt tokens.
-            num_answer: maximum number of output tokens.
+            num_prompt: prompt token count.
+            num_answer: maximum output token count.
             usable: the ready engines.
             num_slots: maximum running requests per engine.
             most_keys: pages per engine.
@@ -174,6 +174,6 @@ class ReplicaRouter:
         return lost
 
     def forget(self) -> None:
-        """Drop the cached prefixes of every engine."""
+        """Drop every engine's cached prefixes."""
         for known in self._known:
             known.keys.clear()

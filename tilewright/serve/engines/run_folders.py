@@ -15,7 +15,7 @@ from tilewright.errors import ConfigError
 
 PREFIX = "tilewright-serve-"
 _LOCK = "lock"
-_MAX_PATH = 100  # limit for the path of a socket
+_MAX_PATH = 100  # limit for a socket's path
 _YOUNG_SECONDS = 60.0
 
 
@@ -64,7 +64,7 @@ def remove_stale() -> None:
 
 
 def _lock(path: Path) -> IO[bytes] | None:
-    """Return the lock of the directory, or None if another process has it."""
+    """Return the directory's lock, or None if another process has it."""
     file = (path / _LOCK).open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -22,7 +22,7 @@ _FRAMES = 64  # frames in a row, before the event loop serves their receivers
 
 
 def address(folder: Path) -> str:
-    """Return the address of the socket. The mode of the directory excludes other users."""
+    """Return the socket's address. The mode of the directory excludes other users."""
     return f"ipc://{folder}/engine"
 
 

@@ -22,8 +22,8 @@ class Scored:
 
     Attributes:
         token: token id.
-        scores: log probabilities. None for the first token of a prompt.
-        offset: characters of the answer before the token, negative in the prompt.
+        scores: log probabilities. None for a prompt's first token.
+        offset: the answer's characters before the token, negative in the prompt.
     """
 
     token: int
@@ -38,7 +38,7 @@ class ChoiceStream:
     Attributes:
         request: Engine request of the answer. The tracker gives it a number.
         reader: finds tool calls in the content. None without tools.
-        echo: Text of the prompt if the answer repeats it.
+        echo: The prompt's text if the answer repeats it.
         tokens: token ids up to the token that completed a stop string.
         finish_reason: ``stop``, ``length`` or ``tool_calls`` at the end, else None.
         stop_reason: the stop string or the stop id that ended the answer.
@@ -146,7 +146,7 @@ class ChoiceStream:
         return self._kept([piece, self._finish(STOP if self.matcher.found is not None else reason)])
 
     def score_prompt(self, echo: Sequence[LogProbs]) -> None:
-        """Put the scores of the prompt before the answer's. Slow for long prompts."""
+        """Put the prompt's scores before the answer's. Slow for long prompts."""
         decoder = self.coder.stream(skip_special=False)
         lengths = [len(decoder.push(token)) for token in self.request.prompt]
         offset = -sum(lengths) - len(decoder.flush())
@@ -221,7 +221,7 @@ def legacy_logprobs(
 ) -> dict[str, object]:
     """Return log probabilities for completions: parallel lists, null for a first prompt token.
 
-    ``offset`` is the number of characters of an echo.
+    ``offset`` is the echo's character count.
     """
 
     def best(scores: LogProbs) -> dict[str, float]:

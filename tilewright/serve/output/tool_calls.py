@@ -28,7 +28,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class CallReader:
-    """Separates tool calls from the content of a streamed answer.
+    """Separates tool calls from a streamed answer's content.
 
     Attributes:
         parser: parser of the model's format.

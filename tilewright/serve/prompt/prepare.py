@@ -44,13 +44,13 @@ def render_chat(
     continues: bool = False,
     opens: bool = True,
 ) -> str:
-    """Render a chat with the chat template of the checkpoint.
+    """Render a chat with the checkpoint's chat template.
 
     Args:
         coder: the tokenizer.
-        messages: messages of the request.
+        messages: the request's messages.
         facts: known properties of the template.
-        tools: tools of the request.
+        tools: the request's tools.
         variables: variables for the template.
         continues: whether the answer continues the last message.
         opens: whether the text ends with the beginning of the assistant's turn.
@@ -134,7 +134,7 @@ def encode(
 
 
 def check_prompt(prompt: TokenizedPrompt, ready: EngineReady, param: str) -> None:
-    """Check that a prompt is not empty, fits, and has ids of the vocabulary.
+    """Check that a prompt is not empty, fits, and has the vocabulary's ids.
 
     Raises:
         ApiError: 400.
@@ -171,7 +171,7 @@ def sampling_for(
     With ``has_grammar``, end tokens always stop the answer: they show that the grammar is complete.
 
     Raises:
-        ApiError: 400 with the name of the invalid parameter.
+        ApiError: 400 with the invalid parameter's name.
     """
     left = ready.max_positions + 1 - len(prompt.tokens)
     limit, logprobs = request.output_limit, request.num_top

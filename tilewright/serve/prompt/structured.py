@@ -1,4 +1,4 @@
-"""Structured output: reads the grammar of a request, and compiles it before the engine does."""
+"""Structured output: reads a request's grammar, and compiles it before the engine does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ANY_OBJECT = '{"type": "object"}'
 
 
 def read_grammar(request: Common) -> tuple[GrammarSpec, str] | None:
-    """Return the grammar of an answer and the name of its field. None: any text.
+    """Return the grammar of an answer and its field's name. None: any text.
 
     Raises:
         ApiError: 400 for two grammars or an invalid grammar.
@@ -75,7 +75,7 @@ def _is_null(raw: msgspec.Raw) -> bool:
 
 
 def _schema(raw: msgspec.Raw, param: str) -> str:
-    """Return the text of a schema: an object, true or false, or a string with this text."""
+    """Return a schema's text: an object, true or false, or a string with this text."""
     text = bytes(raw).decode().strip()
     if text.startswith('"'):
         text = msgspec.json.decode(raw, type=str).strip()
@@ -85,7 +85,7 @@ def _schema(raw: msgspec.Raw, param: str) -> str:
 
 
 def behind_reasoning(spec: GrammarSpec, prompt: str, coder: TextCoder) -> GrammarSpec:
-    """Return the grammar of a chat answer. The grammar begins after a think block.
+    """Return a chat answer's grammar. The grammar begins after a think block.
 
     A block is open if the prompt ends within the block. If the template knows blocks and the prompt
     does not end with a closed block, the answer may begin with a block with a single-token marker.

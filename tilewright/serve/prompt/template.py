@@ -42,7 +42,7 @@ _VARIABLES: dict[str, tuple[object, object]] = {
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """Properties of a chat template.
+    """A chat template's properties.
 
     Attributes:
         reads_tools: whether the template renders tools.
@@ -136,7 +136,7 @@ class TemplateFacts:
 
 
 def read_template(coder: TextCoder, tool_format: str | None) -> TemplateFacts:
-    """Probe the template of a tokenizer. ``tool_format`` overrides the detected format."""
+    """Probe a tokenizer's template. ``tool_format`` overrides the detected format."""
     source = coder.chat_template
     forced = FORMATS[tool_format] if tool_format is not None else None
     if source is None:

@@ -48,7 +48,7 @@ class TextCoder(Protocol):
     ) -> Decoder:
         """Return a decoder for an answer.
 
-        ``shown`` special tokens are decoded as text. ``after`` has the token ids of the prompt.
+        ``shown`` special tokens are decoded as text. ``after`` has the prompt's token ids.
         """
 
     def apply_chat_template(
@@ -60,7 +60,7 @@ class TextCoder(Protocol):
         variables: Mapping[str, object] | None = None,
         must_read: bool = True,
     ) -> str:
-        """Render the messages of a chat as the text of a prompt.
+        """Render a chat's messages as a prompt's text.
 
         ``must_read`` raises for text that the template drops.
         """

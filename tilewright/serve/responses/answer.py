@@ -49,11 +49,11 @@ class ResponseSpelling:
         return b"".join(map(self._event, self._begin() + self.take(found)))
 
     def tail(self) -> bytes:
-        """Return the last events of a stream."""
+        """Return a stream's last events."""
         return b"".join(map(self._event, self._begin() + self.finish()))
 
     def fault(self, error: ApiError) -> bytes:
-        """Return the last event of a failed stream."""
+        """Return a failed stream's last event."""
         self._status = "failed"
         body = self.whole()
         body["error"] = {"code": "server_error", "message": error.message}

@@ -1,4 +1,4 @@
-"""``POST /v1/responses/input_tokens``: the prompt length of a response, without an output."""
+"""``POST /v1/responses/input_tokens``: a response's prompt length, without an output."""
 
 from __future__ import annotations
 

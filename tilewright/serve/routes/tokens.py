@@ -1,4 +1,4 @@
-"""Texts to tokens and back, and the text of a chat."""
+"""Texts to tokens and back, and a chat's text."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def listed(tools: Sequence[ToolSpec]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToShape:
-    """Input for grammar rules. ``template`` is the source of the chat template."""
+    """Input for grammar rules. ``template`` is the chat template's source."""
 
     tools: Sequence[ToolSpec]
     is_parallel: bool

@@ -42,7 +42,7 @@ def call_grammar(
 
     After the first call, an answer that must call is free if the format repeats calls: white space
     must not force another call. `CallReader` ends the answer at other text.
-    Other answers are free up to the marker of a call, or obey the JSON schema ``otherwise``. In a
+    Other answers are free up to a call's marker, or obey the JSON schema ``otherwise``. In a
     format without a marker, they are free: the result is None, or for strict functions a grammar
     of texts with another beginning. The grammar begins after the think block, see
     `behind_reasoning`.

@@ -46,13 +46,13 @@ def _joined(pieces: list[str]) -> list[Event]:
 
 
 def _string(raw: str) -> str:
-    """Return the text of a JSON string. Unpaired surrogates become U+FFFD."""
+    """Return a JSON string's text. Unpaired surrogates become U+FFFD."""
     text: str = json.loads(raw, strict=False)
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 class _ObjectField(Enum):
-    """The current part of an object: a key, or the value of a key."""
+    """The current part of an object: a key, or a key's value."""
 
     NONE = auto()
     KEY = auto()
@@ -63,7 +63,7 @@ class _ObjectField(Enum):
 
 
 class _JsonCallParser:
-    """Parser of an object from its brace. ``known`` has the function names. None: any name."""
+    """An object's parser from its brace. ``known`` has the function names. None: any name."""
 
     def __init__(self, known: Collection[str] | None) -> None:
         self.is_call = False
@@ -122,7 +122,7 @@ class _JsonCallParser:
         return found
 
     def _value_part(self, first: str) -> _ObjectField:
-        """Return the field of a value from its key and first character. NONE: no call."""
+        """Return a value's field from its key and first character. NONE: no call."""
         if self._key in _ARGUMENTS and not self.has_arguments:
             return {"{": _ObjectField.OBJECT, '"': _ObjectField.TEXT, "n": _ObjectField.TEXT}.get(
                 first, _ObjectField.NONE

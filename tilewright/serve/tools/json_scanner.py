@@ -1,4 +1,4 @@
-"""Scanner of a JSON value by character. Stores the position only, not the value."""
+"""A JSON value's scanner by character. Stores the position only, not the value."""
 
 from __future__ import annotations
 

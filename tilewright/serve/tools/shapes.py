@@ -17,7 +17,7 @@ _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A callable function. ``schema`` is the JSON schema of its arguments."""
+    """A callable function. ``schema`` is its arguments' JSON schema."""
 
     name: str
     description: str = ""
@@ -55,7 +55,7 @@ def json_term(schema: Mapping[str, Any], *, is_strict: bool = True) -> str:
 
 
 def arguments_term(tool: ToolSpec) -> str:
-    """Return a term for the arguments of a function as a JSON object."""
+    """Return a term for a function's arguments as a JSON object."""
     return json_term({"type": "object", **tool.schema}, is_strict=tool.is_strict)
 
 

@@ -1,4 +1,4 @@
-"""Tools of a request: the declared functions, and the functions to call."""
+"""A request's tools: the declared functions, and the functions to call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _ToolChoice(Struct):
 
 @dataclass(frozen=True, slots=True)
 class RequestedTools:
-    """Tools of a request.
+    """A request's tools.
 
     Attributes:
         tools: callable functions.
@@ -66,7 +66,7 @@ def read_tools(
     """Read ``tools``, ``tool_choice`` and ``parallel_tool_calls``. None: no calls.
 
     Raises:
-        ApiError: 400 with the name of the invalid field.
+        ApiError: 400 with the invalid field's name.
     """
     tools = _tools(given or ())
     only = None

@@ -56,7 +56,7 @@ def make_app(front: Front) -> web.Application:
 
 
 def _without_names(path: str, paths: Sequence[str]) -> str:
-    """Return the pattern of a path. ``{id}`` does not match the names of other paths."""
+    """Return a path's pattern. ``{id}`` does not match the names of other paths."""
     parent, _, last = path.rpartition("/")
     names = sorted({p.rpartition("/")[2] for p in paths if p.rpartition("/")[0] == parent})
     names = [re.escape(name) for name in names if not name.startswith("{")]

@@ -38,7 +38,7 @@ def limits() -> dict[str, Any]:
 
 
 def connections_for(wanted: int) -> int:
-    """Raise the limit of descriptors, and return the possible number of connections."""
+    """Raise the limit of descriptors, and return the possible connection count."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -39,7 +39,7 @@ TokenIds: TypeAlias = Annotated[list[Token], Meta(min_length=1)]
 
 
 class StreamOptions(Struct, frozen=True):
-    """Options of a stream: whether and how often usage is sent."""
+    """A stream's options: whether and how often usage is sent."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -145,12 +145,12 @@ class Common(SamplingFields, kw_only=True, frozen=True):
 
     @property
     def output_limit(self) -> int | None:
-        """Maximum number of output tokens. None: the free context."""
+        """Maximum output token count. None: the free context."""
         return self.max_tokens
 
     @property
     def num_top(self) -> int | None:
-        """Number of top tokens with log probabilities. None: no log probabilities."""
+        """Top token count with log probabilities. None: no log probabilities."""
         return None
 
     @property
@@ -231,7 +231,7 @@ class CompletionRequest(Common, kw_only=True, frozen=True):
 def prompt_list(
     given: str | Sequence[str | list[int] | int], where: str, most: int
 ) -> list[str | list[int]]:
-    """Return the prompts of a field: text, token ids, or a list with at most ``most`` entries.
+    """Return a field's prompts: text, token ids, or a list with at most ``most`` entries.
 
     Raises:
         ApiError: for a list of mixed types, or too many prompts.
@@ -322,7 +322,7 @@ def check_common(request: Common) -> None:
     """Check the values that are well formed but unsupported.
 
     Raises:
-        ApiError: 400 with the name of the field.
+        ApiError: 400 with the field's name.
     """
     if isinstance(request.stop, list) and len(request.stop) > MAX_STOPS:
         raise invalid(f"stop: {len(request.stop)} strings; allowed: up to {MAX_STOPS}", "stop")
@@ -335,7 +335,7 @@ def check_common(request: Common) -> None:
 
 
 def check_chat(request: ChatRequest) -> None:
-    """Check the unsupported fields of chats. Raises ApiError 400 with the name of the field."""
+    """Check the unsupported fields of chats. Raises ApiError 400 with the field's name."""
     check_common(request)
     for name in ("functions", "function_call", "prediction", "audio"):
         if getattr(request, name) is not None:

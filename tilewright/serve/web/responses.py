@@ -166,7 +166,7 @@ class CompletionTask:
         return frame[0] + msgspec.json.encode(text) + frame[1]
 
     def last_chunk(self, index: int) -> dict[str, Any]:
-        """Return the last chunk of a choice: no text, and the finish reason."""
+        """Return a choice's last chunk: no text, and the finish reason."""
         choice = self.choices[index]
         text: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
         found: dict[str, Any] = {"index": index, **text}

@@ -1,7 +1,7 @@
-"""`ServerConfig`: the configuration of the API server. An option field is a flag of
+"""`ServerConfig`: the API server's configuration. An option field is a flag of
 ``tilewright serve``.
 
-Excludes `EngineConfig`, the configuration of the engines.
+Excludes `EngineConfig`, the engines' configuration.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class NativeRank(NativeExecutable):
         return self._rows_of(np.concatenate(self._best))
 
     def exchanged(self) -> lib.TwExchanged:
-        """Return the number of collectives, the bytes sent by this rank, and the nanoseconds
+        """Return the collective count, the bytes sent by this rank, and the nanoseconds
         spent.
         """
         found = lib.TwExchanged()

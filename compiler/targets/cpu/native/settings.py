@@ -1,4 +1,4 @@
-"""What the environment says of the native library, each variable honoured or refused by name."""
+"""What the native library's environment says, each variable honoured or refused by name."""
 
 from __future__ import annotations
 

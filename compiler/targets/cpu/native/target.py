@@ -64,7 +64,7 @@ class NativeTarget(Target):
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
-        """Return the storage of a weight: panels of 16 rows in blocks or floats."""
+        """Return a weight's storage: panels of 16 rows in blocks or floats."""
         from tilewright.compiler.targets.cpu.native.numerics import (
             BLOCK_KINDS,
             VECTOR,
@@ -154,7 +154,7 @@ def _check(program: Assembly | Packed, options: CompileOptions) -> CompileOption
 def _assembled(
     graph_module: GraphModule, options: CompileOptions
 ) -> tuple[KernelProgram, Assembly]:
-    """Return the program of a lowered graph, and its assembled instructions.
+    """Return a lowered graph's program, and its assembled instructions.
 
     Raises:
         CompileError: An operator has no kernel.

@@ -1,4 +1,4 @@
-"""Where a step's time goes: nanoseconds of each instruction, where ``TILEWRIGHT_NATIVE_TIMES`` asks
+"""Where a step's time goes: each instruction's nanoseconds, where ``TILEWRIGHT_NATIVE_TIMES`` asks
 for them; knows the library's counters and the names of weights.
 """
 

@@ -1,4 +1,4 @@
-"""Emission of an expert block as a single operator: MoE for float32 weights, QMoE for blocks.
+"""An expert block's emission as a single operator: MoE for float32 weights, QMoE for blocks.
 
 Legend: B windows with S tokens, E experts, C channels, I inner channels.
 """

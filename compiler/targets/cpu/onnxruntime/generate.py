@@ -5,7 +5,7 @@
 If the tokenizer has a chat template, the prompt is a user's message. The template needs jinja2.
 With ``--raw``, or without a template, the model continues the text unchanged.
 
-Inputs of the model:
+The model's inputs:
 
 - ``tokens [B, S]`` int64: new tokens of B sequences.
 - ``last_positions [B]`` int32: position of each sequence's last token.
@@ -61,7 +61,7 @@ def generate(session: onnxruntime.InferenceSession, prompt: list[int], count: in
 
 
 def chat(template: str, question: str, special: dict[str, str]) -> str:
-    """Return the text of a chat with a single message, up to the answer. Templates run in a
+    """Return a chat's text with a single message, up to the answer. Templates run in a
     sandbox.
     """
     from jinja2 import TemplateError, nodes

@@ -182,7 +182,7 @@ class PeerAllReduce:
             addresses: The ranks' memory addresses in this process. Each memory has ``SLOTS`` times
                 ``len(addresses)`` times ``part_bytes`` bytes and contains ``EMPTY`` only.
             part_bytes: Maximum message size in bytes, divisible by 16.
-            most_blocks: Maximum number of polling blocks.
+            most_blocks: Maximum polling block count.
             kept: An object that must live as long as this instance, for example the memory.
         """
         self._kept, self._most_blocks = kept, most_blocks
@@ -358,7 +358,7 @@ class PeerAllReduce:
         self._launch("deliver", arguments, min(self._most_blocks, math.ceil(words / 512)), 512)
 
     def end_step(self) -> None:
-        """Advance the counter after the last collective of a step. Every rank must call this
+        """Advance the counter after a step's last collective. Every rank must call this
         method.
         """
         if not self._index:

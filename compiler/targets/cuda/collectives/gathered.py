@@ -50,7 +50,7 @@ class GatheredExchange(PeerAllReduce):
     """
 
     def __init__(self, gathering: Gathering, *, part_bytes: int, device: torch.device) -> None:
-        """Allocate the buffers. ``part_bytes`` is the maximum message size of a rank."""
+        """Allocate the buffers. ``part_bytes`` is a rank's maximum message size."""
         self._gathering, self._num_folds = gathering, 0
         count = gathering.count
         while count > MOST_RANKS:

@@ -1,6 +1,6 @@
 """Writes engine.py: a header and the parts, around a plan.
 
-Unused definitions are omitted, so that the file has only the kernels of its program.
+Unused definitions are omitted, so that the file has only its program's kernels.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def _comment(source: str) -> str:
 
 
 def _imports(sources: Iterable[str], text: str) -> str:
-    """Return the used imports of the parts, standard library first."""
+    """Return the parts' used imports, standard library first."""
     used = {each.id for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name)}
     plain, members = set(), dict[str, set[str]]()
     for source in sources:

@@ -31,7 +31,7 @@ _PREPARED_ROWS = 8
 
 
 def prepared_rows_of(plan: KernelProgram, options: CompileOptions) -> int | None:
-    """Return the maximum rows of the decode steps to capture before the first request.
+    """Return the decode steps' maximum rows to capture before the first request.
 
     The value does not depend on the maximum batch. None: all. Ranks capture together, and plans
     with mixers capture by size.
@@ -194,7 +194,7 @@ class Buckets:
         self.decode(size).prepare_reach(reach)
 
     def _prepare_batch(self, width: int, sizes: Sequence[int]) -> None:
-        """Capture the largest size of a mixed batch. Defer its smaller sizes to later calls."""
+        """Capture a mixed batch's largest size. Defer its smaller sizes to later calls."""
         bucket = self._batch(width)
         bucket.prepare_pass(sizes[-1])
         rest = [partial(bucket.prepare_pass, size) for size in reversed(sizes[:-1])]

@@ -169,7 +169,7 @@ class Bucket:
         self._again: CapturedGraph | None = None
 
     def choose_again(self, drawing: Drawing | None) -> None:
-        """Select again from the logits of the previous forward, after masks have changed them."""
+        """Select again from the previous forward's logits, after masks have changed them."""
         self._capture_again()()
         if drawing is not None:
             self.draw(drawing)
@@ -231,14 +231,14 @@ class DecodeBucket(Bucket):
         self._has_offsets = False
         self._passes: dict[int, CapturedGraph] = {}  # by context length in pages
         self._offset_passes: dict[int, CapturedGraph] = {}  # with rotary offsets
-        self._tile_passes: dict[tuple[int, int], CapturedGraph] = {}  # and by number of tiles
+        self._tile_passes: dict[tuple[int, int], CapturedGraph] = {}  # and by tile count
         self._tile_words: dict[int, Tensor] = {}  # by size
         self._tiles: ImageTiles | None = None
 
     def admit(
         self, table: SlotTable, slots: Sequence[Slot], positions: np.ndarray, offsets: np.ndarray
     ) -> Tensor:
-        """Assign slots to the rows of this bucket. The rows read their tokens at ``positions``.
+        """Assign slots to this bucket's rows. The rows read their tokens at ``positions``.
 
         Return the entries ``[B]``. Unused rows have the padding entry. ``offsets``: rotary
         positions minus positions.
@@ -277,11 +277,11 @@ class DecodeBucket(Bucket):
         self._capture(reach)
 
     def run(self, longest: int, drawing: Drawing | None = None) -> None:
-        """Run a decode step. The selected tokens become the inputs of the next step, one position
+        """Run a decode step. The selected tokens become the next step's inputs, one position
         later.
 
         Args:
-            longest: Positions of the longest row after this step.
+            longest: The longest row's positions after this step.
         """
         reaches = self._steps.attention.reaches
         self._capture(reaches[bisect_left(reaches, -(-longest // PAGE))])()
@@ -325,7 +325,7 @@ class CapturedSlots:
         at: Table entry by bucket row, padding included.
         drawing: Sampling filters. None: all rows are greedy.
         is_late: The host selects tokens for some rows.
-        lengths: Positions of each slot at the first step, int64 ``[B]``.
+        lengths: Each slot's positions at the first step, int64 ``[B]``.
         num_steps: Steps since then. :meth:`settle` writes them to the slot states.
         num_covered: Steps for which every slot has pages.
         longest: Maximum of ``lengths``.
@@ -364,7 +364,7 @@ class PromptBucket(Bucket):
     """A prefill of up to ``num_tokens`` tokens of one sequence, and selection of the next token.
 
     One buffer has all inputs that differ between prompts, so one copy writes them: the rows, the
-    table row, the index of the last row, and the position of the new token.
+    table row, the last row's index, and the new token's position.
     """
 
     def __init__(
@@ -386,7 +386,7 @@ class PromptBucket(Bucket):
         self._passes: dict[bool, CapturedGraph] = {}
 
     def prepare(self) -> None:
-        """Capture all graphs. The bucket must not have rows of a step."""
+        """Capture all graphs. The bucket must not have a step's rows."""
         for first in (1, 0):
             self._capture(self._from_start(first))
         for drawing in EVERY_DRAWING:

@@ -57,7 +57,7 @@ class DraftSteps:
 
     The host accepts drafts. A slot's position and next token are unknown until its rows are read. A
     step that uses the slot reads them first. Slots without drafts advance on the device and never
-    wait. A pass leaves the per-sequence state of a slot before its drafts. The next pass gets the
+    wait. A pass leaves a slot's per-sequence state before its drafts. The next pass gets the
     slot's token from the host and applies the accepted drafts. Other work on the slot flushes both
     first.
     """
@@ -210,7 +210,7 @@ class DraftSteps:
 
 
 def _slots_of(step: Step) -> set[Slot]:
-    """Return the slots in the work of a step."""
+    """Return the slots in a step's work."""
     chunks = {slot for chunk in step.prompts for slot in (chunk.slot, *chunk.also)}
     return {*step.decode, *step.forced, *chunks}
 

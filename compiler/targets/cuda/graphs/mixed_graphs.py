@@ -71,7 +71,7 @@ class _MixedGraph:
     Attributes:
         rows: Prefill tokens, then decode rows.
         wanted: Rows with logits.
-        at, ends: For each row with logits: its table row and the position of the new token.
+        at, ends: For each row with logits: its table row and the new token's position.
         starts: First row by chunk, for up to ``most`` chunks. The last chunk includes the padding.
             Absent chunks have no rows.
     """
@@ -105,7 +105,7 @@ class _MixedGraph:
 
         Args:
             chunks: Prefill chunks.
-            positions: Decode slots and their number of positions.
+            positions: Decode slots and their position count.
             ends: Slots that get a token, with its position. Decode slots come first.
             none: Table row for padding.
             marks: Snapshot positions of the chunks.
@@ -161,7 +161,7 @@ class BatchBucket(Bucket):
         self.prepare_choices()
 
     def prepare_pass(self, num_tokens: int) -> None:
-        """Capture the forward for a captured number of tokens."""
+        """Capture the forward for a captured token count."""
         self._pass(num_tokens)
 
     def run(
@@ -173,9 +173,9 @@ class BatchBucket(Bucket):
         drawing: Drawing | None,
         marks: Marks = NO_MARKS,
     ) -> None:
-        """Run a mixed batch with a captured number of tokens; see :meth:`_MixedGraph.upload`.
+        """Run a mixed batch with a captured token count; see :meth:`_MixedGraph.upload`.
 
-        The next step of each slot in ``ends`` reads its selected token.
+        Each slot's next step in ``ends`` reads its selected token.
         """
         found = self._pass(num_tokens)
         found.upload(chunks, positions, ends, self._table.padding, marks)

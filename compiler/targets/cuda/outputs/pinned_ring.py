@@ -21,7 +21,7 @@ _NUM_BUFFERS = 16
 
 @dataclass(slots=True)
 class _PinnedBuffer:
-    """Pinned memory for the results of a forward.
+    """Pinned memory for a forward's results.
 
     Attributes:
         words: The memory, int64.

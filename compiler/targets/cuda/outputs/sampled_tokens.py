@@ -54,7 +54,7 @@ class Answers:
 
     Args:
         leave: Writes a bucket's tokens back to the tables.
-        width: Returns the number of selectable tokens.
+        width: Returns the selectable token count.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Answers:
 
     @property
     def num_choosable(self) -> int:
-        """Number of selectable tokens."""
+        """Selectable token count."""
         return self._width()
 
     def open(self, slot: Slot, end_tokens: Sequence[int]) -> None:
@@ -140,7 +140,7 @@ class Answers:
     def verified(
         self, rows: DraftRows, bucket: Bucket, step: Step
     ) -> tuple[SamplerOutput, Callable[[], Chosen]]:
-        """Return the output of a pass with drafts, and the reader of its emitted tokens. Every rank
+        """Return a pass's output with drafts, and its emitted tokens' reader. Every rank
         may read them.
         """
         token_slots, kept = rows.token_slots, None
@@ -198,7 +198,7 @@ class Answers:
         step: Step,
         drawing: Drawing | None,
     ) -> SamplerOutput:
-        """Return an output that waits for masks, then selects again from the logits of a bucket.
+        """Return an output that waits for masks, then selects again from a bucket's logits.
 
         The slots store the new tokens in place of the forward's tokens.
         """

@@ -1,4 +1,4 @@
-"""Token selection for the rows of a bucket on the device, with its sampling parameters."""
+"""Token selection for a bucket's rows on the device, with its sampling parameters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SamplingBatch:
         tokens, why: Results ``[B]``; see :class:`Chosen`.
         parameters: Sampling parameters for B rows.
         positions: Positions ``[B]`` of the selected tokens.
-        width: Number of selectable logits, from the first.
+        width: Selectable logit count, from the first.
         group: With a group, the logits are this rank's columns.
     """
 
@@ -141,8 +141,8 @@ def make_choice(
     """Return a greedy selection for ``num_rows`` rows.
 
     Args:
-        width: Number of selectable logits.
-        num_ends: Maximum number of end tokens.
+        width: Selectable logit count.
+        num_ends: Maximum end token count.
         results: Zeros ``[num_why_words(num_rows) + num_rows]``. None: a new tensor.
         positions: Tensor for the positions. None: a new tensor.
     """

@@ -145,7 +145,7 @@ def lay_out(
 def one(
     chunk: PrefillChunk, device: torch.device, marks: Marks = NO_MARKS
 ) -> tuple[TokenBatch, Tensor | None]:
-    """Return the rows of a single chunk without padding, and the rows with logits."""
+    """Return a single chunk's rows without padding, and the rows with logits."""
     count = len(chunk.tokens)
     staged = np.zeros((4, -(-count // _ALIGNED) * _ALIGNED), dtype=np.int64)
     staged[3] = -1

@@ -63,7 +63,7 @@ class SlotTable:
 
     @property
     def num_ends(self) -> int:
-        """Maximum number of end tokens for a slot."""
+        """Maximum end token count for a slot."""
         return self.parameters.end_tokens.shape[1]
 
     def open(self, opened: Mapping[Slot, SamplingParams]) -> None:
@@ -175,5 +175,5 @@ class _Staging:
 
 @functools.cache
 def _staging(device: torch.device) -> _Staging:
-    """Return the staging memory of a device, shared by all executables of a process."""
+    """Return a device's staging memory, shared by all executables of a process."""
     return _Staging(device)

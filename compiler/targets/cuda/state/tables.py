@@ -37,7 +37,7 @@ def sequence_bytes(specs: Sequence[StateSpec]) -> int:
 class PagedState:
     """A page pool with a page table for each slot, and fixed-size state for each slot.
 
-    ``pages``: the caches by layer. ``tables [S, M]`` int32: the pages of every slot. ``sequences``:
+    ``pages``: the caches by layer. ``tables [S, M]`` int32: every slot's pages. ``sequences``:
     float32 ``[S + num_marks, ...]`` by layer, rewritten by every step; a sequence's counts from its
     position 0. The last ones are nobody's: what a prompt's pass keeps at its marks.
     Whose page is whose is the runtime's to say.
@@ -78,7 +78,7 @@ class PagedState:
         self._places: dict[HostPlace, list[Tensor]] = {}
 
     def note(self, edit: AssignPages) -> None:
-        """Record the pages of a slot. :meth:`deal` writes them to the device."""
+        """Record a slot's pages. :meth:`deal` writes them to the device."""
         page_ids = self._pages_of_slot.setdefault(edit.slot, [])
         assert edit.first <= len(page_ids), f"slot {edit.slot} has no page before {edit.first}"
         page_ids[edit.first :] = edit.ids
@@ -118,7 +118,7 @@ class PagedState:
         assert end <= room or not self.pages, f"slot {slot} has pages up to {room}, not {end}"
 
     def check_all(self, slots: Sequence[Slot], ends: np.ndarray) -> int:
-        """Apply :meth:`check` to several slots. Return the minimum number of free positions."""
+        """Apply :meth:`check` to several slots. Return the minimum free position count."""
         if not self.pages:
             return sys.maxsize
         free = int((self._room[list(slots)] - ends).min(initial=sys.maxsize))
@@ -152,7 +152,7 @@ class PagedState:
         self._snapshots[snapshot] = position, kept
 
     def marks(self, chunks: Sequence[PrefillChunk]) -> Marks:
-        """Return the snapshot positions inside these chunks, with the index of each state
+        """Return the snapshot positions inside these chunks, with each state's index
         buffer.
         """
         found = marks_of(chunks, self._first_mark)

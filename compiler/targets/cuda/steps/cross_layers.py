@@ -53,7 +53,7 @@ class CrossLayers:
         self._of_text = tuple(op for op in program.instructions if id(op) not in own)
 
     def instructions_of(self, rows: TokenBatch) -> tuple[Instruction, ...]:
-        """Return the instructions of a step: all if it has images."""
+        """Return a step's instructions: all if it has images."""
         return self._of_text if rows.tiles is None else self._all
 
     def run(self, instruction: Cross, step: Buffers, rows: TokenBatch, *, decodes: bool) -> None:

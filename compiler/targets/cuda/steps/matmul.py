@@ -1,4 +1,4 @@
-"""Matmuls of the dense layers. The op tables select a kernel from the format and the number of
+"""The dense layers' matmuls. The op tables select a kernel from the format and the number of
 rows.
 """
 
@@ -67,7 +67,7 @@ def _at_least(rows: Tensor, count: int) -> Tensor:
 
 
 def epilogue_of(each: LinearOp) -> int:
-    """Return the epilogue of a matmul for :func:`.native.linear`."""
+    """Return a matmul's epilogue for :func:`.native.linear`."""
     return native.ADD if each.residual else native.SWIGLU if each.swiglu else native.STORE
 
 
@@ -109,7 +109,7 @@ class Products:
         self._before_mixers = mixers_behind(plan)
         self._readers: dict[int, LinearOp] = {}
         self._matmuls: dict[tuple[int, bool], BoundMatmul] = {}
-        self._is_fed = False  # whether the input of the next matmul is packed already
+        self._is_fed = False  # whether the next matmul's input is packed already
         self._has_dense = is_native and arithmetic == FAST
         if self._has_dense:
             nvrtc.load(device, native_dense.SOURCE, native_many.SOURCE)
@@ -263,7 +263,7 @@ class Products:
     def _fed_by(
         self, each: LinearOp, out: Tensor, num_rows: int, decodes: bool
     ) -> tuple[Tensor, int]:
-        """Return the output buffer and its number of slices. If `wide.cu` is the only reader, the
+        """Return the output buffer and its slice count. If `wide.cu` is the only reader, the
         output uses its layout. Otherwise the slices are 0.
         """
         reader = self._reader_of(each)

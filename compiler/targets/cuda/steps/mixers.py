@@ -60,7 +60,7 @@ from tilewright.compiler.targets.program.instructions import (
 
 
 def mixer_bytes(plan: KernelProgram, num_tokens: int) -> int:
-    """Return the largest scratch size of a prefill mixer in bytes, without the program's
+    """Return a prefill mixer's largest scratch size in bytes, without the program's
     buffers.
     """
     sizes = [experts_bytes(plan, num_tokens)]

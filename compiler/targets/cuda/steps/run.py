@@ -212,7 +212,7 @@ class Steps:
                 self._mixers.run(instruction, step, rows, decodes=True)
 
     def chosen_experts(self, rows: TokenBatch) -> list[int]:
-        """Run a decode step and return the number of distinct selected experts per layer."""
+        """Run a decode step and return the distinct selected expert count per layer."""
         chosen = self._mixers.experts.watch(lambda: self.decode(rows))
         return [len(each[each >= 0].unique()) for each in chosen]
 

@@ -8,7 +8,7 @@ all rows. Lanes that read 16 bytes in sequence have the columns ``32 p + 8 t .. 
 lane ``4 g + t`` has 8 columns from every block of 32.
 
 4-bit words: word ``w`` has columns ``32 p + 2 w`` and ``32 p + 2 w + 1`` for
-``p`` 0 to 3. The first code is nibble ``p``, the second nibble ``p + 4``. For codebooks both are
+``p = 0 .. 3``. The first code is nibble ``p``, the second nibble ``p + 4``. For codebooks both are
 in byte ``p``.
 8-bit words: word ``w`` of half ``q`` has columns ``64 q + 32 p + 2 w`` and the next one for
 ``p`` 0 and 1, in bytes ``p`` and ``p + 2``.
@@ -62,7 +62,7 @@ class CodedTile:
 
     @property
     def num_groups(self) -> int:
-        """Return the number of groups in a tile."""
+        """Return the group count in a tile."""
         return COLUMNS // self.group
 
     @property

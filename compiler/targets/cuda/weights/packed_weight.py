@@ -34,7 +34,7 @@ TILE_BYTES = {"bfp8": 2176, "bfp4": 1152}
 
 
 def tile_bytes(name: str) -> int:
-    """Return the size of a tile with blocks, or with codes of `CODED_TILES`."""
+    """Return a tile's size with blocks, or with codes of `CODED_TILES`."""
     return TILE_BYTES[name] if name in TILE_BYTES else CODED_TILES[name].num_bytes
 
 
@@ -56,8 +56,8 @@ class PackedWeight:
         data: bfloat16 ``[rows, columns]`` padded with zeros to whole tiles, or uint8 ``[row tiles,
             column tiles, tile_bytes(name)]``.
         is_paired: Rows alternate: 8 gate, 8 up. Rows g and g + 8 of a tile are a gate and its up.
-        scale: Factor of the stored values, a power of two. 1 unless a value is 2 or more.
-        num_experts: Number of weights in ``data``.
+        scale: The stored values' factor, a power of two. 1 unless a value is 2 or more.
+        num_experts: Weight count in ``data``.
     """
 
     kind: str
@@ -88,7 +88,7 @@ class PackedWeight:
 
     @property
     def num_row_tiles(self) -> int:
-        """Number of row tiles for a single weight or expert."""
+        """Row tile count for a single weight or expert."""
         return -(-self.num_rows // TILE_ROWS)
 
     @property

@@ -149,7 +149,7 @@ class Weights:
         return found[1]
 
     def weight_of(self, each: LinearOp | ExpertLinearOp | ExpertSum | EmbedOp) -> PackedWeight:
-        """Return the weight of an instruction. Only the first call hashes its recipe."""
+        """Return an instruction's weight. Only the first call hashes its recipe."""
         found = self._by_instruction.get(id(each))
         if found is None or found[0] is not each:
             wanted = table_of(each) if isinstance(each, EmbedOp) else product_of(each)
@@ -225,7 +225,7 @@ def _check_fits(
 
 
 def _in_turns(bias: Tensor) -> Tensor:
-    """Return a bias with gate and up parts interleaved, as the rows of a paired weight."""
+    """Return a bias with gate and up parts interleaved, as a paired weight's rows."""
     return bias.view(2, -1, GROUP).transpose(0, 1).reshape(-1)
 
 
@@ -245,7 +245,7 @@ def write_weights(
 
 
 def _tensors(placed: Placed) -> dict[str, Tensor]:
-    """Return the file contents of a tensor."""
+    """Return a tensor's file contents."""
     if isinstance(placed, PackedWeight):
         name = _data_name(placed.format)
         return {name: placed.data.contiguous(), _SCALE: torch.tensor(placed.scale)}

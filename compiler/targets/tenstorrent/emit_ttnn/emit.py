@@ -161,7 +161,7 @@ def _check(prefill: DeviceProgram, decode: DeviceProgram) -> None:
 
 
 def _capacity(decode: DeviceProgram) -> int:
-    """Return the number of positions in a user's pages."""
+    """Return the position count in a user's pages."""
     cache = decode.caches[0]
     return cache.num_pages // decode.batch * cache.page
 

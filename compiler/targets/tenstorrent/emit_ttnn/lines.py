@@ -82,7 +82,7 @@ class SourceSection:
         self._prefix = ""
 
     def start(self, prefix: str) -> None:
-        """Begin a section. ``prefix`` is the common prefix of its weight names in the model."""
+        """Begin a section. ``prefix`` is its weight names' common prefix in the model."""
         self.lines, self.marks, self._prefix = [], Marks(), prefix
 
     def end(self) -> TtValue:
@@ -171,7 +171,7 @@ class SourceSection:
         self._append(f"{name} = cast({name}, {dtype})", needed=needed)
 
     def _shown(self, line: str) -> str:
-        """Return a line with all marks replaced by the text of this layer."""
+        """Return a line with all marks replaced by this layer's text."""
         for name, text in self.marks.found.items():
             line = line.replace(mark_of(name), text)
         return line

@@ -1,4 +1,4 @@
-"""Python lines with ttnn calls for the instructions of a phase.
+"""Python lines with ttnn calls for a phase's instructions.
 
 Selects a ttnn operator for each instruction and moves operands to the required memory. Excludes the
 remaining source text.

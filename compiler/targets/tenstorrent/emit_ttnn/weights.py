@@ -94,7 +94,7 @@ def constants(prefill: DeviceProgram, decode: DeviceProgram, prefix: str) -> str
 
 
 def _states_text(decode: DeviceProgram) -> str:
-    """Return the shapes of the states by layer. Layers without states have a cache."""
+    """Return the states' shapes by layer. Layers without states have a cache."""
     states: dict[int | None, list[tuple[int, ...]]] = {}
     for op in decode.instructions:
         if isinstance(op, CausalConv | TtDeltaRule):
@@ -135,7 +135,7 @@ def owned_weights(program: DeviceProgram) -> Iterator[tuple[int | None, TtWeight
 def weight_lines(
     prefill: DeviceProgram, decode: DeviceProgram, prefix_of: Callable[[int], str]
 ) -> tuple[Lines, dict[Split, str]]:
-    """Return the lines for the weights of every layer, and the names of uneven splits."""
+    """Return the lines for every layer's weights, and the names of uneven splits."""
     kinds, pieces = _kinds(decode), _pieces(prefill, decode)
     shares: dict[Split, str] = {}
     by_layer: Lines = {}
@@ -278,7 +278,7 @@ def _kinds(program: DeviceProgram) -> dict[TtWeight, str]:
 
 
 def _pieces(*programs: DeviceProgram) -> dict[str, int]:
-    """Return the number of matmuls for the LM head, whose blocks fit L1 in both phases."""
+    """Return the matmul count for the LM head, whose blocks fit L1 in both phases."""
     pieces: dict[str, int] = {}
     for program in programs:
         for op in program.instructions:
@@ -296,7 +296,7 @@ def _cache_layers(program: DeviceProgram) -> Iterator[tuple[int | None, tuple[st
 
 
 def _over(weight: TtWeight, shares: dict[Split, str]) -> str:
-    """Return source text for the sharding arguments of a weight."""
+    """Return source text for a weight's sharding arguments."""
     text = ""
     for name, over, split, axis in (
         ("experts_over", weight.expert_over, weight.expert_split, 0),
@@ -312,7 +312,7 @@ def _over(weight: TtWeight, shares: dict[Split, str]) -> str:
 
 
 def _out_axis(weight: TtWeight) -> int:
-    """Return the axis of the outputs in the recipe: ``[out, in]``, or a convolution's channels."""
+    """Return the outputs' axis in the recipe: ``[out, in]``, or a convolution's channels."""
     return 0 if weight.transposed else -1
 
 

@@ -1,4 +1,4 @@
-"""Small operators in the precision of a Wormhole kernel, and the packer.
+"""Small operators in a Wormhole kernel's precision, and the packer.
 
 Matmuls are exact (``matrix_unit.py``). This module is approximate if the vendor's functions are not
 published: sums and special functions are fp32 inside a kernel, and inputs and outputs have their

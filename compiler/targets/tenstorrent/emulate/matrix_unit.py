@@ -34,7 +34,7 @@ class MatmulSettings:
     """Formats, fidelity, accumulation and K blocks of a matmul.
 
     Attributes:
-        num_phases: Number of fidelity phases, from 1 (LoFi) to 4 (HiFi4).
+        num_phases: Fidelity phase count, from 1 (LoFi) to 4 (HiFi4).
         fp32_dst: Dst is float32. False: bfloat16.
         l1_acc: The packer adds K blocks in L1.
         k_block: Elements of K in a block, a multiple of 32.
@@ -79,7 +79,7 @@ class MatmulSettings:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Settings of a matmul and the formats of its operands."""
+    """Settings of a matmul and its operands' formats."""
 
     act_format: str
     weight_format: str

@@ -15,7 +15,7 @@ from tilewright.compiler.targets.tenstorrent.emulate.strided_weight import Strid
 
 _INFINITY = tl.constexpr(0x7F800000)
 _SIGN = tl.constexpr(-(2**31))
-MOST_ROWS, COLUMNS = 4, 32  # Tile of a Triton program. A warp computes 32 columns in a row.
+MOST_ROWS, COLUMNS = 4, 32  # A Triton program's tile. A warp computes 32 columns in a row.
 _NAN = tl.constexpr(0x7FC00000)
 _FAR = tl.constexpr(30)  # a larger alignment shifts all bits out
 

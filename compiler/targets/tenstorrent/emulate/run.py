@@ -54,7 +54,7 @@ _FEW_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class EmulatorBatch:
-    """Rows of a step.
+    """A step's rows.
 
     Attributes:
         tokens, positions: Shape ``[T]``.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StridedWeight:
-    """Weights in place: the bits of their storage, where each matrix begins, steps along K and N.
+    """Weights in place: their storage's bits, where each matrix begins, steps along K and N.
 
     ``bits`` int16 ``[elements]``, ``offsets`` int64 ``[batches]``.
     """

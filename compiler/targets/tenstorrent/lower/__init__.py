@@ -1,1 +1,1 @@
-"""Lowering of a graph to a device program."""
+"""A graph's lowering to a device program."""

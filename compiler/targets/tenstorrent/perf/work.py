@@ -153,7 +153,7 @@ def _work(
 
 
 def hit_experts(num_experts: int, num_rows: int, top_k: int, num_chips: int) -> float:
-    """Return the expected number of selected experts on the busiest chip.
+    """Return the expected selected expert count on the busiest chip.
 
     Rows select experts at random. The excess over the mean assumes independent chips.
     """

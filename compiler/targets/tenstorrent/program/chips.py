@@ -1,4 +1,4 @@
-"""Values and weights on the chips of a mesh. Chips with equal data share a tensor."""
+"""Values and weights on a mesh's chips. Chips with equal data share a tensor."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class TtSequenceState:
 
     Attributes:
         shape: Shape of one slot on one chip.
-        num_slots: Maximum number of sequences.
+        num_slots: Maximum sequence count.
         over: The mesh axis that shards the channels or heads. Empty: none.
     """
 
@@ -241,7 +241,7 @@ class ComputeConfig:
 
 
 def class_name(value: object) -> str:
-    """Return a class name without the prefix of this program, as in listings and results."""
+    """Return a class name without this program's prefix, as in listings and results."""
     return type(value).__name__.removeprefix("Tt")
 
 
@@ -340,7 +340,7 @@ class Rotate(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class UpdateCache(TtInstruction):
-    """Write from ``x`` to the pages of a cache.
+    """Write from ``x`` to a cache's pages.
 
     Prefill writes all rows for one user. Decode writes one row for every user.
     """
@@ -377,7 +377,7 @@ class TtAttention(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class ConcatHeads(TtInstruction):
-    """Concatenation of the heads: ``[rows, num_heads * head_dim]``."""
+    """The heads' concatenation: ``[rows, num_heads * head_dim]``."""
 
     x: TtValue
     num_heads: int

@@ -66,7 +66,7 @@ def check_cache_format(name: str, format_: str) -> None:
 
 
 def check_activation_format(fqn: str, format_: str) -> str:
-    """Return the format of a result, or raise an error if boards do not support it."""
+    """Return a result's format, or raise an error if boards do not support it."""
     if format_ not in ACTIVATION_FORMATS:
         raise CompileError(
             f"{fqn}: activations in {format_}; on Tenstorrent boards {allowed(ACTIVATION_FORMATS)}"

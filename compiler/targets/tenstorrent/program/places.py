@@ -160,7 +160,7 @@ def _linear(places: Places, node: Node) -> Placement:
     elif reader.target is ops.rope_attention_step.overload:
         found = _merged_heads(places, reader)
     elif reader.target is ops.sigmoid_gate.overload and reader.args[1] is node:
-        found = places.read(reader.args[0])  # the gate of an attention
+        found = places.read(reader.args[0])  # an attention's gate
     else:
         found = places.over(COLUMNS if is_second else ROWS, recipe_of(weight).shape[0])
     for bias in node.args[2:3]:

@@ -31,7 +31,7 @@ _DECLARED = TtWeight | Cache | TtSequenceState
 def program_text(program: DeviceProgram, *, layer: int | None = None) -> str:
     """All of a program, or the instructions of one layer and what they read.
 
-    Example of a line: ``%5: bf16[32x960] @ l1:width_sharded/30 = matmul(%4, w3, lofi, ...)``.
+    A line's example: ``%5: bf16[32x960] @ l1:width_sharded/30 = matmul(%4, w3, lofi, ...)``.
     Shapes are in elements of one chip; ``/r`` after a shape: sharded over the mesh axis r; ``+r``:
     still to be added over it.
     """
@@ -55,7 +55,7 @@ def program_text(program: DeviceProgram, *, layer: int | None = None) -> str:
 
 
 def _line(instruction: TtInstruction, names: dict[TtValue, str]) -> str:
-    """Values are numbered in the order of their first mention."""
+    """Values are numbered in their first mention's order."""
 
     def name_of(value: TtValue) -> str:
         return names.setdefault(value, f"%{len(names)}")

@@ -87,10 +87,10 @@ class _NamedRegion:
         return True
 
     def _name(self, character: str, found: list[Event]) -> bool:
-        """The name and its markers, up to the brace of the arguments."""
+        """The name and its markers, up to the arguments' brace."""
         if character != "{":
             self._head += character if self._head else character.lstrip(SPACE)
-            # a name, and the name of the call
+            # a name, and the call's name
             return len(self._head) < 400 and character not in "}\n"
         name, _, between = self._head.partition("[")
         name = name.strip(SPACE)

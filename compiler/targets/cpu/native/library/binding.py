@@ -1,4 +1,4 @@
-"""The library's C interface through ctypes. Sizes and the version of its structures are checked."""
+"""The library's C interface through ctypes. Sizes and its structures' version are checked."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LINEAR, CROSS = 64, 128
 
 
 class TwPlace(Structure):
-    """Columns of a buffer. Buffer -1: none."""
+    """A buffer's columns. Buffer -1: none."""
 
     _fields_ = (("buffer", c_int32), ("first", c_int32), ("width", c_int32))
 
@@ -169,7 +169,7 @@ class TwExchanged(Structure):
 
 
 class TwStep(Structure):
-    """Tokens of sequences, and the destination of their logits."""
+    """Tokens of sequences, and their logits' destination."""
 
     _fields_ = (
         ("num_tokens", c_int32),

@@ -143,5 +143,5 @@ def digest(compiler: bytes = b"", own: Sequence[Path] | None = None) -> str:
 
 
 def packaged_name() -> str:
-    """Return the file name of the packaged library in this directory."""
+    """Return the packaged library's file name in this directory."""
     return f"kernels-{digest()[:16]}.so"

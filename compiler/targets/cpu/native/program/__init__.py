@@ -1,1 +1,1 @@
-"""Programs of the kernel library."""
+"""The kernel library's programs."""

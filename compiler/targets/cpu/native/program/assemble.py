@@ -73,7 +73,7 @@ def rounded_products(graph_module: GraphModule) -> set[str]:
 
 
 def _roundings(plan: KernelProgram, rounded: Collection[str]) -> list[int]:
-    """Return the rounding flags of each instruction.
+    """Return each instruction's rounding flags.
 
     A matmul rounds its result, its residual sum and its fused norm. Other instructions follow the
     next matmul that reads their result. Logits, routers and linear attention gates stay float:

@@ -38,7 +38,7 @@ class BundledTensor(msgspec.Struct, frozen=True, array_like=True):
         rows: Rows in storage.
         columns: Columns in storage.
         num_bytes: Bytes in the file.
-        name: Name of its first parameter.
+        name: Its first parameter's name.
     """
 
     kind: str

@@ -32,7 +32,7 @@ _OF_POWERS = ("bfp8", "bfp4")
 
 
 def num_panels(num_rows: int, *, paired: bool) -> int:
-    """Return a weight's number of panels, which is even. Paired gate and up have equal numbers."""
+    """Return a weight's panel count, which is even. Paired gate and up have equal numbers."""
     if paired:
         return 2 * (whole(num_rows // 2, LANES) // LANES)
     return whole(num_rows, 2 * LANES) // LANES

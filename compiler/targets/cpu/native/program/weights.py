@@ -76,11 +76,11 @@ class NativeTensorSpec:
     Experts' panels follow each other, with whole panels per expert.
 
     Attributes:
-        recipe: Source of the values.
+        recipe: The values' source.
         kind: Panel storage, or ``vector`` for norms, biases and constants.
         is_paired: Rows are gate then up. Their panels alternate.
         num_lanes: Padded length of a bias, over all experts. 0: not a bias.
-        num_taps: Taps of a convolution weight, stored tap by tap. 0: not a convolution.
+        num_taps: A convolution weight's taps, stored tap by tap. 0: not a convolution.
     """
 
     recipe: WeightRecipe
@@ -91,7 +91,7 @@ class NativeTensorSpec:
 
     @property
     def num_experts(self) -> int:
-        """Return the weight's number of experts, else 1."""
+        """Return the weight's expert count, else 1."""
         return self.recipe.shape[0] if self.kind != VECTOR and len(self.recipe.shape) > 2 else 1
 
     @property

@@ -1,4 +1,4 @@
-"""Products of a decode step in CUDA C++: weights stream through shared memory by asynchronous
+"""A decode step's products in CUDA C++: weights stream through shared memory by asynchronous
 copies, several steps ahead, and the first of them before the kernel in front has ended.
 """
 

@@ -167,7 +167,7 @@ class CudaExecutor(CudaKernels):
         return queries * -(-self.num_processors // self.settings.num_heads)
 
     def _time_products(self, rows: int) -> None:
-        """Select each matmul by the time of a decode step with ``rows`` rows."""
+        """Select each matmul by a decode step's time with ``rows`` rows."""
         products = [each for each in self.program if isinstance(each.does, Linear)]
         for shape, each in {self._shape(each, rows): each for each in products}.items():
             ways = self.ways(each, rows)
@@ -249,7 +249,7 @@ class CudaExecutor(CudaKernels):
     ) -> Tensor:
         """Return a prefill step's ``[4, size]``: tokens, starts, places, and last rows.
 
-        Arrays of the standard library are faster on the host than many small tensors.
+        The standard library's arrays are faster on the host than many small tensors.
         """
         tokens, starts, places, lasts = array("q"), array("q"), array("q"), array("q")
         for prompt in prompts:
@@ -424,7 +424,7 @@ WARMING, MOST_WARMING = (1, 12, 200, 1100), 2048
 
 
 class HybridCudaExecutor(MixedExecutor, CudaExecutor):
-    """State of linear attention in float32, and uncaptured prompts with any number of sequences.
+    """State of linear attention in float32, and uncaptured prompts with any sequence count.
 
     ``windows [slots, linear layers, channels, taps - 1]`` and ``memories [slots, linear layers,
     heads, K, V]``.

@@ -1,4 +1,4 @@
-"""What stands for the model of this file."""
+"""What stands for this file's model."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def norm_heads_kernel(
 def gate_kernel(
     out, x, gates, width, gates_stride, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
-    """Program (t, i): multiply a column block in row t by the sigmoid of its gates."""
+    """Program (t, i): multiply a column block in row t by its gates' sigmoid."""
     begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

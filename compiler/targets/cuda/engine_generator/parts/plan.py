@@ -1,4 +1,4 @@
-"""Instructions of a plan, and the choice of kernels."""
+"""A plan's instructions, and the choice of kernels."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Mixer(Instruction):
 class GatedAttend(Mixer):
     """`Attend` on ``x``: q, k, v, and a gate per channel of q.
 
-    The heads of q and k have an RMSNorm. The output is multiplied by the sigmoid of the gates.
+    The heads of q and k have an RMSNorm. The output is multiplied by the gates' sigmoid.
     """
 
     name = "gated_attend"
@@ -177,7 +177,7 @@ class DeltaRule(Mixer):
 class Experts(Mixer):
     """Add the weighted outputs of a row's experts for ``x``, and the shared expert's output.
 
-    ``shared`` is multiplied by the sigmoid of its gate. ``logits`` has a value per expert for the
+    ``shared`` is multiplied by its gate's sigmoid. ``logits`` has a value per expert for the
     softmax, then the gate. ``gates_ups`` has the gates and ups of an expert, ``downs`` its last
     matmul.
     """

@@ -62,7 +62,7 @@ class Operations:
         self.num_undecided = 0
 
     def step(self, engine: Any, reference: Any) -> float:
-        """Make a call on both, and return the error of its logits."""
+        """Make a call on both, and return its logits' error."""
         chance = self._random.random()
         if chance < 0.1:
             return self._remove(engine, reference)

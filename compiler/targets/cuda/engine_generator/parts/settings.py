@@ -86,7 +86,7 @@ class Settings:
         return inverse_frequencies(self, self.head_dim)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the required shape of every tensor in a file, by name."""
+        """Return every tensor's required shape in a file, by name."""
         found = self._shapes_outside()
         hidden, inner = self.hidden_size, self.intermediate_size
         layer = {

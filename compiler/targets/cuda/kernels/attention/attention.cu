@@ -6,7 +6,7 @@
 // cluster and share its splits evenly. The first block of the cluster receives and combines the
 // sums in order. The last group to arrive combines several groups in order. A cluster may walk over
 // several groups, so short rows with a long table start no blocks for it. A row's bits depend on
-// the number of splits in a group, not on the number of blocks. With a split for each block, fewer
+// the split count in a group, not on the block count. With a split for each block, fewer
 // sums are combined.
 //
 // Four warps of a block compute 16 positions each in every page. With 256 channels there are eight
@@ -44,7 +44,7 @@ template <int F, int D, int NH> struct Token {
   float cos[D], sin[D];
   u8 q[NH * 8 * Shape<F, D>::Q_ROW];
   float q_units[PARTS<D>][NH * 8];  // bfp8: scales that undo the scaling of float16 q
-  u8 fresh[2][D * 2];  // its key and value in the layout of a page row
+  u8 fresh[2][D * 2];  // its key and value in a page row's layout
   u32 fresh_exponents[2][2 * PARTS<D>];
 };
 template <int F, int D, int NH> struct Shared : Token<F, D, NH> {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void enter(const Attend &p, Token<F, D, NH> &s, const
 
 // A row's visible pages, [seen, end), in splits of `each` pages.
 struct Cut {
-  int newest, seen, end, each, used;  // newest: page of the new token; used: splits of the row
+  int newest, seen, end, each, used;  // newest: the new token's page; used: the row's splits
 };
 __device__ __forceinline__ Cut cut_of(const Attend &p, int position) {
   Cut cut;
@@ -198,7 +198,7 @@ __device__ __forceinline__ float4 add_up(float2 &all, int count, Stats stats, Su
   }
   return acc;
 }
-// Combine the splits of a group in order, into `out` or, with several groups, into scratch. Return
+// Combine a group's splits in order, into `out` or, with several groups, into scratch. Return
 // whether this block combines the groups.
 template <int F, int D, int NH>
 __device__ __forceinline__ bool combine_splits(const Attend &p, Shared<F, D, NH> &s,
@@ -426,7 +426,7 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   return more;
 }
 
-// Compute the remaining groups of a cluster. This function is separate to leave registers to the
+// Compute a cluster's remaining groups. This function is separate to leave registers to the
 // first group. A group with successors has all splits, a multiple of the cluster's blocks, so every
 // block has work and none ends early.
 template <int F, int D, int NH> __device__ __noinline__ void walk_on(const Attend &p) {

@@ -1,6 +1,6 @@
 """Launcher for ``attention.cu``: decode attention over bf16 and bfp8 pages at common head sizes.
 
-Makes a launch from a KV split. Excludes the source of the operands. Shape letters: B rows, H query
+Makes a launch from a KV split. Excludes the operands' source. Shape letters: B rows, H query
 heads, G key/value heads, D head size, S slots, M pages of a slot.
 """
 

@@ -70,7 +70,7 @@ template <int F, int D> struct Few {
     for (int i = 0; i < 4; ++i) seen |= (u32)is_seen(at + (i & 1) + (i >> 1) * 8) << i;
     return seen;
   }
-  // Return the page of the new token if the warp has its positions, else -1.
+  // Return the new token's page if the warp has its positions, else -1.
   __device__ __forceinline__ int fresh_page(int warp) const {
     return position / 16 % WARPS == warp ? cut.newest : -1;
   }
@@ -158,7 +158,7 @@ template <int F, int D> struct Few {
     if (g == 0)
       s.fades[team][t] = make_float4(fade[0][0], fade[0][1], run.peak[0][0], run.peak[0][1]);
   }
-  // Add a page to the sums of a slice. `of`: the team that stored the weights.
+  // Add a page to a slice's sums. `of`: the team that stored the weights.
   __device__ __forceinline__ void add_page(Running<SLICE, 1> &run, const ValueTiles<F> &tiles,
                                            int largest, int of) const {
     const float4 left = s.weights[of][lane], fades = s.fades[of][t];

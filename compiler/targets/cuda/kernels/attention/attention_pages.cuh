@@ -1,7 +1,7 @@
 // A warp's share of attention: 16 positions in a page. Lanes have keys and values in registers as A
 // fragments for mma.m16n8k16, with permuted channels. Scores are K q^T [16 positions, 8 heads].
 // Sums are V^T P^T [16 channels, 8 heads]. With 256 channels, two warps have the same positions and
-// half the channels each, and add their scores. Legend: lane = 4 g + t; NH is the number of heads
+// half the channels each, and add their scores. Legend: lane = 4 g + t; NH is the head count
 // in eights.
 
 #pragma once
@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_fresh(float4 x, int lane, u8 *fresh, u8 *f
     *(uint2 *)(row + lane * 8) = words;
   }
 }
-// Take this lane's part of the new token's row. In shared memory, the row has the layout of a page.
+// Take this lane's part of the new token's row. In shared memory, the row has a page's layout.
 template <int F, int D>
 __device__ __forceinline__ void take_key(Keys<F, D> &k, int row, const u8 *fresh,
                                          const u32 *exponents, int t) {

@@ -1,4 +1,4 @@
-// Keys and values of several pages at once, in registers of a lane: as A fragments, or where the new
+// Keys and values of several pages at once, in a lane's registers: as A fragments, or where the new
 // token is still missing, as read. Of values a slice of a quarter of a warp's channels.
 #pragma once
 

@@ -213,8 +213,8 @@ def cross_attend(
         out: float32 or bfloat16, with any stride.
         q: Queries before the norm, with any stride.
         tiles: Tiles by token. All tokens share the offsets if ``decodes`` is false.
-        norm: Weight of the query norm, float32 ``[D]``.
-        eps: Epsilon of the query norm.
+        norm: The query norm's weight, float32 ``[D]``.
+        eps: The query norm's epsilon.
         num_kv_heads: G.
         first: First column of the layer's keys in a tile.
         scale: Factor for the scores.

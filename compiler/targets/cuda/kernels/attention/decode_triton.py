@@ -92,7 +92,7 @@ def _heads(token, first, count, partner, R: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _plan(position, num_splits, WINDOW: tl.constexpr, L: tl.constexpr):
-    """Return first page, end page, pages in a split, and number of splits. Padding has no
+    """Return first page, end page, pages in a split, and split count. Padding has no
     splits.
     """
     last = tl.maximum(position, 0)
@@ -186,7 +186,7 @@ def _combine(
 ):
     """Return the combined splits ``[R, E]`` of R heads, in order.
 
-    ``at [R]`` is the first split of each head. Loads bypass the L1 cache because peer programs
+    ``at [R]`` is each head's first split. Loads bypass the L1 cache because peer programs
     wrote the data.
     """
     CHUNK: tl.constexpr = max(1, 8192 // (R * E))
@@ -317,7 +317,7 @@ def _finish(
     D: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Combine the splits of a head in the last program to arrive."""
+    """Combine a head's splits in the last program to arrive."""
     # All stores of this program must precede its arrival.
     tl.debug_barrier()
     before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu")

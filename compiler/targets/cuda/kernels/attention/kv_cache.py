@@ -17,7 +17,7 @@ from tilewright.compiler.targets.cuda.state.pages import KVPages
 
 
 def page_arguments(pages: KVPages, block_tables: torch.Tensor) -> dict[str, Any]:
-    """Return the page arguments of a kernel.
+    """Return a kernel's page arguments.
 
     These are ``values`` and ``exponents`` (the values again if absent), ``tables``, the table
     width, and the constants ``G``, ``D``, ``E`` and ``BFP8``.

@@ -254,7 +254,7 @@ def _attend_prefill_kernel(
     work: tl.constexpr = tl.bfloat16 if BFP8 else values.dtype.element_ty
     rows = tl.load(q + here, mask=inside & (position >= 0)[:, None], other=0.0).to(work)
     newest = tl.max(position, 0)
-    # Positions are consecutive: the first position of the block, and the oldest position of its
+    # Positions are consecutive: the block's first position, and the oldest position of its
     # windows.
     lowest = tl.load(positions + block.to(tl.int64) * R).to(tl.int32)
     oldest = tl.maximum(lowest - WINDOW + 1, 0) if WINDOW > 0 else 0

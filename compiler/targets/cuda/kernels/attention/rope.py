@@ -52,7 +52,7 @@ def _rotate_tile(
     KV_TILES: tl.constexpr = (G + HEADS - 1) // HEADS
     d = tl.arange(0, E)
     _, partner, second = channel_partners(HALF, E, INTERLEAVED)
-    # First head and number of heads by kind: queries, keys, values.
+    # First head and head count by kind: queries, keys, values.
     kind = tl.where(tile < Q_TILES, 0, tl.where(tile < Q_TILES + KV_TILES, 1, 2))
     base = tl.where(kind == 0, 0, tl.where(kind == 1, H, H + G))
     limit = tl.where(kind == 0, H, G)

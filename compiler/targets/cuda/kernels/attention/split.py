@@ -174,7 +174,7 @@ def share_of_step(*sizes: int, strict: bool, spreads: bool = True) -> SplitKV | 
 def _choose_joined(
     num_blocks: int, splits: int, num_groups: int, enough: int, same_bits: bool
 ) -> int:
-    """Return the number of blocks for a group.
+    """Return the block count for a group.
 
     Args:
         num_blocks: Blocks of the launch with one for each group.

@@ -43,7 +43,7 @@ def block_of(size: int, *, least: int = 16) -> int:
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for a CPU, where the interpreter runs one program at a time."""
+    """A GPU's multiprocessors; 1 for a CPU, where the interpreter runs one program at a time."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,6 +1,6 @@
 """CUDA C++ kernels: compilation by NVRTC, cache by source hash, and launch.
 
-Excludes the computation of the kernels.
+Excludes the kernels' computation.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class KernelSource:
     large_clusters: tuple[str, ...] = ()
 
     def text(self) -> bytes:
-        """Return the text to compile: the file, and assertions on the layout of its structures.
+        """Return the text to compile: the file, and assertions on its structures' layout.
 
         A field that differs from its ctypes mirror fails to compile.
         """
@@ -131,7 +131,7 @@ def launch(
 
 @functools.cache
 def clusters_at_once(source: KernelSource, name: str, at: Launch, device: int) -> int:
-    """Return the maximum number of resident clusters on the current device."""
+    """Return the maximum resident cluster count on the current device."""
     from cuda.bindings import driver
 
     function = _functions(source, device)[name]

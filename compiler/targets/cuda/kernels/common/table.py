@@ -68,10 +68,10 @@ class TableRow(Generic[S]):
     """A kernel with its conditions.
 
     Attributes:
-        kernel: Name of the kernel.
+        kernel: The kernel's name.
         formats: Formats that the kernel reads.
         rows: Range of rows with the best measured speed, or ranges.
-        arithmetics: Arithmetics of the kernel.
+        arithmetics: The kernel's arithmetics.
         is_cpp: Whether the kernel is CUDA C++ for compute capability 9.x.
     """
 

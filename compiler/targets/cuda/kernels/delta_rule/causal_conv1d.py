@@ -135,7 +135,7 @@ def _move_window(
     W: tl.constexpr,
     TAPS: tl.constexpr,
 ):
-    """Store the last inputs of the prompt, without padding, in the window."""
+    """Store the prompt's last inputs, without padding, in the window."""
     count = tl.zeros((), tl.int32)
     for first in range(0, num_tokens, _COUNTED):
         at = first + tl.arange(0, _COUNTED)

@@ -2,7 +2,7 @@
 //
 // The tokens are the accepted drafts of the slot's previous launch, then its rows. Row 0 has the next
 // token, and later rows have drafts. The kernel keeps the state in registers. It writes the window
-// and the state after row 0, and the inputs of the drafts. The next launch repeats the accepted
+// and the state after row 0, and the drafts' inputs. The next launch repeats the accepted
 // drafts from these inputs. Without rows, it writes the state after the accepted drafts.
 //
 // The blocks of a cluster exchange q and k of all tokens at once.
@@ -37,7 +37,7 @@ template <int D, int COLS> struct Shared {
   float q[MOST_TOKENS][D], k[MOST_TOKENS][D];  // received from the cluster
   float own[4 * COLS];                         // q and k channels by thread
   float v[MOST_TOKENS][COLS], gate[MOST_ROWS][COLS], result[MOST_ROWS][COLS];
-  float sums[2][2][WARPS][COLS];  // by parity of the token; k S and q S before decay
+  float sums[2][2][WARPS][COLS];  // by the token's parity; k S and q S before decay
   float squares[MOST_ROWS][MOST_BLOCKS];
   float decay[MOST_TOKENS], beta[MOST_TOKENS];
   Factors factors[MOST_TOKENS];

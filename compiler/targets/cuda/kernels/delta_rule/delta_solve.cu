@@ -1,4 +1,4 @@
-// Gated delta rule in prefill, first part: solve the linear system of each chunk with 64 tokens.
+// Gated delta rule in prefill, first part: solve each chunk's linear system with 64 tokens.
 //
 // A block has a chunk and a value head. Let k be unit keys, d cumulative decays and beta the steps.
 // The corrections solve (1 + below) x = beta (v - e^d k S), with below_ij = beta_i k_i k_j e^(d_i -
@@ -99,7 +99,7 @@ __device__ __forceinline__ void make_gates(Shared &s, const DeltaSolve &p, int f
   }
 }
 
-// Read values and unit keys of the chunk's tokens, compute the gates, and store the scales of a key
+// Read values and unit keys of the chunk's tokens, compute the gates, and store a key's scales
 // head.
 __device__ __forceinline__ void read_chunk(Shared &s, const DeltaSolve &p, int h, float a_log,
                                            float dt_bias, int warp, int lane) {

@@ -1,7 +1,7 @@
 // Linear attention for one token in one launch: convolution with SiLU and its window, unit vectors,
 // gates, the gated delta rule state, and the gated norm of heads.
 //
-// A block has COLS state columns for a row and a value head. The value heads of a row with the same
+// A block has COLS state columns for a row and a value head. A row's value heads with the same
 // key head form a cluster. A block convolves its own values and its share of the q and k channels,
 // and sends them to the cluster. A window therefore has a single reader, which moves it. The blocks
 // of a head exchange the sums of squares for the norm. All sums have a fixed order, and a row has
@@ -36,7 +36,7 @@ template <int D, int COLS> struct Shared {
   float own[4 * COLS];  // this block's q and k channels, by thread
   float v[COLS], gate[COLS];  // gate: the norm's weight times silu of z
   float sums[2][WARPS][COLS];  // by warp: k S and q S before decay
-  float squares[MOST_BLOCKS];  // by block of the head
+  float squares[MOST_BLOCKS];  // by the head's block
   float decay, beta;
   Factors factors;
   unsigned long long received, squared;  // mbarriers for q and k, and for squares
@@ -84,7 +84,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
     if (t < LANES) *(uint2 *)out = make_uint2(0, 0);
     return;
   }
-  // Earlier kernels wrote everything read before the wait: the state of the slot.
+  // Earlier kernels wrote everything read before the wait: the slot's state.
   const int column = t % LANES * 4, first_row = t / LANES * ROWS;
   float *held = p.state + ((slot * p.num_heads + h) * D + first_row) * D + cut * COLS + column;
   const i64 num_channels = 2 * keys + p.num_heads * D;

@@ -126,7 +126,7 @@ def _solve_kernel(
     DIAGONAL: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, h) solves the system of a chunk; see :func:`.delta_solve.delta_solve` for
+    """Program (n, h) solves a chunk's system; see :func:`.delta_solve.delta_solve` for
     outputs.
     """
     release_dependents(CHAINED)
@@ -175,7 +175,7 @@ def _outputs_kernel(
     KEYS: tl.constexpr, VALUES: tl.constexpr, PART: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, h) computes the outputs of a chunk, with norm and gate.
+    """Program (n, h) computes a chunk's outputs, with norm and gate.
 
     The outputs come from the state before the chunk and from its corrections.
     """
@@ -220,7 +220,7 @@ def _outputs_kernel(
 def _handed_on(
     num_chunks: int, num_heads: int, num_key_heads: int, keys: int, values: int
 ) -> tuple[int, ...]:
-    """Return the sizes of the scratch buffers, in elements.
+    """Return the scratch buffers' sizes, in elements.
 
     They are states, state factors, corrections, unit keys, cumulative decays and scales.
     """

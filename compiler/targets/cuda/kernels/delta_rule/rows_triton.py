@@ -1,6 +1,6 @@
 """Linear attention for consecutive tokens of each slot: convolution and delta rule, in Triton.
 
-The tokens of a slot are the accepted drafts of its previous step, then its rows. Shape letters: B
+A slot's tokens are its previous step's accepted drafts, then its rows. Shape letters: B
 rows, S slots, N drafts, C channels, W width, H value heads, G key heads, K key size, V value size.
 """
 
@@ -37,8 +37,8 @@ class DraftInputs:
     """A layer's inputs for the last verified drafts, by slot. float32.
 
     Attributes:
-        x: Inputs of the convolution, ``[S, N, C]``.
-        gates: Inputs of the gates, a and b, ``[S, N, 2, H]``.
+        x: The convolution's inputs, ``[S, N, C]``.
+        gates: The gates' inputs, a and b, ``[S, N, 2, H]``.
     """
 
     x: Tensor

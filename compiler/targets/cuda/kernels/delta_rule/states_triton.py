@@ -73,7 +73,7 @@ def _go_through(
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Update some columns of a head's state over the chunks of a prompt from ``position``."""
+    """Update some columns of a head's state over a prompt's chunks from ``position``."""
     h, place, key = tl.program_id(0), tl.arange(0, C), tl.arange(0, KEYS)
     i, j = key[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     state_at = state_ptr + (slot * H + h) * (K * V) + i * V + j
@@ -145,7 +145,7 @@ def _states_kernel(
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Program (h, j, p) computes some columns of a head's state over the chunks of a prefill chunk.
+    """Program (h, j, p) computes some columns of a head's state over a prefill chunk's chunks.
 
     It stores ``states`` before every chunk and completes ``corrections``. With ``KEEPS``, it stores
     requested snapshots. With ``STARTS``, a prefill chunk has the chunks between its start and the
@@ -192,11 +192,11 @@ def delta_states(
     sizes: dict[str, Any],
     exact: bool,
 ) -> None:
-    """Compute the states before N chunks, and complete the corrections of the first part.
+    """Compute the states before N chunks, and complete the first part's corrections.
 
     Args:
         states: Outputs ``[N, H, VALUES, KEYS]``.
-        first_chunk: Index of the first chunk, for ``starts``.
+        first_chunk: The first chunk's index, for ``starts``.
 
     See :func:`.prompt_triton.delta_rule_prompt` for the remaining arguments.
     """

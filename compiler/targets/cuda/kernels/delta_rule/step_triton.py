@@ -30,7 +30,7 @@ rows of drafts must equal single steps.
 
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
-    """Inputs of the delta rule; see :data:`ops.gated_delta_rule`.
+    """The delta rule's inputs; see :data:`ops.gated_delta_rule`.
 
     Attributes:
         qkv: ``[T, 2 G K + H V]`` with any row stride.
@@ -65,7 +65,7 @@ class DeltaInputs:
 
 @triton.jit
 def decay_of(a, a_log, dt_bias):
-    """Return the log decay of the state: -exp(a_log) softplus(a + dt_bias)."""
+    """Return the state's log decay: -exp(a_log) softplus(a + dt_bias)."""
     x = a + dt_bias
     # softplus is log(1 + exp(x)). Above 20, it equals x in float32.
     return -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))

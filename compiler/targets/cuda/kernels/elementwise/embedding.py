@@ -1,4 +1,4 @@
-"""Rows of the embedding table, widened to float32."""
+"""The embedding table's rows, widened to float32."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ FEW = nvrtc.KernelSource(
 
 
 def takes(packed: PackedWeight, *, num_tokens: int, top_k: int, is_sum: bool) -> bool:
-    """Return whether the kernels support these experts and this number of tokens."""
+    """Return whether the kernels support these experts and this token count."""
     if num_tokens > MAX_TOKENS or top_k > MAX_CHOSEN or packed.num_experts > MAX_EXPERTS:
         return False
     if packed.num_columns % TILE_COLUMNS:
@@ -111,7 +111,7 @@ def takes(packed: PackedWeight, *, num_tokens: int, top_k: int, is_sum: bool) ->
 
 
 def takes_shared(shared: PackedWeight, packed: PackedWeight) -> bool:
-    """Return whether the weight of a shared expert can run in the same launch."""
+    """Return whether a shared expert's weight can run in the same launch."""
     is_alike = shared.kind == packed.kind and shared.is_paired == packed.is_paired
     return is_alike and shared.num_columns % TILE_COLUMNS == 0
 
@@ -193,7 +193,7 @@ def expert_sum(
     choice: TopKParams | None = None,
     few: int | None = None,
 ) -> None:
-    """Run the expert matmuls of a decode step and add the weighted results of each token.
+    """Run the expert matmuls of a decode step and add each token's weighted results.
 
     An :func:`expert_linear` must run between the kernels that write tiles, weights and ``choice``
     and this kernel, which reads them before its wait. With few tokens, it also reads ``out`` and
@@ -256,7 +256,7 @@ def _share(arguments: _ExpertsParams, shared: Shared, packed: PackedWeight, num_
 
 
 def _weight(packed: PackedWeight, num_rows: int) -> _WeightParams:
-    """Return the parameters of a weight. ``num_rows`` excludes padding in the packed weight."""
+    """Return a weight's parameters. ``num_rows`` excludes padding in the packed weight."""
     packed_rows = packed.num_rows // 2 if packed.is_paired else packed.num_rows
     assert packed_rows - 8 < num_rows <= packed_rows
     sizes = (packed.num_row_tiles, packed.num_column_tiles, num_rows)

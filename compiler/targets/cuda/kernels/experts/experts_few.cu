@@ -20,7 +20,7 @@ struct FewExperts {
   Route route;
 };
 
-// Read the maximum number of tiles with one warp, without a wait for their count.
+// Read the maximum tile count with one warp, without a wait for their count.
 __device__ __forceinline__ void read_few(Table &table, const Experts &p, int lane) {
   const int count = (int)read_past4(p.tiles);
   if (lane < p.most_tiles) {

@@ -52,7 +52,7 @@ NAMES = tuple(
 
 
 def num_threads(*, is_sum: bool) -> int:
-    """Threads of a block."""
+    """A block's threads."""
     return 32 * (SUM_WARPS if is_sum else WARPS)
 
 

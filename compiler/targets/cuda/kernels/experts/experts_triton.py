@@ -62,7 +62,7 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Operations after the sums of a product.
+    """Operations after a product's sums.
 
     Attributes:
         bias: Biases ``[E, O, 1]`` float32, or ``[E, 2 O, 1]`` with SwiGLU. None: none.
@@ -275,7 +275,7 @@ def expert_linear(
     tiling: Tiling | None = None,
     finish: Finish = PLAIN,
 ) -> None:
-    """Multiply each token with the weights of its K experts, with float32 sums.
+    """Multiply each token with its K experts' weights, with float32 sums.
 
     Padding tokens have no results.
 

@@ -21,7 +21,7 @@ struct Experts {
   const u16 *x;  // bf16, by token or by pair
   const u16 *shared_x;   // bf16 [B, shared_x_stride]
   void *out, *shared_out;
-  const int *tiles;  // [1 + N]: tile count, then the expert of each tile
+  const int *tiles;  // [1 + N]: tile count, then each tile's expert
   const short *pairs;  // [N, 8], padded with -1
   const float *weights;  // [B, K], for a sum
   const Value *given;  // [B, given_stride]: the shared expert's result from a different kernel
@@ -54,7 +54,7 @@ struct Table {
   int *tiles;
   __device__ __forceinline__ Table(u8 *memory, const Experts &p)
       : p(p), pairs((short *)memory), tiles((int *)(memory + p.most_tiles * PAIRS * 2)) {}
-  // Read the maximum number of tiles, without a wait for their count.
+  // Read the maximum tile count, without a wait for their count.
   __device__ __forceinline__ void read() {
     for (int i = threadIdx.x; i <= p.most_tiles; i += blockDim.x) {
       const int tile = (int)read_past4(p.tiles + i);
@@ -75,7 +75,7 @@ struct Table {
   }
 };
 
-// Store the sums of a unit: in memory, as float32 or after SwiGLU; or in shared memory, as a sum's
+// Store a unit's sums: in memory, as float32 or after SwiGLU; or in shared memory, as a sum's
 // products [pairs, then tokens of the shared expert; 16].
 __device__ __forceinline__ void store_product(const Table &table, Place at, int g, int t,
                                               const float (&acc)[4]) {

@@ -8,7 +8,7 @@ struct Route {
   const long long *positions;  // [B], negative for padding
   float *weights;              // [B, K]
   int *experts;  // [B, K], numbered from `first`; -1 for padding and experts on peers
-  int *tiles;  // [1 + N]: tile count, then the expert of each tile
+  int *tiles;  // [1 + N]: tile count, then each tile's expert
   short *pairs;  // [N, 8], padded with -1
   int num_tokens, num_experts, top_k, logits_stride, renormalise;
   int first, count;  // range of this rank's experts; pairs on peers are treated as padding

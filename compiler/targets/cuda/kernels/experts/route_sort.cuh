@@ -1,4 +1,4 @@
-// What the blocks of a cluster have chosen for up to 64 tokens, and the pairs of a token and its
+// What a cluster's blocks have chosen for up to 64 tokens, and the pairs of a token and its
 // expert in tiles of one expert, by expert and by token.
 #pragma once
 

@@ -30,7 +30,7 @@ _MOST_TOGETHER = 8192  # pairs that a program loads at a time
 
 
 def most_tiles(num_pairs: int, num_experts: int, tile_size: int) -> int:
-    """Return the maximum number of tiles for any pair distribution."""
+    """Return the maximum tile count for any pair distribution."""
     fewest = min(num_pairs, num_experts)  # experts with a partial tile
     return fewest + (num_pairs - fewest) // tile_size
 
@@ -150,7 +150,7 @@ def route(
         first, count: This rank's experts, which are numbered from 0. Experts on peers
             become -1. None: all experts.
         bias: float32 ``[E]`` for a sigmoid router. None: softmax.
-        scale: Factor for the weights of a sigmoid router.
+        scale: Factor for a sigmoid router's weights.
     """
     num_tokens, num_experts = logits.shape
     top_k = weights.shape[1]

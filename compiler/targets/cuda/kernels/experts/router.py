@@ -75,7 +75,7 @@ def takes(packed: PackedWeight, num_experts: int) -> bool:
 
 
 def _num_steps(packed: PackedWeight) -> int:
-    """Return the maximum number of chunks in a slice."""
+    """Return the maximum chunk count in a slice."""
     return -(-num_chunks(packed.num_columns) // _SLICES)
 
 

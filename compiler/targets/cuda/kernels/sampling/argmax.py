@@ -32,7 +32,7 @@ def _partial_kernel(
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Store the maximum key of a chunk. Keys order by logit, then by token: the lowest token
+    """Store a chunk's maximum key. Keys order by logit, then by token: the lowest token
     wins.
     """
     release_dependents(CHAINED)
@@ -82,7 +82,7 @@ def _final_kernel(
 
 
 def num_keys(vocabulary: int) -> int:
-    """Return the number of scratch columns for :func:`choose` with ``vocabulary`` logits."""
+    """Return the scratch column count for :func:`choose` with ``vocabulary`` logits."""
     return triton.cdiv(vocabulary, _CHUNK)
 
 
@@ -119,7 +119,7 @@ def choose(
     scratch: Tensor,
     positions: Tensor | None = None,
 ) -> None:
-    """Select the largest logit of every row. The first of equal logits wins.
+    """Select every row's largest logit. The first of equal logits wins.
 
     Args:
         tokens_out: Results, int64 ``[B]``.

@@ -49,7 +49,7 @@ class CutoffSearch:
 
     @property
     def num_launches(self) -> int:
-        """Number of launches: the first, then a launch for every digit in 30 bits."""
+        """Launch count: the first, then a launch for every digit in 30 bits."""
         return 1 + -(-30 // self.bits)
 
 
@@ -144,7 +144,7 @@ def _measure(
     RANGES: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Return the number of keys in each range, and their weights (0 unless SUMS)."""
+    """Return the key count in each range, and their weights (0 unless SUMS)."""
     peak, heat = tl.load(numbers + PEAK).to(tl.float32), tl.load(numbers + HEAT).to(tl.float32)
     least = tl.load(numbers + LEAST)
     key, weights = weigh(row_ptr, at, inside, peak, heat, least, EXACT=SUMS)

@@ -51,7 +51,7 @@ def _begin_kernel(
     words_stride,
     CHAINED: tl.constexpr,
 ):
-    """Initialize the search of each row. ``words`` has the layout of ``slot_table.py``."""
+    """Initialize each row's search. ``words`` has the layout of ``slot_table.py``."""
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -185,7 +185,7 @@ def draw(
         logits: float32 ``[B, V]``.
         words: Temperature, top-p, top-k, seed and min-p as in ``slot_table.py``, int64 ``[B, >=
             5]``.
-        positions: Positions of the tokens, int64 ``[B]``.
+        positions: The tokens' positions, int64 ``[B]``.
         has_top_k, has_top_p: Some row uses the filter. False: its search is omitted.
     """
     num_rows, vocabulary = logits.shape

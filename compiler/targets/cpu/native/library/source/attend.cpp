@@ -66,7 +66,7 @@ void put_value_blocks(const Layer& layer, uint8_t* values, int64_t position, con
         for (int64_t part = 0; part < layer.dim / 16; part++) powers[part * kPositions + 1] = 0;
 }
 
-// `x` has channels padded to whole 16, followed by the same number of free bfloat16 values.
+// `x` has channels padded to whole 16, followed by the same free bfloat16 value count.
 void put_key(const Layer& layer, const Kernels& kernels, uint8_t* keys, int64_t position, float* x) {
     const int64_t lane = position % 16;
     uint32_t* block = (uint32_t*)(keys + position % kPositions / 16 * (layer.layout.chunk_bytes / 4));
@@ -152,7 +152,7 @@ struct Work {
     bool is_split;
 };
 
-// The work of a layer, in an order common to all threads: the longest blocks are first. A block is
+// A layer's work, in an order common to all threads: the longest blocks are first. A block is
 // split if its segments would keep a thread busy for more than a quarter of its share. The number
 // of these blocks is bounded, so each has a slot.
 class Agenda {

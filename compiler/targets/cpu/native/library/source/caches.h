@@ -3,7 +3,7 @@
 // therefore grows from its beginning and fills large pages. Layers with another window follow in
 // the same order, so that invisible positions can be freed.
 //
-// Layout of a chunk:
+// A chunk's layout:
 // - bfloat16: keys [4][dim / 2][16][2], values [32][dim][2]. A pair is two neighboring channels of
 //   a key, or a channel at two neighboring positions.
 // - float: keys [4][dim][16], values [64][dim].
@@ -39,7 +39,7 @@ struct CacheLayout {
     int64_t unpacked_bytes() const { return is_blocks() ? 2 * kSegment * dim * 2 : 0; }  // per segment
 };
 
-// Number of floats in a slot's constant-size state. A window is [positions][channels]. A head's
+// Float count in a slot's constant-size state. A window is [positions][channels]. A head's
 // matrix is [key][value]. Zeros pad channels and values to whole 16.
 inline int64_t num_kept(const TwState& state) {
     if (state.kind == TW_WINDOW) return state.head_dim * rounded(state.num_heads, kLanes);

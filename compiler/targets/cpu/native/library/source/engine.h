@@ -41,7 +41,7 @@ struct Routing {
     int32_t num_chosen = 0, top_k = 0;
 };
 
-// Number of taken work items in a thread's share, for the current turn of all threads.
+// Taken work item count in a thread's share, for the current turn of all threads.
 struct alignas(64) Pieces {
     std::atomic<uint64_t> word{0};  // the turn, then a count
 
@@ -56,7 +56,7 @@ struct alignas(64) Pieces {
     }
 };
 
-// Layers with a common window. `given_back`: per slot, the number of freed positions.
+// Layers with a common window. `given_back`: per slot, the freed position count.
 struct CacheGroup {
     int32_t window = 0;                      // 0: no window
     int64_t step = 0, offset = 0;            // bytes per 64 positions; start in a slot
@@ -105,7 +105,7 @@ struct Engine {
     int64_t cross_width = 0;                 // columns of an image's keys and values
     int64_t max_blocks = 0;                  // per collective
 
-    // Return the keys of a chunk for a head. The values follow.
+    // Return a chunk's keys for a head. The values follow.
     uint8_t* cache_of(int state, int64_t slot, int64_t head, int64_t position) const {
         const CacheLayout& layout = layouts[state];
         return cache.data() + slot * slot_bytes + layout.offset + position / kPositions * layout.step + 2 * head * layout.chunk_bytes;

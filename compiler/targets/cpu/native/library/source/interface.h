@@ -46,7 +46,7 @@ struct TwPlace {
 
 // Unused tensor indices are -1. Unused columns have buffer -1. `bias` is also attention's sinks per
 // query head, a router's bias per expert (its weights are then sigmoids times `scale`), and biases of
-// experts in the order of their panels. A `soft_cap` of paired experts selects the clamped SwiGLU with
+// experts in their panels' order. A `soft_cap` of paired experts selects the clamped SwiGLU with
 // `factor`.
 struct TwInstruction {
     int32_t op, flags;
@@ -118,7 +118,7 @@ struct TwStep {
     const float* carried;                     // [num_tokens, hidden size], for TW_READ_HIDDEN
 };
 
-// The ranks of a program: sockets by rank (its own entry is unused), timeout, socket polls before
+// A program's ranks: sockets by rank (its own entry is unused), timeout, socket polls before
 // sleeping, logits per rank, and the size in bytes from which sums use two hops.
 struct TwPeers {
     int32_t rank, count, limit_ms, looks, most_looks;
@@ -126,7 +126,7 @@ struct TwPeers {
     int64_t two_hops_from;
 };
 
-// Since joining: number of collectives, bytes sent, nanoseconds spent, and the failed rank or -1.
+// Since joining: collective count, bytes sent, nanoseconds spent, and the failed rank or -1.
 struct TwExchanged {
     int64_t number, num_bytes, nanoseconds, failed;
 };

@@ -16,7 +16,7 @@ struct Operand {
     int64_t num_blocks;   // with 32 columns
 };
 
-// Destination of a panel pair's results: in row m, lanes of the first panel, then of the second.
+// Destination of a panel pair's results: in row m, the first panel's lanes, then of the second.
 struct Result {
     float* first;
     float* second;        // unused after SwiGLU

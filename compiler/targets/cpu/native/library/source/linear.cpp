@@ -90,7 +90,7 @@ void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& 
     });
 }
 
-// Write rows to the caller, normalized as the input of the output layer.
+// Write rows to the caller, normalized as the output layer's input.
 void write_hidden(Worker& worker, const TwInstruction& head, const TwPlace& from) {
     const int64_t width = from.width;
     worker.share(worker.num_rows, [&](int64_t row) {

@@ -1,4 +1,4 @@
-// Memory layout of weights: an even number of panels with 16 rows (outputs) each.
+// Memory layout of weights: an even panel count with 16 rows (outputs) each.
 //
 // A panel begins with codes. Block formats end with scales, panel by panel. Zeros pad columns to whole
 // blocks of 32. A paired weight alternates gate panels and up panels.
@@ -18,7 +18,7 @@
 // Codes are unsigned. Either `zero_of` is the code for 0, or a block minimum is added.
 //
 // Scales, with `S = columns / 32` and `T = columns / 256`, rounded up:
-// - Q80, Q40, Q50: `[S][16]` float16. Q41 and Q51 then have the same number of minimums.
+// - Q80, Q40, Q50: `[S][16]` float16. Q41 and Q51 then have the same minimum count.
 // - BFP8, BFP4: `[columns / 16][16]` uint8 exponents e. The scale is `2 ** (e - 127)`, or 0 for e = 0.
 // - Q6_K: `[T][16]` float16, then `[columns / 16][16]` int8. A scale is their product.
 // - Q4_K, Q5_K: `[T][2][16]` float16 for scales and minimums. Two blocks then share `[3][16]` uint8:
@@ -102,7 +102,7 @@ struct Exception {
 
 constexpr int64_t most_exceptions(int64_t wide) { return wide / 4; }
 
-// Size of a panel.
+// A panel's size.
 struct PanelSize {
     int64_t codes, total;
 };
@@ -119,7 +119,7 @@ constexpr PanelSize panel_size(int kind, int64_t columns) {
     return {codes, rounded(codes + scale_bytes(kind, wide), 64)};
 }
 
-// Number of panels for these rows. `paired`: half are gate rows, half up rows.
+// Panel count for these rows. `paired`: half are gate rows, half up rows.
 inline int64_t num_panels(int64_t rows, bool paired) {
     if (paired) return 2 * (rounded(rows / 2, kLanes) / kLanes);
     return rounded(rows, 2 * kLanes) / kLanes;

@@ -35,7 +35,7 @@ class Signal {
         if (num_asleep_.load(std::memory_order_seq_cst)) wake();
     }
 
-    // `patience`: number of polls before this thread sleeps. It grows after successful polling and
+    // `patience`: poll count before this thread sleeps. It grows after successful polling and
     // shrinks after vain polling, for example on busy cores.
     void wait(uint32_t old, int& patience) {
         for (int i = 0; i < patience; i++) {
