@@ -34,7 +34,7 @@ _EXAMPLE_LENGTH = 7  # above 1: torch.export makes a length of 1 a constant
 
 
 class ParameterSource(Protocol):
-    """Location of parameter values in a checkpoint.
+    """Parameter value location in a checkpoint.
 
     Attributes:
         tensor: Tensor name.

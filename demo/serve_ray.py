@@ -32,7 +32,7 @@ class Served:
     """A ``tilewright serve`` process on a free port, until `close`.
 
     Args:
-        argv: options of ``tilewright serve``, without host and port.
+        argv: ``tilewright serve`` options, without host and port.
 
     Raises:
         TilewrightError: if the server does not start, with its last message.

@@ -98,7 +98,7 @@ class RopeConfig:
         interleaved: Pairs are neighbors. Readers convert q and k rows to half-split order, so this
             is False for all checkpoints.
         freq_factors: Divisors per pair, in GGUF files instead of Llama 3's scaling.
-        num_rotated: Rotated channel count at the start of a head. None: all.
+        num_rotated: Rotated channel count at a head's start. None: all.
         query_growth: Queries grow with this factor and the logarithm of their position beyond the
             original context. Such contexts are not supported. 0: queries do not grow.
     """
@@ -182,7 +182,7 @@ class MoeConfig(ModelConfig):
         expert_size: Inner size of an expert.
         shared_size: Inner size of the shared expert. 0: none.
         renormalise: Selected experts' weights sum to 1.
-        dense_layers: Indices of layers with a dense block.
+        dense_layers: Layer indices with a dense block.
     """
 
     num_experts: int = 2
@@ -198,7 +198,7 @@ class TwoRopesConfig(ModelConfig):
     """Sizes and switches for a decoder with a second rotation in some layers.
 
     Attributes:
-        second_layers: Indices of layers with the second rotation.
+        second_layers: Layer indices with the second rotation.
         second_rope: The second rotation. None: these layers do not rotate.
     """
 
@@ -208,7 +208,7 @@ class TwoRopesConfig(ModelConfig):
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Sizes of Gated DeltaNet: heads, key and value channels, and the convolution width.
+    """Gated DeltaNet sizes: heads, key and value channels, and the convolution width.
 
     ``conv_width`` is the token count in the convolution, including the current token.
     """

@@ -1,4 +1,4 @@
-"""Errors of users. Any other exception is an internal error."""
+"""User errors. Any other exception is an internal error."""
 
 from __future__ import annotations
 

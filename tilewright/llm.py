@@ -214,7 +214,7 @@ class LLM:
     def generate(self, prompts: Sequence[str], **sampling: Any) -> list[Answer]: ...
 
     def generate(self, prompts: str | Sequence[str], **sampling: Any) -> Answer | list[Answer]:
-        """Continue a text or a batch of texts, without the chat template.
+        """Continue a text or a text batch, without the chat template.
 
         Raises:
             RequestError: for a text above the context, or parameters out of range.
@@ -230,7 +230,7 @@ class LLM:
     def chat(self, messages: Chats, **sampling: Any) -> list[Answer]: ...
 
     def chat(self, messages: str | Chat | Chats, **sampling: Any) -> Answer | list[Answer]:
-        """Answer a question or a chat with the chat template, or a batch of chats.
+        """Answer a question or a chat with the chat template, or a chat batch.
 
         Raises:
             RequestError: for a model without a chat template, unsupported messages, a chat above

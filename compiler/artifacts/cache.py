@@ -92,7 +92,7 @@ class ProgramCache:
 
     @property
     def memory(self) -> Path:
-        """Return the directory of cached file digests."""
+        """Return the cached file digest directory."""
         return self.root / "digests"
 
     def facts(self, key: str, tell: Callable[[], Facts], kind: type[Facts]) -> Facts:

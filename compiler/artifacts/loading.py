@@ -1,4 +1,4 @@
-"""Loading of compiled directories. Imports no torch unless the target needs it."""
+"""Compiled directory loading. Imports no torch unless the target needs it."""
 
 from __future__ import annotations
 

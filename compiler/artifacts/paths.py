@@ -1,4 +1,4 @@
-"""Paths of compiled programs. Importing this does not import torch."""
+"""Compiled program paths. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PREFIX = "rank_"
 
 
 def digest_memory() -> Path:
-    """Return the directory of cached file digests."""
+    """Return the cached file digest directory."""
     return cache_dir() / "digests"
 
 

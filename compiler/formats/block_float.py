@@ -106,7 +106,7 @@ class BlockFloat(DataFormat):
         return torch.cat([encoded.exponents.reshape(-1), self.pack_codes(encoded.mantissas)])
 
     def pack_codes(self, mantissas: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of mantissas, flat. Rows are padded to whole blocks."""
+        """Return the mantissa bytes, flat. Rows are padded to whole blocks."""
         return self._join(self._codes(mantissas).reshape(-1))
 
     def unpack_codes(self, data: torch.Tensor) -> torch.Tensor:

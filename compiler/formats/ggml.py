@@ -258,7 +258,7 @@ STORED_NAMES: Mapping[str, str] = MappingProxyType(
 )
 """Tensor type in a checkpoint (ggml's or safetensors' name), by format."""
 
-# The smallest formats for codes of n bits: with the zero point in the middle, and with any zero
+# The smallest formats for n bit codes: with the zero point in the middle, and with any zero
 # point.
 _SIGNED = {1: "q40", 2: "q40", 3: "q40", 4: "q40", 5: "q50", 6: "q80", 7: "q80", 8: "q80"}
 _WITH_ZEROS = {1: "q40", 2: "q40", 3: "q40", 4: "q50", 5: "q80", 6: "q80", 7: "q80"}

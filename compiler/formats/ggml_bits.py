@@ -1,4 +1,4 @@
-"""Fields of bits in the bytes of ggml's blocks. Knows no block layout."""
+"""Bit fields in the bytes of ggml's blocks. Knows no block layout."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def decode_rows(
 
 
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
-    """Return the reciprocal of scales before float16 rounding. Blocks of zeros give zero."""
+    """Return the scale reciprocal before float16 rounding. Blocks of zeros give zero."""
     return scales.reciprocal().masked_fill_(scales == 0, 0)
 
 

@@ -64,7 +64,7 @@ class ScaledCodes(DataFormat):
             blocks = pad_blocks(values[rows].float(), self.block).unflatten(-1, (-1, self.block))
             scales[rows] = blocks.abs().amax(-1) / blocks.new_tensor(LARGEST)
             scaled = blocks / scales[rows].unsqueeze(-1)
-            # Blocks of zeros have the scale 0. The scale of tiny values is rounded down.
+            # Blocks of zeros have the scale 0. The tiny value scale is rounded down.
             scaled = scaled.masked_fill_(blocks == 0, 0).clamp_(-LARGEST, LARGEST)
             encoded = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
             codes[rows] = encoded.flatten(1)[:, :length]

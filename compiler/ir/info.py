@@ -1,4 +1,4 @@
-"""Metadata of graph nodes: a frozen NodeInfo per node, read with ``info``."""
+"""Graph node metadata: a frozen NodeInfo per node, read with ``info``."""
 
 from __future__ import annotations
 

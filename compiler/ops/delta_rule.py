@@ -28,7 +28,7 @@ def pieces(cu_seqlens: Tensor, slots: Tensor) -> Iterator[tuple[slice, int]]:
 
 
 def _before(kept: Tensor, position: Tensor) -> Tensor:
-    """Return the state before ``position``: zeros at the start of a sequence."""
+    """Return the state before ``position``: zeros at a sequence's start."""
     return kept if int(position) else torch.zeros_like(kept)
 
 

@@ -75,7 +75,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rotate(
     x: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool, factor: float = 1.0
 ) -> Tensor:
-    """Compute :data:`rope`, for references of fused operators."""
+    """Compute :data:`rope`, for fused operator references."""
     by_pair = positions.float() if positions.dim() == 2 else positions.float().unsqueeze(-1)
     angles = by_pair * inv_freq
     cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Operators of vision towers: layer norm, attention without a mask, and resampled grids.
+"""Vision tower operators: layer norm, attention without a mask, and resampled grids.
 
 Legend: P patches of an image, C channels, H heads, D head size, N grid rows.
 """

@@ -1,4 +1,4 @@
-"""Merges the gates of linear attention with the much larger linear on the same input."""
+"""Merges the linear attention gates with the much larger linear on the same input."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def merge_parallel_linears(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Stack the weights of parallel linears in a tensor group. Their recipes retain all segments.
+    """Stack the parallel linear weights in a tensor group. Their recipes retain all segments.
 
     Linears with different formats or fidelities are not merged. A note has the reason.
     """

@@ -27,7 +27,7 @@ class PassContext:
     Attributes:
         precision: The resolved configuration.
         notes: Messages for the user.
-        reports: Reports of completed passes.
+        reports: Completed pass reports.
         dump_dir: Directory for graph dumps. None: no dumps.
         stored_type: Returns a checkpoint tensor's type by name. None: no checkpoint.
         calibrated: Returns a calibrated tensor's format and block axis, or None.

@@ -1,4 +1,4 @@
-"""A named precision configuration, stored as a chain of sources from the base to the named file.
+"""A named precision configuration, stored as a source chain from the base to the named file.
 
 ``reading`` makes it from files. ``resolve`` applies it to a model.
 """

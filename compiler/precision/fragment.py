@@ -118,7 +118,7 @@ def read_fragment(raw: Mapping[str, object], *, source: str) -> Fragment:
             settings=_read_maps(entry, where=where),
             rules=_read_rules(entry.get("layers", {}), where=where),
         )
-        # YAML aliases can repeat a map of layers for many models.
+        # YAML aliases can repeat a layer map for many models.
         num_rules += len(models[canonical].rules)
         if num_rules > MAX_MODEL_RULES:
             raise ConfigError(

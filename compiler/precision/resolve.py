@@ -206,7 +206,7 @@ def resolve_fragments(
     model_name: str | None,
     modules: Iterable[GroupedModule],
 ) -> ResolvedPrecision:
-    """Apply a chain of fragments, the base first, to a model.
+    """Apply a fragment chain, the base first, to a model.
 
     If ``modules`` are given, layer settings without a module are dropped. Otherwise each layer
     counts as having all groups.

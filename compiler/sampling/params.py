@@ -24,7 +24,7 @@ _OLD_NAMES = {"end_tokens": "stop_token_ids"}
 class Range:
     """Values from ``low`` to ``high``, both included. The type is that of ``low``.
 
-    ``is_above``: Whether ``low`` itself is out of range.
+    ``is_above``: Whether ``low`` itself is invalid.
     ``off``: Second value in HTTP bodies that disables the parameter. None: there is none.
     """
 
@@ -68,7 +68,7 @@ class SamplingParams:
         prompt_logprobs: The same for prompt tokens after the first token.
 
     Raises:
-        RequestError: A parameter is out of range.
+        RequestError: A parameter is invalid.
     """
 
     temperature: float = _param(0.0, "0 is greedy (default: 0)", Range(0.0, 100.0))

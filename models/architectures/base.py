@@ -41,7 +41,7 @@ class Architecture:
         text_config: Accept a multimodal config.json with a nested text configuration. Tensors of
             other inputs are then ignored.
         text_type: ``model_type`` of the nested configuration. Empty: the family's, or with _text.
-        hf_prefixes: Prefixes of tensor names in Hugging Face files, and the model's own prefixes.
+        hf_prefixes: Tensor name prefixes in Hugging Face files, and the model's own prefixes.
         skips_tensor: Returns whether the model ignores a tensor. Takes a configuration and a name.
             None: it ignores none.
         intermediate_key: Key for ``intermediate_size`` if no layer has a dense block.

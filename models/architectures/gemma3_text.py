@@ -158,7 +158,7 @@ def read_hf(keys: Keys, config: Gemma3Config) -> Gemma3Config:
     """Add windows, local rotation, score scale and caps from config.json.
 
     Raises:
-        CheckpointError: A key is missing or out of range, or the activation is unsupported.
+        CheckpointError: A key is missing or invalid, or the activation is unsupported.
     """
     for key in ("hidden_activation", "hidden_act"):
         keys.choice(key, (_ACTIVATION,), default=_ACTIVATION)
@@ -184,7 +184,7 @@ def read_gguf(keys: Keys, config: Gemma3Config) -> Gemma3Config:
     """Add windows from GGUF metadata. llama.cpp fixes the remaining values in its code.
 
     Raises:
-        CheckpointError: A key is missing or out of range.
+        CheckpointError: A key is missing or invalid.
     """
     window = keys.integer("attention.sliding_window", 1, MAX_POSITIONS)
     kinds = _types(config.num_layers, _LAYERS_A_FULL_ONE)

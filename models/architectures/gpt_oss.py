@@ -132,7 +132,7 @@ def read_hf(keys: Keys, config: GptOssConfig) -> GptOssConfig:
     """Add windows, experts and the clamp from config.json.
 
     Raises:
-        CheckpointError: A key is missing or out of range.
+        CheckpointError: A key is missing or invalid.
     """
     kinds: Any = keys.get("layer_types")
     if kinds is None:

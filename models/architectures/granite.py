@@ -27,7 +27,7 @@ class GraniteConfig(ModelConfig):
         embedding_factor: Factor for embeddings.
         residual_factor: Factor for the result of value block.
         score_factor: Factor for scores, instead of the head size's inverse root.
-        logit_divisor: Divisor of logits.
+        logit_divisor: Logit divisor.
     """
 
     embedding_factor: float = 1.0

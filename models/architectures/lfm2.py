@@ -39,7 +39,7 @@ class Lfm2Config(ModelConfig):
     """LFM2 sizes and switches.
 
     Attributes:
-        conv_layers: Indices of layers with a convolution instead of attention.
+        conv_layers: Layer indices with a convolution instead of attention.
         conv_width: Tokens in a convolution, including the current token.
     """
 

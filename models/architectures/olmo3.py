@@ -53,7 +53,7 @@ class Olmo3ForCausalLM(TwoRopesForCausalLM):
 
 
 def read_hf(keys: Keys, config: TwoRopesConfig) -> TwoRopesConfig:
-    """Add windows and the rotation of windowed layers from config.json.
+    """Add windows and the windowed layer rotation from config.json.
 
     An older file has a single ``rope_scaling``. It applies to full attention only.
 

@@ -45,7 +45,7 @@ class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
 
 
 class Qwen35MoeDraftLayer(Qwen35DraftLayer):
-    """Qwen3.5 mixtures' draft layer, with experts of its own."""
+    """Qwen3.5 mixtures' draft layer, with its own experts."""
 
     model_class = Qwen35MoeForCausalLM
 

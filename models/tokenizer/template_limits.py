@@ -27,7 +27,7 @@ _PER_INPUT = 64  # number of copies of the input a template may make
 _STEP = 16  # cost of an element, a loop turn or a call, in characters
 _MAX_BITS = 1 << 14
 
-# Methods of Python values without larger results. All other methods are checked.
+# Python value methods without larger results. All other methods are checked.
 _HARMLESS = frozenset(
     (
         *("strip", "lstrip", "rstrip", "split", "rsplit", "splitlines", "partition", "rpartition"),

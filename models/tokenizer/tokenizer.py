@@ -166,7 +166,7 @@ class Tokenizer:
         shown: Collection[str] = (),
         after: Iterable[int] = (),
     ) -> StreamDecoder:
-        """Return a decoder for a stream of ids.
+        """Return a decoder for an id stream.
 
         ``skip_special`` omits special tokens, except those with a text in ``shown``. ``after`` is
         as in `decode`.
@@ -258,7 +258,7 @@ class Tokenizer:
 
     @property
     def strips_first_space(self) -> bool:
-        """Return whether decoding drops a space at the start of a text."""
+        """Return whether decoding drops a space at a text's start."""
         return self._steps == _STRIPPED_PIECES
 
     def _named_id(self, name: str) -> int | None:
@@ -268,7 +268,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Decodes a stream of ids. Returned text never changes.
+    """Decodes an id stream. Returned text never changes.
 
     A character is returned after its last byte. The joined results equal `Tokenizer.decode` for all
     ids with valid UTF-8.

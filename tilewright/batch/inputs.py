@@ -21,7 +21,7 @@ def open_data_set(path: Path, asking: Asking, *, is_plain: bool = False) -> Data
     """Open the data set of a file.
 
     JSON lines with a ``custom_id`` in the first line have OpenAI's batch format, unless
-    ``is_plain`` selects a column of prompts.
+    ``is_plain`` selects a prompt column.
 
     Raises:
         ConfigError: if the file is unreadable, damaged or empty, or if no row is readable.

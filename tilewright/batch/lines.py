@@ -1,4 +1,4 @@
-"""Files of lines, read line by line without a limit on number or length."""
+"""Line files, read line by line without a limit on number or length."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LineFile:
         return self._ends[index] - self._starts[index]
 
     def place(self, index: int) -> str:
-        """The place of a line, as messages name it: ``data.jsonl:12``."""
+        """A line's place, as messages name it: ``data.jsonl:12``."""
         return f"{self.path}:{self._numbers[index]}"
 
     def __getitem__(self, index: int) -> bytes:

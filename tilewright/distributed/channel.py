@@ -387,7 +387,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _prepared(connection: socket.socket) -> socket.socket:
-    """Configure a socket: blocking, without Nagle's delay, with detection of dead hosts."""
+    """Configure a socket: blocking, without Nagle's delay, with dead host detection."""
     connection.settimeout(None)
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,4 +1,4 @@
-"""Handshake of ranks: comparison of code, checkpoint, precision, options and mesh by hash."""
+"""Rank handshake: comparison of code, checkpoint, precision, options and mesh by hash."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Parallel:
         """Check the values, independently of a model.
 
         Raises:
-            ConfigError: A number is out of range, a device is repeated, or a list has the wrong
+            ConfigError: A number is invalid, a device is repeated, or a list has the wrong
                 length.
         """
         if self.tensor < 1:

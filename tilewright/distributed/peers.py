@@ -43,7 +43,7 @@ class SetupCollectives:
     def connect(self) -> dict[int, socket.socket]:
         """Return a socket to every other rank, by rank. All ranks must call this method.
 
-        The sockets are closed at the end of the group.
+        The sockets are closed at the group's end.
 
         Raises:
             ConfigError, RankError: A rank cannot be reached.

@@ -133,7 +133,7 @@ def machines_of(given: Machines | None, environ: Mapping[str, str] = os.environ)
     """Return the machines from the command line, else from LeaderWorkerSet's variables.
 
     Raises:
-        ConfigError: A variable is not a number, or the rank is out of range.
+        ConfigError: A variable is not a number, or the rank is invalid.
     """
     found = given
     if found is None and "LWS_GROUP_SIZE" in environ:

@@ -1,4 +1,4 @@
-"""The store of recorded results: files of JSON lines, a query, and the selected results.
+"""The store of recorded results: JSON line files, a query, and the selected results.
 
 A file has results, or a sweep's events. A sweep plans trials and its file has their results.
 """
@@ -22,7 +22,7 @@ class Query:
     """Conditions on results. An empty condition selects all results.
 
     Attributes:
-        models: Names without the mark of random weights.
+        models: Names without the random weight mark.
         devices, targets, precisions, cases: Names.
         kinds: measured, emulated, predicted or published.
     """

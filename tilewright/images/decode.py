@@ -1,4 +1,4 @@
-"""Decoding of image files with Pillow. Limits are checked from the header, before pixels.
+"""Image file decoding with Pillow. Limits are checked from the header, before pixels.
 
 EXIF rotation is not applied, and alpha is dropped, as in the models' own processors.
 """

@@ -37,7 +37,7 @@ class MediaHosts:
 
     Attributes:
         names: Host names, ``example.org`` or ``example.org:8080``.
-        max_bytes: Maximum size of an image.
+        max_bytes: Maximum image size.
         seconds: Maximum time for all images of a request.
         accepts: Returns whether an address may be connected to.
     """

@@ -40,7 +40,7 @@ def engine_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _hybrid_values(config: ModelConfig) -> dict[str, Any]:
-    """The keys of a mixture of experts with layers of linear attention; none for other models."""
+    """The keys of a mixture of experts with linear attention layers; none for other models."""
     if not isinstance(config, HybridConfig) or not config.num_experts:
         return {}
     delta, num_rotated = config.delta, config.rope.num_rotated or config.head_dim

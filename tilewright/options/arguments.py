@@ -135,7 +135,7 @@ def add_options(
     only: Sequence[str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add the options declared by the fields of dataclasses.
+    """Add the options declared by the dataclass fields.
 
     Args:
         without: Field names to omit.
@@ -218,7 +218,7 @@ class _Extend(argparse.Action):
 
 
 def values_of(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of the options of ``kind`` by field. Several values are a tuple."""
+    """Return the values of the ``kind`` options by field. Several values are a tuple."""
     values = {n: getattr(arguments, n) for n in declared(kind) if hasattr(arguments, n)}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
@@ -234,7 +234,7 @@ def names_of(record: type, *groups: str) -> list[str]:
 
 
 def declared(record: type) -> dict[str, Option]:
-    """Return the options of ``record`` by field."""
+    """Return the ``record`` options by field."""
     return {name: made for name, (made, _) in _declared_of((record,)).items()}
 
 
@@ -244,7 +244,7 @@ def _declared_of(records: Sequence[type]) -> dict[str, tuple[Option, Any]]:
 
 
 def parse(kind: type[_T], argv: Sequence[str], *, prog: str, description: str) -> _T:
-    """Read a dataclass of options from a command line.
+    """Read an option dataclass from a command line.
 
     Raises:
         ConfigError: for an unknown option or an invalid value.

@@ -377,7 +377,7 @@ class EngineConfig:
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
-        """Options of speculative decoding. None: no drafts."""
+        """Speculative decoding options. None: no drafts."""
         from tilewright.runtime.speculative.config import read_speculative_config
 
         text = self.speculative_config

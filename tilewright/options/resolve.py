@@ -39,7 +39,7 @@ class ResolvedConfig:
         target: Full target name. A compiled directory has its own.
         precision: None for a compiled directory, which has its own.
         notes: Automatic choices, one line each.
-        is_auto: The backend of target cpu is selected later. Until then ``target`` is ONNX
+        is_auto: The target cpu backend is selected later. Until then ``target`` is ONNX
             Runtime's.
         grouping: The ranks.
         on_onnxruntime: The precision if ONNX Runtime runs the target cpu. None: ``precision``.

@@ -40,7 +40,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
         cache_bytes: size of the page pool, or of all slots at full length. Rank 0 only.
         shares_prefixes: whether the prefix cache is enabled.
         hidden_size: Width of the vectors that prompts are pooled to. 0: there are none.
-        speculation: Options of speculative decoding. None: there is none.
+        speculation: Speculative decoding options. None: there is none.
         images: Image processor. None: text only.
         facts: name, target, precision, device and weights of the model.
     """

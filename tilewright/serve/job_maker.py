@@ -49,7 +49,7 @@ class JobMaker(ABC):
 
     Attributes:
         image_limits: Limits for a request's images.
-        media_hosts: Hosts of image URLs. None: such URLs are refused.
+        media_hosts: Image URL hosts. None: such URLs are refused.
         template: Chat template facts.
         template_variables: Chat template variables. A request may replace them.
     """

@@ -83,7 +83,7 @@ def make_job(
     """Return a request's job: ``n`` choices of each prompt. Their seeds differ.
 
     Raises:
-        ApiError: 400 naming the parameter that is out of range.
+        ApiError: 400 naming the parameter that is invalid.
     """
     options = request.stream_options
     return CompletionTask(

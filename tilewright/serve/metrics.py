@@ -341,7 +341,7 @@ class _EngineCounts(Collector):
     def _speculation(
         self, engines: Sequence[tuple[Mapping[str, str], EngineState]]
     ) -> Iterable[Metric]:
-        """Return the counters of speculative decoding, named as vLLM's."""
+        """Return the speculative decoding counters, named as vLLM's."""
         drafting = [
             (tuple(labels.values()), engine.beat.speculation)
             for labels, engine in engines

@@ -73,7 +73,7 @@ class ChildExit:
 class Child:
     """A running child process in its own session.
 
-    As a context manager, it is stopped at the end of the block.
+    As a context manager, it is stopped at the block's end.
 
     Args:
         command: Program and arguments. Python children begin with `PYTHON`.
@@ -135,7 +135,7 @@ class Child:
         return self._process.pid
 
     def poll(self) -> ChildExit | None:
-        """Return the end of the child, or None while running. Stop the child after its time
+        """Return the child's end, or None while running. Stop the child after its time
         limit.
         """
         if self._ended is not None:
@@ -188,13 +188,13 @@ class Child:
             self._process.stdin.flush()
 
     def close_input(self) -> None:
-        """Close the child's standard input, to signal the end of its work."""
+        """Close the child's standard input, to signal its work's end."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
 
     def read(self, seconds: float | None = None) -> bytes | None:
-        """Return the next output bytes, or ``b""`` at the end of the output.
+        """Return the next output bytes, or ``b""`` at the output's end.
 
         Return None after ``seconds``, or at the child's time limit. In the latter case the child is
         stopped.

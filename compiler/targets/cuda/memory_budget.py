@@ -216,7 +216,7 @@ def max_drafts(program: KernelProgram, options: CompileOptions) -> int:
 
 
 def _draft_bytes(program: KernelProgram, options: CompileOptions) -> int:
-    """Return the bytes of kept draft inputs."""
+    """Return the kept draft input bytes."""
     return options.max_batch * max_drafts(program, options) * draft_input_bytes(program)
 
 
@@ -231,7 +231,7 @@ def shares_passes_on(device: torch.device) -> bool:
 
 
 def _passes(plan: KernelProgram, options: CompileOptions) -> Passes:
-    """Return the sizes of mixed batches to capture.
+    """Return the mixed batch sizes to capture.
 
     Sizes above the usual maximum are included if several prompts can fill them.
     """
@@ -280,7 +280,7 @@ def shared_pages(plan: KernelProgram, options: CompileOptions, free: int, copies
     """Return the number of pages that fit.
 
     Args:
-        copies: Bytes of dequantized weight copies.
+        copies: Dequantized weight copy bytes.
 
     Raises:
         CompileError: The pages cannot store one full context.
@@ -318,7 +318,7 @@ def check_fits(plan: KernelProgram, options: CompileOptions, free: int, copies: 
     """Check that a program fits ``free`` bytes; see :func:`check_room`.
 
     Args:
-        copies: Bytes of dequantized weight copies.
+        copies: Dequantized weight copy bytes.
     """
     sizes = {
         "of weights": weight_bytes(plan),
@@ -359,7 +359,7 @@ def _what_fits(plan: KernelProgram, options: CompileOptions, free: int) -> str:
 
 
 def weight_bytes(plan: KernelProgram) -> int:
-    """Bytes of weights on the device."""
+    """Weight bytes on the device."""
     total = 0
     for wanted in wanted_by(plan):
         recipe = wanted.recipe

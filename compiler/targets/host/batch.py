@@ -46,7 +46,7 @@ class Batch:
 
     @property
     def has_images(self) -> bool:
-        """Return whether the forward differs from a forward of text."""
+        """Return whether the forward differs from a text forward."""
         return self.image_tokens is not None or self.rotary is not None
 
 

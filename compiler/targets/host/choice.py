@@ -1,4 +1,4 @@
-"""`HostChoice`: samples a step's rows on the host, with the state of slots.
+"""`HostChoice`: samples a step's rows on the host, with the slot state.
 
 Excludes forwards.
 """

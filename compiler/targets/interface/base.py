@@ -90,7 +90,7 @@ class Executable(ABC):
     """A compiled model with its weights and state.
 
     Attributes:
-        capabilities: Limits of steps.
+        capabilities: Step limits.
         contract: Numeric contract.
         vocab_size: The logits' width.
         device_name: Device name in results (``H200``).
@@ -336,7 +336,7 @@ class Target(ABC):
         return Holding(recipe.format, get_format(recipe.format).nbytes(recipe.shape, axis=axis))
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """Return the storage of state for a position or a sequence. The default is its packed
+        """Return the state storage for a position or a sequence. The default is its packed
         format.
         """
         return Holding(spec.format, get_format(spec.format).nbytes(spec.shape))

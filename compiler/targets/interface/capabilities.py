@@ -18,7 +18,7 @@ class Capabilities:
         max_context: Maximum position count per sequence.
         page_size: Positions per page. 0: contiguous state, without pages.
         num_pages: Pages in the pool.
-        num_snapshots: Snapshots of per-sequence state. 0: no snapshots.
+        num_snapshots: Per-sequence state snapshots. 0: no snapshots.
         has_sequence_state: Whether per-sequence state exists. It has no truncation.
         retained_positions: Retained positions in windowed layers. 0: all positions.
         reach_back: Maximum rollback beyond ``retained_positions``.

@@ -42,7 +42,7 @@ def check_options(options: CompileOptions, max_positions: int) -> None:
     """Reject options that no target supports.
 
     Raises:
-        ConfigError: Batch, threads or ranks are out of range, or a mode is unknown.
+        ConfigError: Batch, threads or ranks are invalid, or a mode is unknown.
         CompileError: The context exceeds the model's limit.
     """
     options.parallel.check()

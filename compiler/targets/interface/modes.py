@@ -1,4 +1,4 @@
-"""Names of execution options, for command lines. Imports nothing."""
+"""Execution option names, for command lines. Imports nothing."""
 
 from __future__ import annotations
 

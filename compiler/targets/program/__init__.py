@@ -1,3 +1,3 @@
-"""The typed program that targets with kernels of their own share: instructions over buffers, made
+"""The typed program that targets with their own kernels share: instructions over buffers, made
 of a lowered graph. A target adds layouts, places and kernels.
 """

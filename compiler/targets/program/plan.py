@@ -67,7 +67,7 @@ def make_plan(graph_module: GraphModule, needs: Needs) -> KernelProgram:
 
 
 class Lowering:
-    """A single pass over the nodes. ``_places`` maps values to columns of buffers."""
+    """A single pass over the nodes. ``_places`` maps values to buffer columns."""
 
     def __init__(self, graph_module: GraphModule, needs: Needs) -> None:
         self.needs = needs

@@ -34,7 +34,7 @@ _LOCAL = ops.local_experts.overload
 
 
 class LoweringState(Protocol):
-    """The lowering state: instructions and the columns of values.
+    """The lowering state: instructions and the value columns.
 
     ``routed`` is the router for the current expert selection.
     """

@@ -1,4 +1,4 @@
-"""Codes of finished calibrations, for a new calibration with the same text and method."""
+"""Finished calibration codes, for a new calibration with the same text and method."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def read_tile_tower(
     """Return a tower's sizes.
 
     Raises:
-        CheckpointError: A key is out of range or unsupported.
+        CheckpointError: A key is invalid or unsupported.
     """
     vision = keys.section("vision_config", {**_DEFAULTS, **section})
     hidden = vision.integer("hidden_size", 4, MAX_WIDTH)

@@ -60,7 +60,7 @@ def read_vision(
         path: Checkpoint directory.
 
     Raises:
-        CheckpointError: A key is out of range or unsupported.
+        CheckpointError: A key is invalid or unsupported.
     """
     section = values.get("vision_config")
     families = (*_FAMILIES, _TILE_FAMILY)

@@ -26,7 +26,7 @@ class CodebookTensor(QuantizedTensor):
     Attributes:
         block: Weights per scale, in the flattened matrix.
         nested_block: Scales per second scale. 0: scales are float32.
-        offset: Addend of scales with a second scale.
+        offset: Scale addend with a second scale.
     """
 
     shape: tuple[int, int]

@@ -79,7 +79,7 @@ class Float4Tensor(QuantizedTensor):
 
 
 def label_of(label: str, exponents: Tensor) -> str:
-    """Return the label of MXFP4 weights. Exponents within bfloat16's range have the plain label."""
+    """Return the MXFP4 weight label. Exponents within bfloat16's range have the plain label."""
     is_normal = bool(((exponents >= 27) & (exponents <= 227)).all())  # including products
     return label if is_normal else f"{label}, wide exponents"
 

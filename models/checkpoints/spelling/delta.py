@@ -1,4 +1,4 @@
-"""Layers of Gated DeltaNet as config.json and GGUF metadata spell them, for any architecture."""
+"""Gated DeltaNet layers as config.json and GGUF metadata spell them, for any architecture."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ def hf_experts(keys: Keys, config: Any) -> Any:
     """``config`` with the sizes of experts that config.json says, and which layers have them.
 
     Raises:
-        CheckpointError: a key that is missing or out of range, or layers that the model lacks.
+        CheckpointError: a key that is missing or invalid, or layers that the model lacks.
     """
     key = "num_experts" if keys.get("num_experts") is not None else "num_local_experts"
     count = keys.integer(key, 2, MAX_EXPERTS)
@@ -42,7 +42,7 @@ def gguf_experts(keys: Keys, config: Any) -> Any:
     """``config`` with the sizes of experts that GGUF metadata says; every layer has experts.
 
     Raises:
-        CheckpointError: a key that is missing or out of range.
+        CheckpointError: a key that is missing or invalid.
     """
     count = keys.integer("expert_count", 2, MAX_EXPERTS)
     return dataclasses.replace(

@@ -64,7 +64,7 @@ class Keys:
         """Return a whole number in [low, high], or ``default`` if the key is missing or null.
 
         Raises:
-            CheckpointError: The value is out of range, or missing without a default.
+            CheckpointError: The value is invalid, or missing without a default.
         """
         tail = f"allowed: a whole number from {low} to {high}"
         value = self.get(key)
@@ -80,7 +80,7 @@ class Keys:
         """Return a positive number in [low, high], or ``default`` if the key is missing or null.
 
         Raises:
-            CheckpointError: The value is out of range, or missing without a default.
+            CheckpointError: The value is invalid, or missing without a default.
         """
         tail = f"allowed: a number above 0, from {low:g} to {high:g}"
         value = self.get(key)

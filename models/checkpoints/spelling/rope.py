@@ -335,7 +335,7 @@ def gguf_longrope(
     """Return the scaling for a GGUF file with short and long ``factors``.
 
     Raises:
-        CheckpointError: A key is missing or out of range.
+        CheckpointError: A key is missing or invalid.
     """
     short, long = factors
     original = keys.integer("rope.scaling.original_context_length", 2, MAX_POSITIONS)

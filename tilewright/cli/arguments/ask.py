@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskArguments:
-    """Options of ``run`` and ``chat`` without those of the engine."""
+    """``run`` options and ``chat`` without those of the engine."""
 
     system: str | None = option("the system message", metavar="TEXT")
     verbose: bool = option(
@@ -61,7 +61,7 @@ class PromptArgs:
 def read_args(
     argv: Sequence[str], extra: type, sign: Sign, *, prog: str, description: str
 ) -> PromptArgs:
-    """Read a command line with a path, the options of ``extra`` and this module's options.
+    """Read a command line with a path, the ``extra`` options and this module's options.
 
     ``sign`` shows the first progress line after parsing, before any file is read.
 

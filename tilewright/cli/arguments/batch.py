@@ -1,4 +1,4 @@
-"""Options of ``tilewright batch``, checked before any heavy import."""
+"""``tilewright batch`` options, checked before any heavy import."""
 
 from __future__ import annotations
 

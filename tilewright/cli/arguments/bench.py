@@ -1,4 +1,4 @@
-"""Options of ``tilewright bench``, checked before any heavy import."""
+"""``tilewright bench`` options, checked before any heavy import."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class _BenchArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CaseChanges:
-    """Changes of case fields, by the field's name. None keeps the case's value."""
+    """Case field changes, by the field's name. None keeps the case's value."""
 
     batch_size: int | None = option(
         "concurrent users", group="prompts", type=integer(1, _MAX_BATCH)

@@ -1,4 +1,4 @@
-"""Options of ``tilewright serve``, checked before any heavy import."""
+"""``tilewright serve`` options, checked before any heavy import."""
 
 from __future__ import annotations
 

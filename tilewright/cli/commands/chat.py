@@ -247,7 +247,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _history(is_off: bool) -> Iterator[None]:
-    """Enable line editing and the history of earlier conversations."""
+    """Enable line editing and the earlier conversation history."""
     try:
         import readline
     except ImportError:  # some Python builds have no readline

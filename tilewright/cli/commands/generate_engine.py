@@ -56,7 +56,7 @@ class _GenerateEngineArgs:
 
 
 def has_options(argv: Sequence[str]) -> bool:
-    """Return whether a command line names a configuration file or a directory of weights.
+    """Return whether a command line names a configuration file or a weight directory.
 
     Other command lines of ``tilewright compile`` name a model.
     """

@@ -148,7 +148,7 @@ class _NodesPrompt:
 def has_options(argv: Sequence[str]) -> bool:
     """Return whether a command line has an option of this module only.
 
-    Options of ``tilewright run`` and ``tilewright bench`` do not count.
+    ``tilewright run`` options and ``tilewright bench`` do not count.
     """
     if "--help" in argv or "-h" in argv:
         return any(word.partition("=")[0] == "--nodes" for word in argv)
@@ -349,7 +349,7 @@ def _choices(given: _NodesArgs) -> ResolvedConfig:
 
 
 def _wire(choices: ResolvedConfig, named: str | None) -> str:
-    """Return the format of partial sums.
+    """Return the partial sum format.
 
     The default is fp32 for exact arithmetic. For block formats it is q80, because their matmuls
     round to it. Else it is bf16.
@@ -368,7 +368,7 @@ def _run(
     given: _NodesArgs,
     say: Callable[[str], None],
 ) -> NodesTiming:
-    """Read a prompt and continue it up to its steps or the end of the context."""
+    """Read a prompt and continue it up to its steps or the context's end."""
     from tilewright.compiler.sampling.params import SamplingParams
 
     tokens = source.tokenizer.encode(prompt.text, add_special=True)

@@ -85,7 +85,7 @@ def table_lines(table: Listing, room: int | None = None) -> list[str]:
 
 
 def cancel(given: argparse.Namespace) -> int:
-    """Request the cancellation of cells. Return the exit code."""
+    """Request the cell cancellation. Return the exit code."""
     return _steer("cancel", given, is_failed=False)
 
 

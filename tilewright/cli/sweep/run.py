@@ -258,7 +258,7 @@ def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
 
 
 def calibrated_folders(journal: SweepJournal, options: SweepOptions) -> CalibratedFolders:
-    """Return the store of calibrated directories, in the sweep file's directory."""
+    """Return the calibrated directory store, in the sweep file's directory."""
     text = options.calibration_text or journal.state.planned.options.get("calibration_text")
     root = journal.path.with_name(f"{journal.path.stem}-calibrated")
     return CalibratedFolders(root.absolute(), None if text is None else Path(text).absolute())

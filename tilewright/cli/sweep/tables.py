@@ -236,7 +236,7 @@ def _duration(seconds: float) -> str:
 
 
 def find_cells(state: SweepState, argument: str) -> list[CellState]:
-    """Return the cells of a configuration's name, of an id, or of the start of an id.
+    """Return the cells of a configuration's name, of an id, or of an id's start.
 
     Raises:
         ConfigError: if no cell has the name, or several ids have the start.

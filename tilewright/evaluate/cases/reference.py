@@ -89,7 +89,7 @@ def text_tokens(encode: Callable[[str], list[int]], text: str) -> list[int]:
 
 
 def text_hash(tokens: Sequence[int]) -> str:
-    """Return a hash of token ids."""
+    """Return a token id hash."""
     return hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes()).hexdigest()
 
 

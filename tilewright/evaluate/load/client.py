@@ -1,6 +1,6 @@
 """Client for load tests: completions, streamed or whole, with arrival times.
 
-Works with any server that has OpenAI's API for streams of completions.
+Works with any server that has OpenAI's API for completion streams.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Heard:
     Attributes:
         began: Start of the request, by this process's clock in seconds.
         times: Seconds from the start to each chunk with text.
-        ended: Seconds from the start to the end of the response.
+        ended: Seconds from the start to the response's end.
         count: Output tokens, as counted by the server.
         num_prompt: Prompt tokens.
         num_cached: Prompt tokens from the prefix cache.
@@ -110,7 +110,7 @@ class Client:
         return heard
 
     async def whole(self, path: str, body: dict[str, Any]) -> Heard:
-        """Send a request without streaming. The only time is the end of the response."""
+        """Send a request without streaming. The only time is the response's end."""
         heard = Heard(began=time.perf_counter())
         try:
             async with self._post(path, body) as answer:
@@ -170,7 +170,7 @@ class Client:
             return read_metrics(await answer.text())
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        """Post a body with msgspec's encoder. A slow encoder would delay the receipt of streams."""
+        """Post a body with msgspec's encoder. A slow encoder would delay the stream receipt."""
         data = msgspec.json.encode({"model": self._model, **body})
         return self._session.post(self.url + path, data=data, headers=_JSON)
 

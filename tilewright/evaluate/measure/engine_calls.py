@@ -1,4 +1,4 @@
-"""What engines are compared and timed on: traces of calls with fixed random tokens."""
+"""What engines are compared and timed on: call traces with fixed random tokens."""
 
 from __future__ import annotations
 

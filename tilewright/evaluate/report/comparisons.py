@@ -1,4 +1,4 @@
-"""Tables of recorded comparisons in documents, between markers ``<!-- BLOCK:begin NAME -->``.
+"""Recorded comparison tables in documents, between markers ``<!-- BLOCK:begin NAME -->``.
 
 - ``peers NAME PART``: a part of ``results/NAME.json``, a run of ``python -m bench compare``
 - ``servers NAME``: the last run in ``results/serving/NAME.jsonl``

@@ -1,4 +1,4 @@
-"""Tables of text: columns, rows and notes, as Markdown or comma-separated values.
+"""Text tables: columns, rows and notes, as Markdown or comma-separated values.
 
 `row` and `display` make the cells.
 """
@@ -39,7 +39,7 @@ class Table:
 
     @classmethod
     def of(cls, columns: Sequence[str], rows: Iterable[Sequence[str]], *notes: str) -> Table:
-        """Return a table from sequences of cells."""
+        """Return a table from cell sequences."""
         return cls(tuple(columns), tuple(map(tuple, rows)), notes)
 
     @classmethod

@@ -222,7 +222,7 @@ class Ceilings:
     """Measured peak rates of a device: bytes read and operations per second.
 
     Attributes:
-        products: Rates of large dense matmuls in ``product_type``. A multiply-add has two
+        products: Large dense matmul rates in ``product_type``. A multiply-add has two
             operations.
     """
 
@@ -275,7 +275,7 @@ class Result:
         timestamp: ISO 8601 with an offset, as from `environment`.
 
     Raises:
-        ConfigError: A value is out of range. Names the field.
+        ConfigError: A value is invalid. Names the field.
     """
 
     case: str

@@ -208,7 +208,7 @@ class Rank:
 
     Attributes:
         index: Index in the input.
-        best, worst: Range of possible ranks, from 1. The value is below all significantly larger
+        best, worst: Possible rank range, from 1. The value is below all significantly larger
             values and above all significantly smaller values.
     """
 

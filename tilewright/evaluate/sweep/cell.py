@@ -106,7 +106,7 @@ class Cell:
         return f"{name or self.name} {self.case}{number}{text}"
 
     def arguments(self, threads: int | None = None, *, folder: str | None = None) -> list[str]:
-        """Return the options of ``tilewright bench``.
+        """Return the ``tilewright bench`` options.
 
         Args:
             threads: thread count, if the cell has none.

@@ -28,7 +28,7 @@ MAX_BYTES = 256 << 10
 """Maximum size of a schema, expression or grammar in bytes."""
 
 _MAX_LARK_LINES = 4096
-_STACK_BYTES = 256 << 20  # the library recurses with the depth of rules
+_STACK_BYTES = 256 << 20  # the library recurses with the rule depth
 _NUM_KEPT = 16
 _NUM_TRIED = 3  # tokens; oversized grammars fail on the first
 _LIMITS: dict[str, Any] = {

@@ -159,7 +159,7 @@ class CacheManager(ABC):
     ) -> bool:
         """Return whether a request should wait for a prompt that is being computed.
 
-        It waits if this saves a chunk. It never waits for a request of lower priority.
+        It waits if this saves a chunk. It never waits for a lower priority request.
         """
         if not self.policy.reuses or request.is_private:
             return False
@@ -222,7 +222,7 @@ class CacheManager(ABC):
         self.edits.clear()
 
     def size_of(self, num_positions: int) -> int:
-        """Return the bytes of state for a sequence with ``num_positions`` positions."""
+        """Return the state bytes for a sequence with ``num_positions`` positions."""
         return self._state_bytes(num_positions, 1)
 
     def _open(self, slot: Slot, request: RequestState, keeps: int = 0) -> None:

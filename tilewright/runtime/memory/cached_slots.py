@@ -1,4 +1,4 @@
-"""Slots of finished sequences with retained state, for prompts with a common prefix.
+"""Finished sequence slots with retained state, for prompts with a common prefix.
 
 They serve executables without pages, with contiguous state per slot. Only tokens and slot numbers
 are stored here. The executable owns the bytes.

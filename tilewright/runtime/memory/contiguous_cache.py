@@ -1,4 +1,4 @@
-"""Cache of contiguous slots. A later prompt continues a finished slot, or a copy of a slot."""
+"""Contiguous slot cache. A later prompt continues a finished slot, or a copy of a slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cache of pages. Prompts share full pages, and snapshots of per-sequence state."""
+"""Page cache. Prompts share full pages, and snapshots of per-sequence state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots of per-sequence state: their prefixes, and the positions worth a snapshot in a prompt.
+"""Per-sequence state snapshots: their prefixes, and the positions worth a snapshot in a prompt.
 
 They serve state without truncation. Only hashes and numbers are stored here.
 """

@@ -1,4 +1,4 @@
-"""Histograms of step times, counted in the engine loop and sent with every heartbeat. Imports no
+"""Step time histograms, counted in the engine loop and sent with every heartbeat. Imports no
 torch.
 """
 

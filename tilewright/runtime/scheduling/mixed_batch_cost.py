@@ -1,4 +1,4 @@
-"""A time model for mixed batches, from medians of measured times."""
+"""A time model for mixed batches, from measured time medians."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Size:
 
 
 class PassCost:
-    """Milliseconds of mixed batches by decode rows and weighted prefill tokens."""
+    """Mixed batch milliseconds by decode rows and weighted prefill tokens."""
 
     def __init__(self) -> None:
         self._sizes: dict[tuple[int, int], _Size] = {}

@@ -100,7 +100,7 @@ class RequestState:
         images: Images in the prompt, in order.
         cache_tokens: The prompt for caches: placeholders contain their image's digest.
         rotary: Positions of rotation up to the last image, ``[3, end]``. None: no images.
-        rotary_delta: Position of rotation minus index, after the last image.
+        rotary_delta: Rotation minus index position, after the last image.
         is_invariant: Whether the bits of all computed prompt positions depend on the prompt only;
             see `Capabilities.invariant_rows`.
         has_drafts: Whether decode steps may verify drafts.

@@ -242,7 +242,7 @@ class Scheduler:
         return forced, self._rows
 
     def closing(self) -> Step | None:
-        """Return a step that frees the slots of finished requests, if no request runs."""
+        """Return a step that frees the finished request slots, if no request runs."""
         if not self.cache_manager.edits or self.cache_manager.running:
             return None
         return Step(edits=self.cache_manager.take_edits())

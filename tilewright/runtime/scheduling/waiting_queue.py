@@ -60,7 +60,7 @@ class WaitingLine:
         self._num_waiting += 1
 
     def leave(self, request: RequestState) -> bool:
-        """Remove a request. Its client moves to the end of the turn.
+        """Remove a request. Its client moves to the turn's end.
 
         Return whether the request was in the queue.
         """

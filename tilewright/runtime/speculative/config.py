@@ -1,4 +1,4 @@
-"""`SpeculativeConfig`: the options of speculative decoding, with vLLM's keys. Imports no torch."""
+"""`SpeculativeConfig`: the speculative decoding options, with vLLM's keys. Imports no torch."""
 
 from __future__ import annotations
 

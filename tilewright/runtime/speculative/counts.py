@@ -1,4 +1,4 @@
-"""`SpeculationCounts`: counters of speculative decoding in an engine. Imports no torch."""
+"""`SpeculationCounts`: speculative decoding counters in an engine. Imports no torch."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class DraftLayerClient:
         self._executable = executable
 
     def propose(self, counts: Mapping[RequestState, int]) -> dict[RequestState, tuple[int, ...]]:
-        """Return up to ``counts`` tokens after the output of requests. Wait for them."""
+        """Return up to ``counts`` tokens after the request output. Wait for them."""
         requests = {request.slot: request for request in counts if request.slot != NO_SLOT}
         if not requests:
             return {}

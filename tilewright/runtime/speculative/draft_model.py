@@ -57,7 +57,7 @@ class DraftModel:
         self._free = [Slot(number) for number in reversed(range(count))]
 
     def propose(self, counts: Mapping[RequestState, int]) -> dict[RequestState, tuple[int, ...]]:
-        """Return up to ``counts`` tokens after the output of requests. Wait for them."""
+        """Return up to ``counts`` tokens after the request output. Wait for them."""
         updates: list[StateUpdate] = []
         for request in [key for key in self._sequences if key.finish_reason is not None]:
             slot = self._sequences.pop(request).slot

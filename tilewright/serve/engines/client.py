@@ -1,6 +1,6 @@
 """The API server's client of its engine processes.
 
-Sends requests, receives messages, and continues after the end of an engine. Knows token ids and
+Sends requests, receives messages, and continues after an engine's end. Knows token ids and
 messages. Callers know texts and HTTP, `EngineProcess` knows processes.
 """
 

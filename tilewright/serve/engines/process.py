@@ -41,7 +41,7 @@ _MAX_RESTARTS, _RESTART_WINDOW = 3, 600.0
 
 
 class EngineEvents(Protocol):
-    """Receives the events of engines. ``engine`` is the number of an engine."""
+    """Receives the engine events. ``engine`` is the number of an engine."""
 
     async def begin(self, engine: int, folder: Path, ready: EngineReady) -> None:
         """Prepare for a started engine with its files in ``folder``. An exception ends it."""
@@ -209,7 +209,7 @@ class EngineProcess:
         self.give_up(f"1 {type(error).__name__}: {one_line(error)}")
 
     async def _watch(self, child: Child) -> None:
-        """Wait for the end of the process, and kill it if it hangs.
+        """Wait for the process's end, and kill it if it hangs.
 
         Time in which this process is stopped does not count, because a frozen container stops the
         engine too.

@@ -336,7 +336,7 @@ class RequestTracker:
             self._look_later()
 
     def _measure(self, message: EngineRequest, done: RequestFinished) -> None:
-        """Update the rate of prompt tokens per second over all running requests."""
+        """Update the prompt token rate per second over all running requests."""
         spent = done.prefill_s + done.decode_s
         if spent > 0:
             rate = len(message.prompt) / spent * self._num_running

@@ -96,7 +96,7 @@ class ReasoningSplitter:
         return AnswerDelta(thought, self._said(rest))
 
     def flush(self) -> AnswerDelta:
-        """Return the delayed text at the end of the answer."""
+        """Return the delayed text at the answer's end."""
         if self._undecided is not None:
             text, self._undecided = self._undecided, None
             return AnswerDelta(content=text)

@@ -53,7 +53,7 @@ class StopMatcher:
         return whole[: len(whole) - keep]
 
     def flush(self) -> str:
-        """Return the delayed text at the end of the text."""
+        """Return the delayed text at the text's end."""
         text, self._pending = self._pending, ""
         return text if self.found is None else ""
 

@@ -61,7 +61,7 @@ class CallReader:
         return self._piece(self.parser.push(text))
 
     def flush(self) -> AnswerDelta:
-        """Return the delayed part at the end of the answer."""
+        """Return the delayed part at the answer's end."""
         return self._piece(self.parser.flush(must_call=self.must_call))
 
     def _piece(self, events: Sequence[Event]) -> AnswerDelta:

@@ -1,4 +1,4 @@
-"""Images of chats in the API server: decoding in a worker, and token ids with placeholders."""
+"""Chat images in the API server: decoding in a worker, and token ids with placeholders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def prepare_images(
 ) -> tuple[list[ChatMessage], list[PreparedImage]]:
     """Return the messages with ``{"type": "image"}`` parts, and their images.
 
-    ``hosts``: Hosts of http URLs. None: such URLs are refused.
+    ``hosts``: Http URL hosts. None: such URLs are refused.
 
     Raises:
         ApiError: 400 for a model without images, an invalid image, or slow decoding.

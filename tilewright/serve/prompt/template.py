@@ -1,4 +1,4 @@
-"""Properties of chat templates, found by rendering probes, and messages adapted to them."""
+"""Chat template properties, found by rendering probes, and messages adapted to them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TemplateFacts:
         wants_objects: whether it takes arguments as objects, not as JSON text.
         loses_system: whether it refuses or drops a system message, but no user message.
         variables: known variables with an effect.
-        format: format of tool calls. None: unknown.
+        format: tool call format. None: unknown.
     """
 
     reads_tools: bool = False
@@ -91,7 +91,7 @@ class TemplateFacts:
     def _prepared(self, message: Message, names: dict[str, str]) -> Message:
         """Adapt a message: calls get known ids and arguments, results get their function's name.
 
-        ``names`` maps the ids of earlier calls to their functions.
+        ``names`` maps the earlier call ids to their functions.
         """
         known_id = self.calls.known_id
         if message["role"] == "tool":

@@ -22,7 +22,7 @@ class Stored:
     Attributes:
         body: The response.
         given: Request items.
-        before: Items of earlier responses.
+        before: Earlier response items.
         num_bytes: JSON size of ``body`` without items, plus 8 bytes per item.
     """
 

@@ -1,1 +1,1 @@
-"""How models write calls of functions into their text: a format a file, read as the text comes."""
+"""How models write function calls into their text: a format a file, read as the text comes."""

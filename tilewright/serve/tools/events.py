@@ -58,7 +58,7 @@ class CallRegion(Protocol):
         """Take the next text and return the events that are certain."""
 
     def flush(self) -> list[Event]:
-        """Return the delayed arguments at the end of the text. Cut markup is dropped."""
+        """Return the delayed arguments at the text's end. Cut markup is dropped."""
 
 
 class ToolParser:
@@ -67,7 +67,7 @@ class ToolParser:
     Args:
         markers: texts that open a region.
         region: returns a reader for a marker, empty without a marker.
-        first: character that opens a region at the beginning of the answer, as ``{``.
+        first: character that opens a region at the answer's beginning, as ``{``.
 
     White space around calls is dropped. Text that is no call becomes content with its marker.
     """
@@ -92,7 +92,7 @@ class ToolParser:
         return found
 
     def flush(self, *, must_call: bool = False) -> list[Event]:
-        """Return the delayed events at the end of the text.
+        """Return the delayed events at the text's end.
 
         The beginning of a call is dropped after a call, or if ``must_call`` allows no other text.
         Else it is content.
@@ -114,7 +114,7 @@ class ToolParser:
         return found
 
     def _scan(self, text: str, found: list[Event]) -> str:
-        """Search the beginning of a call. Return the text from there."""
+        """Search a call's beginning. Return the text from there."""
         if self._first and self._is_at_start:
             begun = text.lstrip(SPACE)
             if begun.startswith(self._first):

@@ -1,4 +1,4 @@
-"""Grammars of answers with tool calls, from the first token or from a marker."""
+"""Answer grammars with tool calls, from the first token or from a marker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def call_grammar(
     prompt: str,
     otherwise: GrammarSpec | None = None,
 ) -> GrammarSpec | None:
-    """Return the grammar that enforces the schemas of tool calls, or None.
+    """Return the grammar that enforces the tool call schemas, or None.
 
     After the first call, an answer that must call is free if the format repeats calls: white space
     must not force another call. `CallReader` ends the answer at other text.

@@ -184,7 +184,7 @@ class JsonRegion:
 
     Args:
         close: closing marker, empty without a marker.
-        known: names of functions. None: any JSON is a call.
+        known: function names. None: any JSON is a call.
         separator: characters between calls, in addition to white space.
     """
 

@@ -54,7 +54,7 @@ def serve(
     *,
     on_listening: Callable[[int], None],
 ) -> int:
-    """Serve until a signal or the end of the engine. Return the exit code.
+    """Serve until a signal or the engine's end. Return the exit code.
 
     ``on_listening`` receives the port. Requests get status 503 until the engine is ready.
 

@@ -79,7 +79,7 @@ class NativeTarget(Target):
         return Holding(shown, tensor_bytes(recipe, kind))
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """Return the storage of state. Keys and values are bfloat16, bfp8 or float32."""
+        """Return the state storage. Keys and values are bfloat16, bfp8 or float32."""
         from tilewright.compiler.targets.cpu.native.numerics import FP32, cache_kind
 
         cache_format, _ = cache_kind(spec.format, exact=compute == "exact")

@@ -1,5 +1,5 @@
 """Where a step's time goes: each instruction's nanoseconds, where ``TILEWRIGHT_NATIVE_TIMES`` asks
-for them; knows the library's counters and the names of weights.
+for them; knows the library's counters and the weight names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Executable for an ONNX Runtime session over contiguous cache slots.
 
-Decode rows run in windows of adjacent slots. An idle slot inside a window gets a dummy row. Its
+Decode rows run in adjacent slot windows. An idle slot inside a window gets a dummy row. Its
 write after the last position is overwritten by the next token. Constant-size state is restored.
 """
 

@@ -63,7 +63,7 @@ class CpuTarget(Target):
         return holding(recipe, facts, exact=compute == "exact", block=block)
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """Return the storage of state. ONNX Runtime stores floats only."""
+        """Return the state storage. ONNX Runtime stores floats only."""
         return Holding("float32", 4 * math.prod(spec.shape))
 
     def build(

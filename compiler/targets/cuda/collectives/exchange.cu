@@ -298,7 +298,7 @@ struct Deliver {
   const uint4 *x;  // this rank's words of 16 bytes
   uint4 *out;  // [count, num_words], by sender
   int num_words;  // for every sender
-  // bit masks of ranks; every pair without data exchanges a word of zeros
+  // bit masks of ranks; every pair without data exchanges a zero word
   int senders, receivers, padding;
 };
 

@@ -353,7 +353,7 @@ class CapturedSlots:
         return self.longest + self.num_steps
 
     def settle(self, slot_states: Mapping[Slot, SlotState]) -> None:
-        """Write the current lengths to the states of open slots."""
+        """Write the current lengths to the open slot states."""
         lengths = (self.lengths + self.num_steps).tolist()
         for slot, length in zip(self.slots, lengths, strict=True):
             if (slot_state := slot_states.get(slot)) is not None:

@@ -83,7 +83,7 @@ class DraftRows:
 class DraftBucket:
     """Decode steps with drafts in a `DecodeBucket`, by context length.
 
-    A single copy uploads all rows. Tokens of slots without drafts stay on the device.
+    A single copy uploads all rows. Slot tokens without drafts stay on the device.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Verification of drafts by the CUDA executable. Excludes kernels and captures."""
+"""Draft verification by the CUDA executable. Excludes kernels and captures."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class DraftSteps:
         self._in_flight.clear()
 
     def _flush(self, slots: Sequence[Slot]) -> None:
-        """Write the tokens of slots to the table. Apply their accepted drafts to their state."""
+        """Write the slot tokens to the table. Apply their accepted drafts to their state."""
         if not self._settled:
             return
         settled = {slot: self._settled.pop(slot) for slot in slots if slot in self._settled}

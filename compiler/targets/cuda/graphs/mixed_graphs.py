@@ -44,10 +44,10 @@ Passes = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def passes_for(rows: Sequence[int], most_tokens: int, *, has_mixers: bool = False) -> Passes:
-    """Return the sizes of mixed batches to capture, padding included.
+    """Return the mixed batch sizes to capture, padding included.
 
     Args:
-        rows: Sizes of decode steps.
+        rows: Decode step sizes.
         most_tokens: Maximum prefill tokens in a step.
     """
     if has_mixers:

@@ -1,4 +1,4 @@
-"""Acceptance of drafts: from sampled tokens to emitted tokens by slot."""
+"""Draft acceptance: from sampled tokens to emitted tokens by slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfer of sampled tokens to the scheduler: tokens from the device and deferred tokens.
+"""Sampled token transfer to the scheduler: tokens from the device and deferred tokens.
 
 The host selects deferred tokens, or the device does after masks arrive. Rank 0 returns tokens, and
 the followers receive them.
@@ -127,7 +127,7 @@ class Answers:
     def chosen(
         self, slots: tuple[Slot, ...], logits: Tensor, choice: SamplingBatch, step: Step
     ) -> SamplerOutput:
-        """Start the transfer of selected tokens to the host."""
+        """Start the selected token transfer to the host."""
         kept = None
         if step.want_logits:
             whole = self._whole(logits)

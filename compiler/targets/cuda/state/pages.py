@@ -1,4 +1,4 @@
-"""The paged key/value cache: pages of positions in a pool, and the table that names each slot's.
+"""The paged key/value cache: position pages in a pool, and the table that names each slot's.
 
 Legend: P pages, G key/value heads, L positions of a page, D head size, S slots, M pages of a slot.
 """

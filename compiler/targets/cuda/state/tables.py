@@ -160,7 +160,7 @@ class PagedState:
         return found
 
     def keep(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Save the snapshots of chunks after their forward with :meth:`marks`."""
+        """Save the chunk snapshots after their forward with :meth:`marks`."""
         marks = self.marks(chunks)
         for chunk in chunks:
             for at, snapshot in chunk.saves:

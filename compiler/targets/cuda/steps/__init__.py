@@ -1,1 +1,1 @@
-"""Dispatch of program instructions to kernels."""
+"""Program instruction dispatch to kernels."""

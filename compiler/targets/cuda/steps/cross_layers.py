@@ -22,7 +22,7 @@ from tilewright.compiler.targets.program.instructions import (
 
 
 def cross_instructions(program: KernelProgram) -> frozenset[int]:
-    """Return the instructions of cross-attention layers, by identity."""
+    """Return the cross-attention layer instructions, by identity."""
     own = set()
     for instruction, reader in pairwise(program.instructions):
         if _is_cross(instruction) or _is_cross_input(instruction, reader):

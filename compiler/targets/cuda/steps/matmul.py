@@ -322,7 +322,7 @@ class Products:
     def _lofi_product(
         self, bound: BoundMatmul, out: Tensor, x: Tensor, decodes: bool, *, is_ours: bool
     ) -> None:
-        """Run a matmul of e4m3 operands, by `DENSE_E4M3` if ``is_ours``."""
+        """Run an e4m3 operand matmul, by `DENSE_E4M3` if ``is_ours``."""
         each, packed, bias, copy = bound.each, bound.packed, bound.bias, bound.codes
         assert copy is not None and copy.scales is not None
         codes, scales = self._codes(x, bound.norm, decodes)

@@ -135,7 +135,7 @@ def owned_weights(program: DeviceProgram) -> Iterator[tuple[int | None, TtWeight
 def weight_lines(
     prefill: DeviceProgram, decode: DeviceProgram, prefix_of: Callable[[int], str]
 ) -> tuple[Lines, dict[Split, str]]:
-    """Return the lines for every layer's weights, and the names of uneven splits."""
+    """Return the lines for every layer's weights, and the uneven split names."""
     kinds, pieces = _kinds(decode), _pieces(prefill, decode)
     shares: dict[Split, str] = {}
     by_layer: Lines = {}
@@ -242,7 +242,7 @@ def _layer_functions(
 
 
 def shown_layers(group: Sequence[int]) -> str:
-    """Return a tuple or a range of layers as source text."""
+    """Return a tuple or a layer range as source text."""
     step = group[1] - group[0] if len(group) > 1 else 1
     if len(group) > 2 and list(group) == list(range(group[0], group[-1] + 1, step)):
         return f"range({group[0]}, {group[-1] + 1}" + (f", {step})" if step > 1 else ")")

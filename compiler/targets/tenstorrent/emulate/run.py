@@ -334,7 +334,7 @@ class _StepValues:
 
 
 def _begin(state: Tensor, start: int) -> Tensor:
-    """Return a sequence's state. Clear it at the start of the sequence."""
+    """Return a sequence's state. Clear it at the sequence's start."""
     return state.zero_() if start == 0 else state
 
 

@@ -60,7 +60,7 @@ from tilewright.errors import CompileError
 
 aten = torch.ops.aten
 
-# Maximum size in bytes of a shard of gathered logits in a core's L1. Larger logits are in DRAM.
+# Maximum size in bytes of a gathered logit shard in a core's L1. Larger logits are in DRAM.
 _LARGEST_SHARD = 700_000
 
 

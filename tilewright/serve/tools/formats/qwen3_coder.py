@@ -158,7 +158,7 @@ class _XmlValue:
         self._text: list[str] = []
 
     def push(self, text: str) -> str:
-        """Return the JSON that is certain. Set ``rest`` at the end of the value."""
+        """Return the JSON that is certain. Set ``rest`` at the value's end."""
         said = self._take(self._matcher.push(text))
         end = self._matcher.found
         if end is None:

@@ -1,6 +1,6 @@
 """Building of the kernel library with the machine's C++ compiler on first use.
 
-It is stored in the cache (or in the directory ``TILEWRIGHT_NATIVE``) under a hash of sources,
+It is stored in the cache (or in the directory ``TILEWRIGHT_NATIVE``) under a source hash,
 compiler and flags.
 """
 

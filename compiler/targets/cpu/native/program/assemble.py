@@ -47,7 +47,7 @@ from tilewright.errors import CompileError
 def assemble(plan: KernelProgram, *, exact: bool, rounded: Collection[str] = ()) -> Assembly:
     """Return the library's program for a plan.
 
-    ``rounded`` has the names of matmuls with bfloat16 rounding around them (see
+    ``rounded`` has the matmul names with bfloat16 rounding around them (see
     :func:`_roundings`).
 
     Raises:
@@ -67,7 +67,7 @@ def assemble(plan: KernelProgram, *, exact: bool, rounded: Collection[str] = ())
 
 
 def rounded_products(graph_module: GraphModule) -> set[str]:
-    """Return the names of matmuls with a bfloat16 ``activation``."""
+    """Return the matmul names with a bfloat16 ``activation``."""
     facts = [info(node) for node in graph_module.graph.nodes]
     return {each.fqn for each in facts if each.formats and each.formats.in0 == ROUNDED}
 

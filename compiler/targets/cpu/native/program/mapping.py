@@ -42,7 +42,7 @@ def whole(count: int, multiple: int) -> int:
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the offsets of tensors with these sizes in bytes, then the file size."""
+    """Return the tensor offsets with these sizes in bytes, then the file size."""
     found, at = [], _HEADER.size
     for each in sizes:
         found.append(at)

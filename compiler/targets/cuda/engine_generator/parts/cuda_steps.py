@@ -110,7 +110,7 @@ def side_stream(device: torch.device) -> Any:
 class CudaExecutor(CudaKernels):
     """Sequences in pages. Steps are padded to captured sizes.
 
-    ``prompt_sizes``: sizes of prefill graphs in tokens.
+    ``prompt_sizes``: prefill graph sizes in tokens.
     """
 
     prompt_sizes: tuple[int, ...] = CHOICES.prompts
@@ -424,7 +424,7 @@ WARMING, MOST_WARMING = (1, 12, 200, 1100), 2048
 
 
 class HybridCudaExecutor(MixedExecutor, CudaExecutor):
-    """State of linear attention in float32, and uncaptured prompts with any sequence count.
+    """Linear attention state in float32, and uncaptured prompts with any sequence count.
 
     ``windows [slots, linear layers, channels, taps - 1]`` and ``memories [slots, linear layers,
     heads, K, V]``.

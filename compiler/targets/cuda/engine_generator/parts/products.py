@@ -206,7 +206,7 @@ def machine_code(name: str, text: str, headers: Mapping[str, str], *options: str
 
 
 def load_kernels(binary: bytes, names: Iterable[str], device: int) -> dict[str, Any]:
-    """Load kernels by name, with the maximum of shared memory."""
+    """Load kernels by name, with the shared memory maximum."""
     module, found = ctypes.c_void_p(), {}
     torch.cuda.synchronize(device)  # creates the module's context
     call("cuModuleLoadData", ctypes.byref(module), binary)

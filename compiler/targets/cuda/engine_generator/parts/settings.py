@@ -60,7 +60,7 @@ class Settings:
 
     @property
     def scale(self) -> float:
-        """Factor of attention scores."""
+        """Attention score factor."""
         return self.head_dim**-0.5
 
     @property
@@ -266,7 +266,7 @@ class HybridSettings(Settings):
 
     @property
     def mixed_width(self) -> int:
-        """Channels of q, k and v in the convolution of linear attention."""
+        """Channels of q, k and v in the linear attention convolution."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property

@@ -92,7 +92,7 @@ def with_ends(program: Sequence[Bound]) -> list[Bound]:
 
 
 class Executor:
-    """Runs the plan on a device, and stores the state of sequences. Knows no request ids.
+    """Runs the plan on a device, and stores the sequence state. Knows no request ids.
 
     ``prefill`` returns a sequence for a prompt, with its ``length``. ``decode`` adds a token to
     each of some sequences, and ``release`` frees them. The method with an instruction's name runs

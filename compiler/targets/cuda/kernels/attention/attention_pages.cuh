@@ -23,7 +23,7 @@ typedef float Turn;
 #endif
 
 constexpr int BF16 = 0, BFP8 = 1;  // page formats
-// Operands of matrix multiplications. attention_bfp8.cuh has the version for bfp8.
+// Matrix multiplication operands. attention_bfp8.cuh has the version for bfp8.
 template <int F> struct Form {
   static __device__ __forceinline__ u32 pack(float low, float high) { return pack2(low, high); }
   static __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0,

@@ -311,7 +311,7 @@ def attend_prefill(
         slots: int64 ``[T]``, equal in a block.
         block_tables: Page tables, int32 ``[S, M]``.
         block: Rows in a block: 64 or 128. 0: all tokens belong to one sequence.
-        scratch: Buffers for splits of long contexts. None: no splits. Sliding windows have no
+        scratch: Buffers for long context splits. None: no splits. Sliding windows have no
             splits.
         sinks: A further score per head, float32 ``[H]``. None: none.
     """

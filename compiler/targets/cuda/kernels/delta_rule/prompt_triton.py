@@ -53,7 +53,7 @@ _DIAGONAL = 16  # rows in blocks that are inverted column by column
 
 @triton.jit
 def _there(positions_ptr, token, num_tokens):
-    """Return the mask of present tokens: within the prompt and not padding."""
+    """Return the present token mask: within the prompt and not padding."""
     return tl.load(positions_ptr + token, mask=token < num_tokens, other=-1) >= 0
 
 

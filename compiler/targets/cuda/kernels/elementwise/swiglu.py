@@ -60,6 +60,6 @@ def swiglu(out: Tensor, gate_up: Tensor, *, paired: bool) -> None:
 
 
 def swiglu_apart(out: Tensor, gate: Tensor, up: Tensor) -> None:
-    """:func:`swiglu` of ``gate [T, F]`` and ``up [T, F]`` in tensors of their own."""
+    """:func:`swiglu` of ``gate [T, F]`` and ``up [T, F]`` in their own tensors."""
     assert out.shape == gate.shape == up.shape
     _launch(out, gate, up, False)

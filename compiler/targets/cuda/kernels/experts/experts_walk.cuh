@@ -40,7 +40,7 @@ struct Experts {
   }
 };
 
-// A unit of work: 16 weight rows for a tile's expert, or for the shared expert and eight tokens.
+// A work unit: 16 weight rows for a tile's expert, or for the shared expert and eight tokens.
 struct Place {
   int tile, row_tile;
   bool is_shared;

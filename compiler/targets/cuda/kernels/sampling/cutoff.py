@@ -106,7 +106,7 @@ class SearchScratch:
 
 @triton.jit
 def weigh(logits_ptr, at, inside, peak, heat, least, EXACT: tl.constexpr):
-    """Return the keys of logits, `END` for excluded tokens, and their weights (0 unless EXACT)."""
+    """Return the logit keys, `END` for excluded tokens, and their weights (0 unless EXACT)."""
     logits = tl.load(logits_ptr + at, mask=inside, other=float("-inf"))
     scaled = tl.div_rn(logits - peak, heat)
     there = inside & (scaled > _LEAST_SCALED)

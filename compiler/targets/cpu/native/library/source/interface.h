@@ -91,7 +91,7 @@ struct TwProgram {
     const TwState* states;
 };
 
-// Tokens of sequences, consecutive. `bounds` splits them. `rows` selects rows for logits.
+// Sequence tokens, consecutive. `bounds` splits them. `rows` selects rows for logits.
 //
 // For several ranks, only rank 0 has logits. With `best` it gets only the argmax over the first
 // `num_choosable` tokens per row. All ranks set it for the same steps.

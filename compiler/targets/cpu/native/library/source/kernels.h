@@ -38,7 +38,7 @@ struct PanelPair {
 };
 
 // Keys and values for a head of a sequence. Chunks are `step` bytes apart, and their keys take
-// `chunk_bytes`. See caches.h. `unpacked`: bfloat16 scratch for a segment of block storage.
+// `chunk_bytes`. See caches.h. `unpacked`: bfloat16 scratch for a block storage segment.
 struct HeadCache {
     const uint8_t* keys;
     const uint8_t* values;
