@@ -1,25 +1,25 @@
-// Products of 5 to 128 tokens with a weight whose rows lie as they are: bfloat16, or e4m3 codes of
-// weights and tokens, each row of them with a power of two. Compiled by NVRTC. No bit is promised:
-// how K is cut depends on the weight, and what else a token's sums depend on is the way chosen.
+// Matmul of 5 to 128 tokens with plain weight rows: bfloat16, or e4m3 codes for weights and tokens
+// with a power of two per row. Compiled by NVRTC. Not batch-invariant: the weight determines the
+// split of K, and the tile sizes change a token's sums.
 
 #include "dense.cuh"
 #include "norm.cuh"
 
 struct NormCodes {
-  const float *x, *norm;  // fp32 [num_tokens, x_stride], of which num_columns count; [num_columns]
+  const float *x, *norm;  // fp32 [num_tokens, x_stride] with num_columns values; [num_columns]
   u8 *codes;              // [num_tokens, codes_stride]
   float *scales;          // [num_tokens]
   int num_columns, x_stride, codes_stride;
   float eps;
 };
 
-// A token's norm, rounded to bfloat16, as codes and their power of two: a block a token.
+// Write a token's norm, rounded to bfloat16, as codes with a power of two. A block per token.
 extern "C" __global__ void __launch_bounds__(256) norm_codes(const NormCodes p) {
   __shared__ u32 each[8];
   uint2 values[8];
   release_dependents();
   const size_t token = blockIdx.x;
-  u32 largest = 0;  // bits of a float, whose order they have
+  u32 largest = 0;  // float bits, which have the order of the floats
   auto put = [&](int at, uint2 four) {
     values[(at - (int)threadIdx.x * 4) >> 10] = four;
     const u32 a = four.x & 0x7FFF7FFFu, b = four.y & 0x7FFF7FFFu;

@@ -1,5 +1,5 @@
-// The product of 5 to 128 tokens with rows of a weight, both by the tensor copy engine into shared
-// memory, from where the matrix unit reads them.
+// Matmul of 5 to 128 tokens with weight rows. The tensor copy engine loads both into shared memory.
+// The matrix unit reads them there.
 #pragma once
 
 #include "finish.cuh"
@@ -9,16 +9,16 @@ struct alignas(64) TensorMap {
   u64 words[16];
 };
 struct Dense {
-  TensorMap weight, x;  // [N, K] and [M, K], in boxes of 128 bytes of K
+  TensorMap weight, x;  // [N, K] and [M, K], in 128-byte boxes along K
   Product product;      // its operands are not read
-  const float *row_scales, *token_scales;  // of e4m3 codes: [N] and [M], powers of two
-  int num_chunks;                          // of 128 bytes of K
+  const float *row_scales, *token_scales;  // for e4m3 codes: [N] and [M], powers of two
+  int num_chunks;                          // 128 bytes of K each
   int depth;                               // chunks in flight
-  int num_blocks;                          // of rows
+  int num_blocks;                          // row blocks
 };
-constexpr int E4M3 = 3;  // of tiles.cuh's kinds: codes, whose products are exact
+constexpr int E4M3 = 3;  // continues the formats in tiles.cuh; products of codes are exact
 constexpr int MOST_CHUNKS = 12;
-constexpr u64 ONCE = 0x12F0000000000000ull, OFTEN = 0x14F0000000000000ull;  // policies of the L2
+constexpr u64 ONCE = 0x12F0000000000000ull, OFTEN = 0x14F0000000000000ull;  // L2 cache policies
 
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap &map, int column, int row,
                                          u32 barrier, u64 policy) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ float4 read4_of_rank(u32 address, int rank) {
 #define LIST64                                                                                    \
   LIST32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "     \
          "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-// c = 64 rows x 32 bytes of K times those of N tokens, both from shared memory, `adds`: on top of c.
+// Multiply 64 rows with N tokens over 32 bytes of K, from shared memory, into c. `adds`: add to c.
 #define MULTIPLY_ROWS(MT, N, LIST, W, X, A, ...)                                                  \
   template <int T>                                                                                \
   __device__ __forceinline__ void multiply_rows(float (&c)[MT][4], u64 w, u64 x, u32 adds) {      \
@@ -72,8 +72,8 @@ MULTIPLY_ROWS(4, 32, LIST16, 16, 17, 18, ACC16(0))
 MULTIPLY_ROWS(8, 64, LIST32, 32, 33, 34, ACC16(0), ACC16(4))
 MULTIPLY_ROWS(16, 128, LIST64, 64, 65, 66, ACC16(0), ACC16(4), ACC16(8), ACC16(12))
 
-// What becomes of a lane's sums, of codes after what multiplies their rows and tokens: 32 tokens at a
-// time or 16, for which registers suffice.
+// Finish a lane's sums. Sums of codes are first multiplied by the row and token scales. 32 or 16
+// tokens at a time limit the registers.
 template <int T, int MT>
 __device__ __forceinline__ void finish_sums(const Dense &dense, int token, int tile, int g,
                                             const float (&sums)[MT][4]) {
@@ -102,9 +102,9 @@ __device__ __forceinline__ void finish_sums(const Dense &dense, int token, int t
   }
 }
 
-// MT * 8 tokens by G groups of four warps with 64 rows each, and a warp that asks for what they
-// read. A block walks over blocks of rows without a gap; or K is shared out between blocks along z,
-// a cluster, whose sums are added in order.
+// Multiply MT * 8 tokens in G groups of four warps, 64 rows per group. A further warp starts the
+// copies. A block processes row blocks without a gap. Or a cluster along z splits K, and its sums are
+// added in order.
 template <int T, int MT, int G> __device__ __forceinline__ void dense(const Dense &dense) {
   constexpr u32 W_BYTES = G * 64 * 128, X_BYTES = MT * 8 * 128, BYTES = W_BYTES + X_BYTES;
   constexpr int TOKENS = MT * 8, UNITS = G * MT, COLUMNS = T == BF16 ? 64 : 128;
@@ -142,7 +142,7 @@ template <int T, int MT, int G> __device__ __forceinline__ void dense(const Dens
                  blockIdx.x * TOKENS, at_full + 8 * slot, OFTEN);
       };
       const u32 ahead = min(depth, count);
-      for (u32 i = 0; i < ahead; ++i) weights(i, i);  // which never change
+      for (u32 i = 0; i < ahead; ++i) weights(i, i);  // before the wait: weights never change
       wait_for_inputs();
       for (u32 i = 0; i < ahead; ++i) tokens(i, i);
       u32 slot = 0, parity = 0;
@@ -173,7 +173,7 @@ template <int T, int MT, int G> __device__ __forceinline__ void dense(const Dens
           group_wait<1>();
           if (step && lane == 0) arrive_at(at_empty + 8 * before);
           before = slot;
-        } else {  // the unit's own sums have some 14 bits: 128 columns, and on in float32
+        } else {  // the unit's sums have about 14 bits: add 128 columns, then add in float32
           float part[MT][4];
           group_fence();
 #pragma unroll
@@ -200,7 +200,7 @@ template <int T, int MT, int G> __device__ __forceinline__ void dense(const Dens
           for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(acc[m][i])::"memory");
       }
       if (gridDim.z > 1) break;
-      wait_for_inputs();  // what is added to may be what the kernel before writes
+      wait_for_inputs();  // the previous kernel may write the addend
       finish_sums<T, MT>(dense, token, tile_of(block), g, acc);
       if (T == E4M3) {
 #pragma unroll
@@ -232,5 +232,5 @@ template <int T, int MT, int G> __device__ __forceinline__ void dense(const Dens
       finish_sums<T, 1>(dense, to, of, g, all);
     }
   }
-  cluster_barrier();  // nobody's memory goes while another reads it
+  cluster_barrier();  // another block may still read this block's memory
 }

@@ -1,7 +1,6 @@
-"""dense.cu on the device: products of 5 to 128 tokens with weights of bfloat16 rows, or of e4m3
-codes.
+"""Launcher for dense.cu: matmuls of 5 to 128 tokens with bfloat16 or e4m3 weights.
 
-Knows nothing of where its operands come from.
+Excludes operand sources.
 """
 
 from __future__ import annotations
@@ -28,39 +27,37 @@ from tilewright.compiler.targets.cuda.weights.e4m3 import CODES
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 MAX_TOKENS = 128
-"""The most tokens of a product here; with more, the library's is as fast."""
+"""Maximum tokens. For larger batches, cuBLAS is as fast."""
 
 FEW_TOKENS = 4
-"""Tokens up to which the kernels of few tokens take a product, with the same bits of a row in all
-products of so few.
-"""
+"""Maximum tokens for the small kernels, which are batch-invariant."""
 
 CHUNK_BYTES = 128
-"""Of a row, which one copy brings."""
+"""Bytes per row and copy."""
 
 GROUP_ROWS = 64
-"""Rows of a weight that four warps multiply."""
+"""Weight rows for four warps."""
 
 _EIGHTS = (2, 4, 8, 16)
 _MOST_DEPTH = 12
 _MOST_SLICES = 8
-_LEAST_SLICE: int = tuning()["matmul"]["dense"]["min_slice_bytes"]  # bytes of a row
+_LEAST_SLICE: int = tuning()["matmul"]["dense"]["min_slice_bytes"]  # bytes per row
 _TUNING = tuning()["matmul"]["dense"]
 _MANY_TURNS: int = _TUNING["many_turns"]
-# Of blocks of 64 rows over the device, where they may have 256.
+# Turns of 64-row blocks over the device, below which blocks may have 256 rows.
 _MOST_TURNS: int = _TUNING["most_turns"]
 _SOME_TOKENS: int = _TUNING["some_tokens"]
 _LONG_COLUMNS: int = _TUNING["long_columns"]
 
 
 class TensorMap(ctypes.Structure):
-    """`TensorMap` of dense.cuh: where the copy engine finds rows."""
+    """C++ `TensorMap`: the location of rows for the copy engine."""
 
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 
 
 class Dense(ctypes.Structure):
-    """`Dense` of dense.cuh."""
+    """C++ `Dense`."""
 
     _fields_ = (
         *((name, TensorMap) for name in ("weight", "x")),
@@ -71,7 +68,7 @@ class Dense(ctypes.Structure):
 
 
 class _NormCodes(ctypes.Structure):
-    """`NormCodes` of dense.cu."""
+    """C++ `NormCodes`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "norm", "codes", "scales")),
@@ -82,8 +79,13 @@ class _NormCodes(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class DenseTileConfig:
-    """How a product lies on the device: ``eights`` of tokens and ``groups`` of 64 rows a block,
-    ``slices`` of K, whose blocks are a cluster, ``resident`` blocks a multiprocessor.
+    """Tile sizes for a launch.
+
+    Attributes:
+        eights: Tokens per block, divided by 8.
+        groups: Groups of 64 rows per block.
+        slices: Slices of K. Their blocks are a cluster.
+        resident: Blocks per multiprocessor.
     """
 
     eights: int
@@ -92,19 +94,17 @@ class DenseTileConfig:
     resident: int = 1
 
     def kernel(self, kind: str) -> str:
-        """The name of the kernel that goes so over a weight, ``bf16`` or ``e4m3``."""
+        """Return the kernel's name for ``bf16`` or ``e4m3`` operands."""
         return f"dense_{kind}_{self.eights}_{self.groups}"
 
     @property
     def depth(self) -> int:
-        """Chunks of 128 bytes of K in flight."""
+        """Return the 128-byte chunks in flight."""
         return min(_MOST_DEPTH, room_of(self.resident) // self._chunk_bytes)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: chunks, which begin at a multiple of 1,024, or sums of
-        slices.
-        """
+        """Return a block's dynamic shared memory, for chunks aligned to 1,024 bytes or for sums."""
         sums = self.groups * self.eights * 2048 if self.slices > 1 else 0
         return max(self.depth * self._chunk_bytes + 1024, sums)
 
@@ -129,8 +129,9 @@ class BlockCodes:
 
 
 def choose_way(packed: PackedWeight, num_tokens: int, *, is_codes: bool = False) -> DenseTileConfig:
-    """How a product with a weight goes, as was measured or is expected to be fastest; ``is_codes``:
-    of e4m3 operands.
+    """Return the tile sizes with the best measured or expected speed.
+
+    ``is_codes`` selects e4m3 operands.
     """
     eights = next(each for each in _EIGHTS if num_tokens <= 8 * each)
     if is_codes:
@@ -152,10 +153,10 @@ def choose_way(packed: PackedWeight, num_tokens: int, *, is_codes: bool = False)
 
 
 def rows_of(packed: PackedWeight) -> range:
-    """Return the token counts at which this kernel is selected for a bfloat16 weight.
+    """Return the token counts for this kernel with a bfloat16 weight.
 
-    At these counts it was faster on an H200 than the small kernels and cuBLAS: in whole models, or
-    above 64 tokens in chains of matmuls.
+    An H200 ran these counts faster than the small kernels and cuBLAS: in whole models, or above 64
+    tokens in chains of matmuls.
     """
     if packed.kind != "bf16" or packed.num_experts > 1:
         return range(0)
@@ -171,17 +172,17 @@ def code_rows_of(packed: PackedWeight) -> range:
 
 
 def num_chunks(num_columns: int, element_size: int = 2) -> int:
-    """Of rows of so many columns, bfloat16 unless they are smaller; what lies behind is zeros."""
+    """Return the chunks in a row, by default bfloat16. The last chunk is padded with zeros."""
     return -(-num_columns * element_size // CHUNK_BYTES)
 
 
 def has_room(x: Tensor) -> bool:
-    """Whether rows begin where the copy engine, and reads of 16 bytes, find them."""
+    """Return whether rows are aligned to 16 bytes, for the copy engine and 16-byte reads."""
     return x.data_ptr() % 16 == 0 == x.stride(0) * x.element_size() % 16
 
 
 def _turns(packed: PackedWeight) -> float:
-    """Of blocks of 64 rows over the device."""
+    """Return the turns of 64-row blocks over the device."""
     return -(-packed.num_rows // GROUP_ROWS) / num_processors(packed.data.device)
 
 
@@ -193,7 +194,7 @@ MADE = tuple(
         r"^DENSE\((\w+), \w+, (\d+), (\d+)\)", _PATH.read_text(), re.M
     )
 )
-"""Operands (``bf16``, ``e4m3``), eights of tokens and groups that dense.cu's last lines ask for."""
+"""Operands (``bf16``, ``e4m3``), eights and groups for each kernel in dense.cu."""
 
 SOURCE = nvrtc.KernelSource(
     _PATH,
@@ -229,9 +230,10 @@ def linear(
     feeds: int = 0,
     alone: bool = False,
 ) -> None:
-    """What :func:`.native.linear` does, of ``x [M, K]`` bfloat16, up to 128 rows that begin at
-    multiples of 16 bytes; of codes with those, whatever ``packed`` holds. ``feeds``: as
-    :func:`.native_wide.linear` has it.
+    """Run :func:`.native.linear` for ``x [M, K]``, bfloat16 or codes, with up to 128 rows.
+
+    Rows are aligned to 16 bytes. With codes, ``packed`` may have any format. ``feeds``: see
+    :func:`.native_wide.linear`.
     """
     operand, weight = (x, packed.data) if isinstance(x, Tensor) else (x.x, x.weight)
     num_tokens = len(x)
@@ -262,8 +264,10 @@ def linear(
 
 
 def norm_codes(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Codes and what multiplies their rows, as :func:`.e4m3.round_rows` makes them of the RMSNorm
-    of ``x [M, K]`` float32 in bfloat16, in fresh memory; K as :func:`.native.takes_norm` has it.
+    """Return codes and row scales for the RMSNorm of ``x [M, K]`` float32, in new memory.
+
+    The norm is rounded to bfloat16, then as in :func:`.e4m3.round_rows`. K must satisfy
+    :func:`.native.takes_norm`.
     """
     num_tokens, width = x.shape
     assert x.dtype == torch.float32 and has_room(x)

@@ -1,12 +1,12 @@
-// The product of one token, or of up to 16: x whole in shared memory, weights streaming past it.
+// Matmul of 1 to 16 tokens: x is in shared memory, and weights stream through it.
 #pragma once
 
 #include "norm.cuh"
 
-// Eight warps of a block walk over row tiles: together, each on its slice of K, or each on tiles of
-// its own. Up to MT * 8 tokens of a cut weight; MT = 0: one, whose x is a row that eight share.
-// LEAVES: the first block leaves the norm that all make in `normed`. A kernel of its own, for code
-// that a block runs once takes it longer to fetch than to run.
+// The eight warps of a block process row tiles: the same tile in slices of K, or separate tiles.
+// MT * 8 tokens with a split K. MT = 0: a single token, with the x row in all eight token columns.
+// LEAVES: the first block also stores the norm in `normed`. This is a separate kernel because code
+// for a single run takes longer to fetch than to execute.
 template <int F, int MT, int DEPTH, bool LEAVES = false>
 __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
   constexpr int GROUPS = MT ? MT : 1, TOKENS = MT ? MT * 8 : 1;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
   const int num_steps = last - first;
   Source<F> source(p.weight, p.num_steps, first_tile, first, lane);
   const u32 to = ring + source.to, to4 = ring + source.to4;
-  const u32 run = num_steps * Source<F>::ADVANCE;  // of `a`, from a tile's first step to its end
+  const u32 run = num_steps * Source<F>::ADVANCE;  // advance of `a` within a tile
   const long long jump = (long long)tile_stride * p.num_steps * tile_bytes<F> - run;
   u32 end = low_bits(source.a) + run;
   int next_tile = num_steps ? first_tile : p.num_tiles;
@@ -75,7 +75,7 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
   u32 at = x_first;
   int tile = first_tile, turn = 0;
   float acc[1][GROUPS][4] = {};
-  // Several tokens' are written apart: one token's code is to stay short, which the loop repeats.
+  // Separate from `finish_some`: the code for a single token must remain short.
   auto finish_one = [&] {
     if (!is_cut) {
       if ((lane & 3) == 0) finish(p, 0, tile, lane >> 2, acc[0][0][0], acc[0][0][2]);
@@ -86,7 +86,7 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
       partial[warp][0][lane >> 2] = acc[0][0][0];
       partial[warp][0][8 + (lane >> 2)] = acc[0][0][2];
     }
-    __syncthreads();  // the other buffer is free again: its reader has passed this barrier too
+    __syncthreads();  // the other buffer is free: its reader has passed this barrier
     if (warp == (turn & 7) && lane < 8) {
       float top = partial[0][0][lane], low = partial[0][0][lane + 8];
 #pragma unroll
@@ -136,7 +136,7 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
 #pragma unroll
     for (int slot = 0; slot < DEPTH; ++slot) {
       wait_copies<DEPTH - 1>();
-      if (is_exchanged<F>) __syncwarp();  // its lanes read each other's pieces
+      if (is_exchanged<F>) __syncwarp();  // lanes read the copies of other lanes
       const u32 place = slot * step_bytes<F>;
       multiply_tiles<F, GROUPS, 1>(acc, from + place, from4 + place, at, 8 * x_row);
       if (is_exchanged<F>) __syncwarp();

@@ -1,17 +1,17 @@
-// Products of a few tokens (1 to 64) with a weight that is read once: y[M, N] = x[M, K] W[N, K]^T.
+// Matmul of 1 to 64 tokens with a single read of the weight: y[M, N] = x[M, K] W[N, K]^T.
 //
-// mma.m16n8k16 with 16 rows of W as A and 8 tokens as B. Inside a tile of a block format K is
-// permuted so that a lane reads whole 16-byte pieces; held.py says how weights lie. A weight of few
-// rows is cut into 8 slices of K, each summed in the matrix unit in order, the slices then added in
-// order; one of many rows is not cut. Either way a token's result has the same bits in every kernel
-// here, whatever the batch. Needs no headers but its own; compiled by NVRTC.
+// mma.m16n8k16 with 16 rows of W as A and 8 tokens as B. A tile of a block format permutes K for
+// 16-byte reads by each lane. See packing.py for the layout. The K of a small weight is split into 8
+// slices. The matrix unit adds each slice in order, then the slices are added in order. The K of a
+// large weight is not split. All kernels here give a token the same bits for any batch. Compiled by
+// NVRTC without other headers.
 
 #include "gemm.cuh"
 #include "gemv.cuh"
 
 struct Leaving {
-  Product product;  // of one token, with a norm
-  u16 *normed;      // bf16 [K], padded: where the norm goes, too
+  Product product;  // for a single token, with a norm
+  u16 *normed;      // bf16 [K], padded: also receives the norm
 };
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,6 +1,6 @@
-"""linear.cu on the device: which of its kernels takes a product, and how it is cut into blocks.
+"""Launcher for linear.cu: kernel selection and the split into blocks.
 
-Knows nothing of where its operands come from.
+Excludes operand sources.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MAX_NORM_COLUMNS = 8192
 STORE, ADD, SWIGLU = 0, 1, 2
 
 MOST_SHARED = nvrtc.MOST_SHARED - 2048
-"""Bytes of dynamic shared memory that a block takes at most: what kernels fix is less."""
+"""Maximum bytes of dynamic shared memory per block. Static shared memory takes the rest."""
 
-_KEPT = 3072  # bytes a block: what the device and kernels keep
+_KEPT = 3072  # bytes per block for the device and static shared memory
 
 UNCUT_TILES = 1024
-"""Row tiles from which on a weight's K is not cut."""
+"""Row tiles of a weight from which its K is not split."""
 
 _HEADERS = ("primitives.cuh", "tiles.cuh", "norm.cuh", "gemv.cuh", "gemm.cuh")
 _SLICES = 8
@@ -45,7 +45,7 @@ LIKE = dict(zip(CODED, ("bfp4", "bfp8", "bfp8"), strict=True))
 """Formats with the tuning values of a block format with tiles of about the same size."""
 
 _UNITS = {"q40": 64.0, "q80": 64.0}
-"""What `decode_pair` of `tiles.cuh` divides codes by."""
+"""Divisor of codes in `decode_pair`, see `tiles.cuh`."""
 
 STEP_BYTES = {"bf16": 4096, **TILE_BYTES} | {name: tile_bytes(name) for name in CODED}
 X_PADDING = 8
@@ -54,7 +54,7 @@ _NUM_THREADS = 256
 
 
 class Product(ctypes.Structure):
-    """`Product` of linear.cu."""
+    """C++ `Product`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "bias", "out")),
@@ -68,15 +68,19 @@ class Product(ctypes.Structure):
 
 
 class _Leaving(ctypes.Structure):
-    """`Leaving` of linear.cu."""
+    """C++ `Leaving`."""
 
     _fields_ = (("product", Product), ("normed", ctypes.c_void_p))
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How a product of few tokens goes over its weight: steps of 128 columns in flight a warp,
-    blocks a multiprocessor; eights of tokens, 0 for a single token.
+    """Launch of a small matmul, which reads its weight once.
+
+    Attributes:
+        depth: Steps of 128 columns in flight per warp.
+        blocks_each: Blocks per multiprocessor.
+        groups: Tokens divided by 8. 0: a single token.
     """
 
     depth: int
@@ -84,32 +88,28 @@ class Walk:
     groups: int = 0
 
     def kernel(self, kind: str, *, leaves: bool = False) -> str:
-        """The name of the kernel that walks so over a weight of ``kind``; ``leaves``: and leaves
-        its norm to others.
-        """
+        """Return the kernel's name. ``leaves``: the kernel also stores the norm."""
         return (
             f"leaves_{kind}_{self.depth}" if leaves else f"gemv_{kind}_{self.groups}_{self.depth}"
         )
 
     def shared_bytes(self, kind: str, num_steps: int) -> int:
-        """Dynamic shared memory of a block, for so many steps of x."""
+        """Return a block's dynamic shared memory, for ``num_steps`` steps of x."""
         x_bytes = num_steps * 256
         if self.groups:
             x_bytes = self.groups * 8 * (x_bytes + 2 * x_padding(kind))
         return x_bytes + 8 * self.depth * STEP_BYTES[kind]
 
     def has_room(self, kind: str, num_steps: int) -> bool:
-        """Whether so many blocks fit a multiprocessor, which keeps 1 KB of each for itself."""
-        fixed = max(1, self.groups * 8) * 1024 + 1024  # of slices' sums, and the norm's
+        """Return whether the blocks fit a multiprocessor. It reserves 1 KB per block."""
+        fixed = max(1, self.groups * 8) * 1024 + 1024  # for sums of slices, and for the norm
         each = self.shared_bytes(kind, num_steps) + fixed + 1024
         return self.blocks_each * each <= nvrtc.MOST_SHARED + 1024
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchGrid:
-    """How a product of several tokens lies on the device: warps a block, row tiles a warp, steps in
-    flight.
-    """
+    """Launch sizes for several tokens: warps per block, row tiles per warp, steps in flight."""
 
     num_warps: int
     tiles_per_warp: int
@@ -120,11 +120,11 @@ class LaunchGrid:
         return self.num_warps * self.tiles_per_warp
 
     def kernel(self, kind: str, groups: int) -> str:
-        """The kernel's name, for ``groups`` eights of tokens."""
+        """Return the kernel's name, for ``groups * 8`` tokens."""
         return f"gemm_{kind}_{groups}_{self.tiles_per_warp}_{self.depth}"
 
     def shared_bytes(self, packed: PackedWeight, groups: int) -> int:
-        """Dynamic shared memory of a block, for ``groups`` eights of tokens."""
+        """Return a block's dynamic shared memory, for ``groups * 8`` tokens."""
         x_bytes = groups * 8 * (128 + x_padding(packed.format)) * 2
         shared = self.depth * (x_bytes + self.tiles_per_block * STEP_BYTES[packed.kind])
         partials = groups * 8 * (self.tiles_per_block * 16 + 8) * 4
@@ -137,34 +137,35 @@ def x_padding(format_name: str) -> int:
 
 
 def room_of(num_resident: int) -> int:
-    """Bytes of dynamic shared memory of each of so many blocks of a multiprocessor."""
+    """Return a block's bytes of dynamic shared memory with ``num_resident`` blocks."""
     return (MOST_SHARED + 2048) // num_resident - _KEPT
 
 
 def takes_norm(num_columns: int) -> bool:
-    """Whether norms of so many columns run here."""
+    """Return whether these kernels support norms with ``num_columns`` columns."""
     return num_columns <= MAX_NORM_COLUMNS and num_columns % 4 == 0
 
 
 def leaves_norm(packed: PackedWeight) -> bool:
-    """Whether one token's product with a weight can leave the norm that it makes to others."""
+    """Return whether a single token's matmul can also store its norm."""
     return packed.kind == "bf16" and takes_norm(packed.num_columns)
 
 
 def num_slices(packed: PackedWeight) -> int:
-    """Into how many slices K is cut: a property of the weight, so that no result depends on the
-    batch. A large weight gives all warps on the device different rows.
+    """Return the slices of K. They depend only on the weight, so results are batch-invariant.
+
+    A large weight has rows for all warps on the device without slices.
     """
     return 1 if packed.num_row_tiles >= UNCUT_TILES else _SLICES
 
 
 def room_for(num_rows: int) -> int:
-    """Rows that buffers have for steps of so many: kernels read whole eights of them."""
+    """Return the buffer rows for steps with ``num_rows``. Kernels read whole eights."""
     return max(num_rows, MAX_TOKENS)
 
 
 def most_tokens(packed: PackedWeight) -> int:
-    """The most tokens of a product here; with more, the library's is faster for bfloat16."""
+    """Return the maximum tokens. For larger bfloat16 batches, cuBLAS is faster."""
     if packed.kind != "bf16":
         return MAX_TOKENS
     is_small = packed.num_row_tiles <= 256 and packed.num_column_tiles <= 32
@@ -183,15 +184,15 @@ def _tuned(name: str) -> dict[str, Any]:
 _WALKS: dict[str, tuple[Walk, ...]] = {
     kind: tuple(Walk(*sizes) for sizes in walks) for kind, walks in _tuned("walks").items()
 }
-"""Of one token: the first that has room. Measured in whole models on an H200: one block a
-multiprocessor is as fast in a chain of one shape, and a tenth to a half slower in a model."""
+"""Launches for a single token. The first that fits is selected. From whole models on an H200: a
+block per multiprocessor is as fast in a chain of equal shapes, but slower in a model."""
 
 _FEW_DEPTH: dict[str, int] = _tuned("few_depth")
-"""Of 2 to 16 tokens, by one block a multiprocessor."""
+"""Depth for 2 to 16 tokens, with a block per multiprocessor."""
 
 
 def choose_walk(packed: PackedWeight, num_tokens: int = 1) -> Walk | None:
-    """How so few tokens' product with a weight goes; None where they take a grid."""
+    """Return the launch for a single read of the weight, or None if a grid is faster."""
     kind, steps = packed.kind, packed.num_column_tiles
     if num_tokens == 1:
         walks = _WALKS[kind]
@@ -204,9 +205,10 @@ def choose_walk(packed: PackedWeight, num_tokens: int = 1) -> Walk | None:
 
 
 def _walks_well(packed: PackedWeight, num_tokens: int) -> bool:
-    """Whether a walk of a cut weight was measured faster than a grid, for 4, 8 and 16 tokens on an
-    H200: bfloat16 in a whole model, block formats in chains of one shape. With more columns the
-    copies of x before the first product cost more than they save.
+    """Return whether `Walk` is faster than `LaunchGrid` for a weight with a split K.
+
+    From an H200 with 4, 8 and 16 tokens: bfloat16 in a whole model, block formats in chains of equal
+    shapes. With more columns, the copies of x before the first matmul cost more than they save.
     """
     if num_slices(packed) == 1:
         return False
@@ -222,11 +224,11 @@ _GRIDS = {
     }
     for kind, each in _tuned("grids").items()
 }
-"""Of several tokens, by eights of them: for few rows of few columns and of more, for more rows, and
-for an uncut weight.
+"""Launch sizes by tokens divided by 8. Each entry is for small weights with short rows, small
+weights, larger weights, and weights without a split K.
 
-Measured on an H200. A cut weight's eight blocks are a cluster within a group of 16 or 18
-multiprocessors: blocks of eight warps fill the device on paper, and in fact wait for a place.
+Measured on an H200. The eight blocks of a split K are a cluster within 16 or 18 multiprocessors.
+Blocks of eight warps would wait there, although they fit the device.
 """
 
 _FEW_TILES: int = _GEMV["few_tiles"]
@@ -235,7 +237,7 @@ _FEW_COLUMNS: int = _GEMV["few_columns"]
 
 
 def choose_grid(packed: PackedWeight, num_tokens: int) -> LaunchGrid:
-    """The blocks of a product of several tokens."""
+    """Return the launch sizes for several tokens."""
     few_short, few_long, some, many = _GRIDS[packed.kind][_token_groups(num_tokens)]
     if num_slices(packed) == 1:
         return many
@@ -245,7 +247,7 @@ def choose_grid(packed: PackedWeight, num_tokens: int) -> LaunchGrid:
 
 
 def _token_groups(num_tokens: int) -> int:
-    """Eights of tokens, as kernels are made for."""
+    """Return the tokens divided by 8, rounded up to a compiled kernel."""
     return next(count for count in (1, 2, 4, 8) if num_tokens <= 8 * count)
 
 
@@ -263,14 +265,22 @@ def linear(
     walk: Walk | None = None,
     alone: bool = False,
 ) -> None:
-    """``y = x W^T (+ bias)``, then ``epilogue``: STORE y in ``out`` fp32, ADD it there, or SWIGLU
-    of paired rows into ``out`` bf16 [., N / 2].
+    """Compute ``y = x W^T (+ bias)``, then ``epilogue``.
 
-    ``x`` bf16, columns padded to whole tiles with zeros, of which a grid reads 8, 16, 32 or 64
-    rows; with ``norm`` (weight fp32, eps), which takes one token of at most 8,192 columns, fp32
-    [1, K]; ``normed``, bf16 [1, K] padded with zeros, gets that norm, too. Rows of ``x`` and the
-    weight begin at multiples of 16 bytes. ``alone``: the next kernel begins when this one has
-    ended.
+    Args:
+        out: fp32 for STORE and ADD. bf16 ``[., N / 2]`` for SWIGLU of paired rows.
+        x: bf16, with columns padded to whole tiles with zeros. A grid reads 8, 16, 32 or 64 rows.
+            With ``norm``, fp32 ``[1, K]``. Rows of ``x`` and the weight are aligned to 16 bytes.
+        packed: the weight.
+        epilogue: STORE, ADD or SWIGLU.
+        num_tokens: the used rows of x.
+        bias: fp32 ``[N]``.
+        norm: RMSNorm before the matmul (weight fp32, eps), for a single token up to
+            `MAX_NORM_COLUMNS`.
+        normed: bf16 ``[1, K]``, padded with zeros. Also receives the norm.
+        grid: launch sizes for several tokens. None: automatic.
+        walk: launch sizes for a single read of the weight. None: automatic.
+        alone: the next kernel starts after this kernel.
     """
     assert 1 <= num_tokens <= most_tokens(packed) and packed.num_columns % 4 == 0
     assert x.data_ptr() % 16 == 0 == packed.data.data_ptr() % 16
@@ -311,7 +321,7 @@ def product_arguments(
 
 
 def _launch_gemv(product: Product, weight: PackedWeight, walk: Walk, normed: Tensor | None) -> None:
-    """Few tokens: as many blocks as are resident, each walking over row tiles."""
+    """Launch the resident blocks. Each block processes row tiles in turn."""
     num_blocks = walk.blocks_each * num_processors(weight.data.device)
     at = nvrtc.Launch(
         (min(weight.num_row_tiles, num_blocks), 1, 1),
@@ -327,7 +337,7 @@ def _launch_gemv(product: Product, weight: PackedWeight, walk: Walk, normed: Ten
 
 
 def _launch_gemm(product: Product, weight: PackedWeight, grid: LaunchGrid, groups: int) -> None:
-    """Several tokens, ``groups`` eights of them: a block a run of row tiles and slice of K."""
+    """Launch a block for each run of row tiles and each slice of K, for ``groups * 8`` tokens."""
     slices = num_slices(weight)
     at = nvrtc.Launch(
         (-(-weight.num_row_tiles // grid.tiles_per_block), slices, 1),
@@ -349,7 +359,7 @@ class _NormParams(ctypes.Structure):
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, *, eps: float, num_tokens: int) -> None:
-    """``x`` fp32 to ``out`` bf16, with the bits of the norm inside :func:`linear`."""
+    """Normalize ``x`` fp32 into ``out`` bf16, with the bits of the norm in :func:`linear`."""
     assert (x.dtype, out.dtype) == (torch.float32, torch.bfloat16)
     arguments = _NormParams(
         x=x.data_ptr(),
@@ -365,7 +375,7 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, *, eps: float, num_tokens: 
 
 
 def kernel_names(text: str) -> tuple[str, ...]:
-    """The products that linear.cu's last lines ask for, by name."""
+    """Return the kernel names in the last lines of a source."""
     made = re.findall(r"^(GEM[VM]|LEAVES)\((\w+), \w+, ([\d, ]+)\)", text, re.M)
     return tuple(
         f"{macro.lower()}_{kind}_{sizes.replace(', ', '_')}" for macro, kind, sizes in made
@@ -374,7 +384,7 @@ def kernel_names(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def source() -> nvrtc.KernelSource:
-    """The source of linear.cu, with the names of its kernels and the headers it includes."""
+    """Return `linear.cu`."""
     path = Path(__file__).with_name("linear.cu")
     names = (*kernel_names(path.read_text()), "rms_norm")
     return nvrtc.KernelSource(path, names, _HEADERS, (("Product", Product), ("Leaving", _Leaving)))

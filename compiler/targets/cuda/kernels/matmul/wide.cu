@@ -1,28 +1,27 @@
-// Products of 17 to 512 tokens with a weight in blocks, and how their x is laid out for them.
-// Compiled by NVRTC; held.py says how weights lie. A token's result has the bits that linear.cu
-// gives it: the same chains over K, slices added in the same order. But for a weight of slices that
-// is walked over whole.
+// Matmul of 17 to 512 tokens with a block-format weight, and the layout of its x. Compiled by NVRTC.
+// See packing.py for the weight layout. A token has the bits of linear.cu: the same order of sums
+// over K and over slices. Exception: a weight with slices in linear.cu and an unsplit K here.
 
 #include "norm.cuh"
 #include "wide.cuh"
 
 struct Arrange {
-  const u16 *x;  // bf16 [num_tokens, x_stride], of which num_columns count
+  const u16 *x;  // bf16 [num_tokens, x_stride] with num_columns values
   u8 *out;       // [num_chunks, places, 128 bytes]
   int num_tokens, num_places, num_columns, x_stride, is_coded;
 };
 
-// x as the matrix unit reads it beside decoded weights: 64 columns of all tokens together, columns
-// in the order of a lane's fragments (16 t + 4 s + 2 r + e at 16 s + 8 r + 2 t + e), pieces of 16
-// bytes exchanged by row. A thread a piece; places behind the tokens are zeros. Code tiles have
-// 32 (s / 2) + 8 t + 4 (s % 2) + 2 r + e instead.
+// Write x for the matrix unit with decoded weights: chunks of 64 columns for all tokens. Columns are
+// in the order of the lanes' fragments: column `16 t + 4 s + 2 r + e` is at `16 s + 8 r + 2 t + e`.
+// Code tiles have `32 (s / 2) + 8 t + 4 (s % 2) + 2 r + e` instead. Units of 16 bytes are swizzled
+// by row. A thread writes a unit. Rows past the tokens are zero.
 extern "C" __global__ void __launch_bounds__(256) arrange(const Arrange p) {
   release_dependents();
   const int place = blockIdx.x * 32 + (threadIdx.x >> 3), at = threadIdx.x & 7;
   const int chunk = blockIdx.y;
   wait_for_inputs();
   if (place >= p.num_places) return;
-  const int piece = at ^ (place & 7);  // its step s of 16 columns, and the half r of that
+  const int piece = at ^ (place & 7);  // step s with 16 columns, and half r
   u32 v[4] = {};
   if (place < p.num_tokens) {
     const u16 *from = p.x + (size_t)place * p.x_stride;
@@ -37,13 +36,13 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const Arrange p) {
 }
 
 struct ArrangeNorm {
-  const float *x, *norm;  // fp32 [num_tokens, x_stride], of which num_columns count; [num_columns]
-  u8 *out;                // as above
+  const float *x, *norm;  // fp32 [num_tokens, x_stride] with num_columns values; [num_columns]
+  u8 *out;                // see Arrange
   int num_places, num_columns, x_stride, padded, is_coded;
   float eps;
 };
 
-// The same of a token's norm, a block a token; padded: whole tiles of 128 columns.
+// Write the norm of x in the same layout, with a block per token. `padded` columns are whole tiles.
 extern "C" __global__ void __launch_bounds__(256) arrange_norm(const ArrangeNorm p) {
   release_dependents();
   const int place = blockIdx.x;

@@ -1,24 +1,24 @@
-// The product of 17 to 512 tokens with a weight in blocks: decoded in registers, where it already
-// has the layout of the matrix unit's first operand; x whole rows of tokens from shared memory.
+// Matmul of 17 to 512 tokens with a block-format weight. Weights are decoded in registers, as the
+// matrix unit's first operand. It reads x from shared memory.
 #pragma once
 
 #include "finish.cuh"
 #include "matrix_unit.cuh"
 
-// Whole 16 bytes, counted by a barrier of this block.
+// Copy a multiple of 16 bytes. A barrier in this block counts them.
 __device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-// Adds one to a word of this block's shared memory; what it was.
-// Relaxed: what is ordered by it has been read by then, and a stronger one waits for all memory.
+// Increment a word in this block's shared memory and return its previous value. Relaxed order is
+// enough, because the ordered data has been read. A stronger order waits for all memory.
 __device__ __forceinline__ u32 count_here(u32 at) {
   u32 old;
   asm volatile("atom.relaxed.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(old) : "r"(at) : "memory");
   return old;
 }
-// `ADDS`: the product is added to c; else it replaces c.
-// c += 64 rows x 16 columns of a group's four row tiles times the columns of MT * 8 tokens.
+// Multiply a group's four row tiles (64 rows x 16 columns) with MT * 8 tokens. `ADDS`: add to c,
+// else replace c.
 template <int ADDS>
 __device__ __forceinline__ void multiply_group(float (&c)[4][4], u32 a0, u32 a1, u32 a2, u32 a3,
                                                u64 x) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply_group(float (&c)[24][4], u32 a0, u32 a1
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x), "n"(ADDS));
 }
 
-// A word of codes, as decode_bfp8 and decode_bfp4 of tiles.cuh have it.
+// Decode a word as decode_bfp8 and decode_bfp4 in tiles.cuh.
 __device__ __forceinline__ void decode_word8(u32 &a, u32 &b, u32 w, u32 scale) {
   a = multiply2(w & 0x807F807Fu, scale);
   b = multiply2(__byte_perm(w, 0, 0x2301) & 0x807F807Fu, scale);
@@ -85,8 +85,8 @@ __device__ __forceinline__ void decode_word4(u32 (&a)[4], u32 w, u32 scale) {
   a[2] = fma2(mask_or(v, 0x000F000Fu, 0x02800280u), scale, offset);
   a[3] = multiply2(v & 0x80708070u, scale);
 }
-// Quarter `i` of a lane's tile, 32 columns, from its words of rows g (w) and g + 8 (v): fragments of
-// two steps of 16 columns. bfp8: words of that half of the tile; bfp4: of all of it.
+// Decode quarter `i` of a lane's tile, 32 columns, from its words for rows g (w) and g + 8 (v) to
+// fragments for two steps of 16 columns. The words cover half a bfp8 tile, or a whole bfp4 tile.
 template <int F>
 __device__ __forceinline__ void decode_quarter(u32 (&top)[4], u32 (&low)[4], const u32 (&w)[4],
                                                const u32 (&v)[4], u32 e0, u32 e1, int i) {
@@ -103,23 +103,23 @@ __device__ __forceinline__ void decode_quarter(u32 (&top)[4], u32 (&low)[4], con
 }
 
 struct Wide {
-  Product product;  // x: what `arrange` made of it, `x_stride` tokens in all
+  Product product;  // x is the output of `arrange`, with `x_stride` tokens
   int depth;        // steps in flight
-  int tiles;        // row tiles of a block of four groups
+  int tiles;        // row tiles in a block of four groups
 };
 constexpr int MOST_DEPTH = 12;
 
-// How shared memory is filled: `depth` places of a step's x and weights each, of which a barrier
-// counts the bytes. A warp alone reads its row tile, so it asks for its next one itself, as soon as
-// it has read all of one; the last warp to leave a place asks for the x that comes there next. So
-// nobody waits for a free place, and nobody asks for others' tiles one by one while they wait.
+// Ring in shared memory: `depth` stages with a step's x and weights. A barrier counts the bytes of a
+// stage. Only a single warp reads a row tile, so this warp also starts the copy of its next tile. The
+// last warp to finish a stage starts the copy of its next x. Therefore no warp waits for a free
+// stage, and no warp starts all copies.
 template <int F, int MT, int G> struct Ring {
   static constexpr u32 WARPS = 4 * G, X_HALF = MT * 8 * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
   static constexpr u32 W_BYTES = WARPS * step_bytes<F>;
-  static constexpr int ARRIVALS = WARPS + 1;  // at a place's barrier: for each tile, and for x
-  const u8 *weight, *x;  // the warp's row tile; the tokens' x
+  static constexpr int ARRIVALS = WARPS + 1;  // at a stage's barrier: for each tile, and for x
+  const u8 *weight, *x;  // the warp's row tile; x of the tokens
   size_t x_chunk;
-  u32 lane, num_steps, depth, x_ring, codes, full, left;  // codes: the warp's place in a step's
+  u32 lane, num_steps, depth, x_ring, codes, full, left;  // codes: address of the warp's tile
 
   __device__ __forceinline__ void fetch_weights(u32 step, u32 slot) const {
     if (lane == 0) {
@@ -128,14 +128,14 @@ template <int F, int MT, int G> struct Ring {
                 full + 8 * slot);
     }
   }
-  __device__ __forceinline__ void fetch_x(u32 step, u32 slot) const {  // by one lane
+  __device__ __forceinline__ void fetch_x(u32 step, u32 slot) const {  // called by a single lane
     const u32 to = x_ring + slot * X_BYTES;
     const u8 *from = x + 2 * step * x_chunk;
     arrive_for(full + 8 * slot, X_BYTES);
     copy_bulk(to, from, X_HALF, full + 8 * slot);
     copy_bulk(to + X_HALF, from + x_chunk, X_HALF, full + 8 * slot);
   }
-  // Weights never change: they are asked for before x is there, as many steps as there are places.
+  // Fill all stages. Weights never change, so their copies start before x is ready.
   __device__ __forceinline__ void begin(bool is_first) const {
     const u32 ahead = min(depth, num_steps);
     for (u32 i = 0; i < ahead; ++i) fetch_weights(i, i);
@@ -146,12 +146,12 @@ template <int F, int MT, int G> struct Ring {
     }
     __syncwarp();
   }
-  // A warp has all of a step's tile in registers.
+  // A warp has read a step's tile.
   __device__ __forceinline__ void leave_weights(u32 step, u32 slot) const {
     __syncwarp();
     if (step + depth < num_steps) fetch_weights(step + depth, slot);
   }
-  // The products that read a step's x are over, for a warp.
+  // A warp's matmuls have read a step's x.
   __device__ __forceinline__ void leave_x(u32 step, u32 slot) const {
     const u32 next = step + depth;
     if (next < num_steps && lane == 0 && (count_here(left + 4 * slot) & (WARPS - 1)) == WARPS - 1)
@@ -160,8 +160,8 @@ template <int F, int MT, int G> struct Ring {
   }
 };
 
-// A lane's words of a step, with exponents or scales. Eight bits: of half `j` of the tile; four
-// bits: of all of it.
+// A lane's words in a step, with exponents or scales: half `j` of a tile with 8-bit codes, or a whole
+// tile with 4-bit codes.
 template <int F> struct Codes {
   u32 w[4], v[4], exponents[is_coded<F> ? 4 : 1];
 
@@ -175,7 +175,7 @@ template <int F> struct Codes {
     read16(w, tile16 + j * 1024);
     read16(v, tile16 + j * 1024 + 512);
   }
-  // Quarter `i`: fragments of rows g and g + 8, two steps of 16 columns each.
+  // Decode quarter `i` to fragments for rows g and g + 8, in two steps of 16 columns.
   __device__ __forceinline__ void decode(u32 (&a)[2][4], int i) const {
     if constexpr (is_coded<F>) {
       decode_block<F>(a[0], a[1], w, v, F == Q40 ? i : i & 1);
@@ -201,14 +201,14 @@ __device__ __forceinline__ void multiply_quarter(float (&acc)[MT][4], const u32 
 
 template <bool VALUE> struct Starts { static constexpr bool value = VALUE; };
 
-// MT * 8 tokens by G groups of four warps with 64 rows each. CUT: the eight slices of K are shared
-// out between C blocks, a cluster along z, and CUT groups of each, of the same 64 rows; slices are
-// added in order, as gemm.cuh does.
+// Multiply MT * 8 tokens in G groups of four warps, 64 rows per group. CUT: the eight slices of K are
+// divided among C blocks (a cluster along z) with CUT groups each, for the same 64 rows. Slices are
+// added in order, as in gemm.cuh.
 template <int F, int MT, int G, int CUT, int C = 1>
 __device__ __forceinline__ void wide(const Wide &wide) {
   using R = Ring<F, MT, G>;
   constexpr int TOKENS = MT * 8, RINGS = CUT > 1 ? CUT : 1;
-  constexpr int OWN = CUT ? SLICES / (CUT * C) : 1;  // slices of a group
+  constexpr int OWN = CUT ? SLICES / (CUT * C) : 1;  // slices per group
   static_assert(CUT <= 1 || (G == 1 && OWN <= 2), "a group keeps two slices at most");
   const Product &p = wide.product;
   extern __shared__ __align__(128) u8 memory[];
@@ -218,7 +218,7 @@ __device__ __forceinline__ void wide(const Wide &wide) {
   const u32 part = CUT > 1 ? threadIdx.x >> 7 : 0, warp = (threadIdx.x >> 5) - 4 * part;
   const u32 share = (C > 1 ? blockIdx.z * CUT : 0) + part;
   constexpr bool TALL = CUT == 0 && G == 4;
-  const u32 taken = TALL ? wide.tiles : R::WARPS;  // row tiles of a block
+  const u32 taken = TALL ? wide.tiles : R::WARPS;  // row tiles per block
   const u32 depth = wide.depth;
   const u32 tile = TALL && warp >= taken ? p.num_tiles : blockIdx.y * taken + warp;
   const u32 begins = share * OWN * p.num_steps / SLICES;
@@ -246,8 +246,8 @@ __device__ __forceinline__ void wide(const Wide &wide) {
   __syncthreads();
   ring.begin(warp == 0);
   float acc[MT][4] = {}, total[MT][4] = {};
-  u32 a[2][4], b[2][4];  // of one quarter, while the other's are multiplied
-  float block[is_coded<F> ? MT : 1][4] = {};  // sums of a block of columns
+  u32 a[2][4], b[2][4];  // fragments of two quarters: decoded, and multiplied
+  float block[is_coded<F> ? MT : 1][4] = {};  // sums over a column block
   Codes<F> codes;
   u32 slot = 0, before = 0, parity = 0, step = 0;
   auto begin = [&]() {
@@ -275,7 +275,7 @@ __device__ __forceinline__ void wide(const Wide &wide) {
       if (WHOLE && i) {
         group_wait<1>();
 #pragma unroll
-        for (int k = 0; k < 4; ++k)  // keeps later decoding out of the registers before
+        for (int k = 0; k < 4; ++k)  // delays the decoding until these registers are free
           asm volatile("" : "+r"(codes.w[k]), "+r"(codes.v[k])::"memory");
       }
       codes.decode(later, (i + 1) & 3);
@@ -308,7 +308,7 @@ __device__ __forceinline__ void wide(const Wide &wide) {
         continue;
       }
       multiply_quarter<MT>(acc, a, x);
-      group_wait<1>();  // the step before is over, and its fragments' registers are free
+      group_wait<1>();  // the previous step is finished, and its fragment registers are free
       codes.decode(b, 1);
       multiply_quarter<MT>(acc, b, x + 4);
       if (step) ring.leave_x(step - 1, before);
@@ -338,12 +338,12 @@ __device__ __forceinline__ void wide(const Wide &wide) {
         }
       }
   }
-  wait_for_inputs();  // what is added to may be what the kernel before writes
+  wait_for_inputs();  // the previous kernel may write the addend
   if (CUT <= 1) {
     finish_tile<MT, is_coded<F>>(p, blockIdx.x * TOKENS + 2 * t, tile, g, CUT ? total : acc);
     return;
   }
-  // A slice's sums after the other, value by value, a place for each thread of a group.
+  // Sums by slice, then by value, then by thread in a group.
   float *sums = (float *)memory + (threadIdx.x & 127);
   __syncthreads();
 #pragma unroll
@@ -356,7 +356,7 @@ __device__ __forceinline__ void wide(const Wide &wide) {
   if (C > 1) cluster_barrier();
   else __syncthreads();
   constexpr int EACH = MT > RINGS * C ? MT / (RINGS * C) : 1, HERE = RINGS * OWN;
-  const u32 first = share * EACH;  // eight of tokens
+  const u32 first = share * EACH;  // in units of 8 tokens
   float all[EACH][4];
   if (first < MT) {
 #pragma unroll
@@ -373,17 +373,17 @@ __device__ __forceinline__ void wide(const Wide &wide) {
       }
     finish_tile<EACH, is_coded<F>>(p, blockIdx.x * TOKENS + first * 8 + 2 * t, tile, g, all);
   }
-  if (C > 1) cluster_barrier();  // nobody's memory goes while another reads it
+  if (C > 1) cluster_barrier();  // another block may still read this block's memory
 }
 
-// Of a whole K by groups of rows; of slices by groups that take some of them each.
+// WIDE: unsplit K, groups with different rows. CUT: groups with different slices of K.
 #define WIDE(name, F, MT, G, BLOCKS)                                                              \
   extern "C" __global__ void __launch_bounds__(G * 128, BLOCKS)                                   \
   wide_##name##_##MT##_##G(const Wide p) { wide<F, MT, G, 0>(p); }
 #define CUT(name, F, MT, PARTS, BLOCKS)                                                           \
   extern "C" __global__ void __launch_bounds__(PARTS * 128, BLOCKS)                               \
   cut_##name##_##MT##_##PARTS(const Wide p) { wide<F, MT, 1, PARTS>(p); }
-// Of slices by a cluster of C blocks.
+// JOINED: a cluster of C blocks divides the slices.
 #define JOINED(name, F, MT, C)                                                                    \
   extern "C" __global__ void __launch_bounds__(512, 1)                                            \
   joined_##name##_##MT##_##C(const Wide p) { wide<F, MT, 1, 4, C>(p); }
