@@ -72,8 +72,8 @@ MULTIPLY_ROWS(4, 32, LIST16, 16, 17, 18, ACC16(0))
 MULTIPLY_ROWS(8, 64, LIST32, 32, 33, 34, ACC16(0), ACC16(4))
 MULTIPLY_ROWS(16, 128, LIST64, 64, 65, 66, ACC16(0), ACC16(4), ACC16(8), ACC16(12))
 
-// Finish a lane's sums. Sums of codes are first multiplied by the row and token scales. 32 or 16
-// tokens at a time limit the registers.
+// Finish a lane's sums. Sums of codes are first multiplied by the row and token scales. Finishing
+// `FEW` tiles at a time limits the registers.
 template <int T, int MT>
 __device__ __forceinline__ void finish_sums(const Dense &dense, int token, int tile, int g,
                                             const float (&sums)[MT][4]) {
@@ -103,8 +103,8 @@ __device__ __forceinline__ void finish_sums(const Dense &dense, int token, int t
 }
 
 // Multiply MT * 8 tokens in G groups of four warps, 64 rows per group. A further warp starts the
-// copies. A block processes row blocks without a gap. Or a cluster along z splits K, and its sums are
-// added in order.
+// copies. A block processes row blocks without a gap. Or a cluster along z splits K, and its sums
+// are added in order.
 template <int T, int MT, int G> __device__ __forceinline__ void dense(const Dense &dense) {
   constexpr u32 W_BYTES = G * 64 * 128, X_BYTES = MT * 8 * 128, BYTES = W_BYTES + X_BYTES;
   constexpr int TOKENS = MT * 8, UNITS = G * MT, COLUMNS = T == BF16 ? 64 : 128;

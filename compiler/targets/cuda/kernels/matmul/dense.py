@@ -33,7 +33,7 @@ FEW_TOKENS = 4
 """Maximum tokens for the small kernels, which are batch-invariant."""
 
 CHUNK_BYTES = 128
-"""Bytes per row and copy."""
+"""Bytes of K per copy."""
 
 GROUP_ROWS = 64
 """Weight rows for four warps."""
@@ -41,10 +41,10 @@ GROUP_ROWS = 64
 _EIGHTS = (2, 4, 8, 16)
 _MOST_DEPTH = 12
 _MOST_SLICES = 8
-_LEAST_SLICE: int = tuning()["matmul"]["dense"]["min_slice_bytes"]  # bytes per row
+_LEAST_SLICE: int = tuning()["matmul"]["dense"]["min_slice_bytes"]  # bytes of K
 _TUNING = tuning()["matmul"]["dense"]
 _MANY_TURNS: int = _TUNING["many_turns"]
-# Turns of 64-row blocks over the device, below which blocks may have 256 rows.
+# Turns of small blocks over the device, below which blocks may have 256 rows.
 _MOST_TURNS: int = _TUNING["most_turns"]
 _SOME_TOKENS: int = _TUNING["some_tokens"]
 _LONG_COLUMNS: int = _TUNING["long_columns"]
@@ -172,7 +172,7 @@ def code_rows_of(packed: PackedWeight) -> range:
 
 
 def num_chunks(num_columns: int, element_size: int = 2) -> int:
-    """Return the chunks in a row, by default bfloat16. The last chunk is padded with zeros."""
+    """Return the chunks for the columns, by default bfloat16. The last chunk is padded with zeros."""
     return -(-num_columns * element_size // CHUNK_BYTES)
 
 
@@ -182,7 +182,7 @@ def has_room(x: Tensor) -> bool:
 
 
 def _turns(packed: PackedWeight) -> float:
-    """Return the turns of 64-row blocks over the device."""
+    """Return the turns of small blocks over the device."""
     return -(-packed.num_rows // GROUP_ROWS) / num_processors(packed.data.device)
 
 
@@ -194,7 +194,7 @@ MADE = tuple(
         r"^DENSE\((\w+), \w+, (\d+), (\d+)\)", _PATH.read_text(), re.M
     )
 )
-"""Operands (``bf16``, ``e4m3``), eights and groups for each kernel in dense.cu."""
+"""Operands (``bf16``, ``e4m3``), eights and groups for the kernels in dense.cu."""
 
 SOURCE = nvrtc.KernelSource(
     _PATH,
@@ -264,7 +264,7 @@ def linear(
 
 
 def norm_codes(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return codes and row scales for the RMSNorm of ``x [M, K]`` float32, in new memory.
+    """Return codes and scales for the RMSNorm of ``x [M, K]`` float32, in new memory.
 
     The norm is rounded to bfloat16, then as in :func:`.e4m3.round_rows`. K must satisfy
     :func:`.native.takes_norm`.

@@ -1,19 +1,20 @@
-// SwiGLU of the product of more than 64 tokens with a weight of bfloat16 rows, which lie as they
-// are. Compiled by NVRTC. Blocks have 128 rows by up to 256 tokens, or turned, 128 tokens by up to
-// 224 rows; two are a cluster and fetch what both read for each other. No bit is promised.
+// Matmul with SwiGLU for large batches and plain bfloat16 weight rows. Compiled by NVRTC. A block
+// has 128 rows and up to 256 tokens, or turned, 128 tokens and up to 224 rows. A cluster has two
+// blocks, which copy common operands for each other. Not batch-invariant.
 
 #include "dense.cuh"
 
 struct Many {
-  TensorMap weight, x, out;  // [N, K], [M, K], [M, N / 2], in boxes of 128 bytes of a row
+  TensorMap weight, x, out;  // [N, K], [M, K], [M, N / 2], in 128-byte boxes per row
   Product product;           // its operands are not read
-  int num_chunks;            // of 128 bytes of K
+  int num_chunks;            // 128 bytes of K each
   int depth;                 // chunks in flight
-  int num_blocks;            // of rows
-  u64 rest[2];               // of whole 64 bytes, as maps have
+  int num_blocks;            // row blocks
+  u64 rest[2];               // padding to the alignment of maps
 };
 
-// Into the same place of both blocks of a cluster, each of whose barriers counts its bytes.
+// Copy a box to the same address in both blocks of a cluster. Each block's barrier counts its
+// bytes.
 __device__ __forceinline__ void copy_box_to_both(u32 to, const TensorMap &map, int column, int row,
                                                  u32 barrier, u64 policy) {
   asm volatile(
@@ -21,15 +22,15 @@ __device__ __forceinline__ void copy_box_to_both(u32 to, const TensorMap &map, i
       ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(to), "l"(&map),
       "r"(barrier), "r"(column), "r"(row), "h"((u16)3), "l"(policy) : "memory");
 }
-// Nothing was written that the other block reads: no scope is named, for a cluster's waits for all
-// memory of the device.
+// Arrive without a scope, because the other block reads none of this block's writes. Cluster scope
+// would wait for all device memory.
 __device__ __forceinline__ void arrive_at_rank(u32 at, int rank) {
   asm volatile("{.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
                "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(at), "r"(rank)
                : "memory");
 }
-// Four tiles of 8 rows of the weight by 8 tokens, two tokens a lane, as 8 tokens by 8 values each;
-// a lane names the place of one token's values.
+// Transpose and store four tiles, from 8 rows by 8 tokens to 8 tokens by 8 values. A lane has two
+// tokens of each tile. Its address is for the values of a single token.
 __device__ __forceinline__ void put_tiles(u32 at, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
                "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -57,14 +58,13 @@ MULTIPLY_ROWS(24, 192, LIST96, 96, 97, 98, ACC96)
 MULTIPLY_ROWS(28, 224, LIST112, 112, 113, 114, ACC96, ACC16(24))
 MULTIPLY_ROWS(32, 256, LIST128, 128, 129, 130, ACC96, ACC16(24), ACC16(28))
 
-// SwiGLU of a gate and its up.
+// Return SwiGLU for a gate and its up.
 __device__ __forceinline__ float swiglu_of(const Product &p, float gate, float up, float gate_bias,
                                            float up_bias) {
   gate = gate * p.scale + gate_bias;
   return __fdividef(gate, 1.0f + __expf(-gate)) * (up * p.scale + up_bias);
 }
-// That of a lane's sums, as 8 tokens by 8 values a tile, into the 128 bytes that a token has at
-// `place`.
+// Store SwiGLU of a lane's sums in tiles of 8 tokens by 8 values. A token has 128 bytes at `place`.
 template <int MT>
 __device__ __forceinline__ void put_swiglu(const Product &p, u32 place, int row,
                                            const float (&sums)[MT][4]) {
@@ -82,9 +82,9 @@ __device__ __forceinline__ void put_swiglu(const Product &p, u32 place, int row,
     put_tiles(place + m * 1024, made[0], made[1], made[2], made[3]);
   }
 }
-// That of turned sums: of two tokens, `token` and 8 on, a lane has two values of each pair of
-// tiles. Of two pairs neighbours exchange one, so that a token's 32 bytes of both are written
-// together. `row`: the first of the first tile.
+// Write SwiGLU for turned sums. A lane has two values per pair of tiles, for `token` and `token +
+// 8`. Neighboring lanes exchange a pair, so that a lane writes adjacent values. `row`: the first
+// row in the first tile.
 template <int MT>
 __device__ __forceinline__ void write_swiglu(const Product &p, int token, int row, int lane,
                                              const float (&sums)[MT][4]) {
@@ -115,10 +115,10 @@ __device__ __forceinline__ void write_swiglu(const Product &p, int token, int ro
     }
 }
 
-// Two groups of four warps with 64 rows of the weight each by MT * 8 tokens, or TURNED, with 64
-// tokens each by MT * 8 rows; and a warp that asks for what they read: what is the block's own, and
-// half of what both blocks of the cluster read, tokens or (ROWS) rows of the weight. A cluster walks
-// over blocks of rows without a gap; what a block has made leaves meanwhile.
+// Multiply in two groups of four warps: 64 rows and all tokens per group, or TURNED, 64 tokens
+// and all rows per group. A further warp starts the copies: the block's own operand, and half the
+// cluster's common operand, which is tokens or (ROWS) weight rows. A cluster processes row blocks
+// without a gap. The store of a block overlaps with the next block.
 template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(const Many &many) {
   constexpr u32 FIRST_BYTES = 128 * 128, BYTES = FIRST_BYTES + MT * 8 * 128;
   constexpr u32 BLOCK_ROWS = TURNED ? MT * 8 : 128, TOKENS = TURNED ? 128 : MT * 8;
@@ -131,7 +131,7 @@ template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(c
   const u32 out = ring + depth * BYTES, at_full = shared_address(full);
   const u32 at_empty = shared_address(empty), num_steps = many.num_chunks;
   const u32 rank = (ROWS ? blockIdx.x : blockIdx.y) & 1;
-  const u32 first = ROWS ? blockIdx.y : blockIdx.y & ~1u;  // of the cluster's blocks of rows
+  const u32 first = ROWS ? blockIdx.y : blockIdx.y & ~1u;  // the cluster's first row block
   const u32 turns = first < many.num_blocks
                         ? (many.num_blocks - first + gridDim.y - 1) / gridDim.y : 0;
   const u32 count = turns * num_steps;
@@ -164,14 +164,14 @@ template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(c
     }
     show_barriers();
     if (!ROWS)
-      for (u32 i = 0; i < ahead; ++i) weights(i, i);  // which never change
+      for (u32 i = 0; i < ahead; ++i) weights(i, i);  // before the wait: weights never change
   }
   release_beside(p);
   __syncwarp();
   cluster_barrier();
   if (warp == WARPS) {
     if (lane == 0) {
-      if (ROWS)  // the other block's barriers are there
+      if (ROWS)  // the other block has initialized its barriers
         for (u32 i = 0; i < ahead; ++i) weights(i, i);
       wait_for_inputs();
       for (u32 i = 0; i < ahead; ++i) tokens(i, i);
@@ -185,7 +185,7 @@ template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(c
     }
     __syncwarp();
   } else {
-    const int column = group * 4 + (warp & 3);  // of the 16 bytes of a token's 128
+    const int column = group * 4 + (warp & 3);  // 16-byte unit in a token's 128 bytes
     const u32 place = out + lane * 128 + ((column ^ (lane & 7)) << 4);
     float acc[MT][4];
     u32 slot = 0, parity = 0;
@@ -216,7 +216,7 @@ template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(c
 #pragma unroll
         for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(acc[m][i])::"memory");
       if (TURNED) {
-        wait_for_inputs();  // what is written may be what the kernel before reads
+        wait_for_inputs();  // the previous kernel may read the output buffer
         write_swiglu<MT>(p, blockIdx.x * TOKENS + warp * 16 + (lane >> 2), block * BLOCK_ROWS, lane,
                          acc);
         continue;
@@ -225,7 +225,7 @@ template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(c
         wait_for_inputs();
         asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
       }
-      wait_for_groups_of_warps(THREADS);  // what was made before has left
+      wait_for_groups_of_warps(THREADS);  // the previous block's values are stored
       put_swiglu<MT>(p, place, (block * 8 + column) * 16 + (lane >> 2), acc);
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       wait_for_groups_of_warps(THREADS);
@@ -234,7 +234,7 @@ template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(c
     if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     __syncwarp();
   }
-  cluster_barrier();  // nobody's memory goes while another writes into it
+  cluster_barrier();  // the other block may still write to this block's memory
 }
 
 #define MANY(MT)                                                                                  \

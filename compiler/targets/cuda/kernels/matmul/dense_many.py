@@ -1,6 +1,6 @@
-"""dense_many.cu on the device: SwiGLU of products of more than 64 tokens with bfloat16 rows.
+"""Launcher for dense_many.cu: matmul with SwiGLU for large batches and bfloat16 weights.
 
-Knows nothing of where its operands come from.
+Excludes operand sources.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 MAX_TOKENS = 4096
-"""The most tokens of a product here: of more, the second-level cache does not hold x."""
+"""Maximum tokens. The L2 cache has no space for a larger x."""
 
 MIN_TOKENS = 65
-"""The fewest that are worth it: blocks have at least 128."""
+"""Minimum tokens, because blocks have at least 128."""
 
 _SIDE = 128
-_FIXED_BYTES = 512  # of shared memory: barriers
+_FIXED_BYTES = 512  # shared memory for barriers
 _TUNING = tuning()["matmul"]["many"]
 _MIN_ROWS: int = _TUNING["min_out_features"]
 _MIN_SHARE: float = _TUNING["min_share"]
@@ -48,7 +48,7 @@ _SHARE_OF_FEW: float = _TUNING["min_share_of_few_turns"]
 
 
 class _Many(ctypes.Structure):
-    """`Many` of dense_many.cu."""
+    """C++ `Many`."""
 
     _fields_ = (
         *((name, TensorMap) for name in ("weight", "x", "out")),
@@ -60,10 +60,14 @@ class _Many(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class SwiGLUTileConfig:
-    """How a product lies on the device: blocks of 128 rows by ``eights`` of tokens, or ``turned``,
-    of 128 tokens by so many rows; ``columns`` of them along the tokens and ``rows`` of them along
-    the weight's rows, each of which walks over up to ``turns`` blocks of these. One of both is
-    even.
+    """Tile sizes for a launch.
+
+    Attributes:
+        eights: Tokens per block, divided by 8. If ``turned``, rows.
+        columns: Blocks along the tokens.
+        rows: Blocks along the weight's rows. ``columns`` or ``rows`` is even.
+        turns: Maximum number of blocks of rows in turn per launched block.
+        turned: Blocks have 128 tokens. False: blocks have 128 rows.
     """
 
     eights: int
@@ -74,32 +78,30 @@ class SwiGLUTileConfig:
 
     @property
     def shares_rows(self) -> bool:
-        """Whether the two blocks of a cluster have the same rows, else the same tokens."""
+        """Return whether a cluster's blocks have the same rows, else the same tokens."""
         return self.turned and self.columns % 2 == 0
 
     @property
     def kernel(self) -> str:
-        """The name of the kernel that goes so."""
+        """Return the kernel's name."""
         if not self.turned:
             return f"many_{self.eights}"
         return f"turned_{'rows' if self.shares_rows else 'tokens'}_{self.eights}"
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows of the weight and tokens of a block."""
+        """Return weight rows and tokens per block."""
         return (8 * self.eights, _SIDE) if self.turned else (_SIDE, 8 * self.eights)
 
     @property
     def depth(self) -> int:
-        """Chunks of 128 bytes of K in flight."""
+        """Return the 128-byte chunks in flight."""
         room = nvrtc.MOST_SHARED - _FIXED_BYTES - 1024 - self._made_bytes
         return room // self._chunk_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: chunks, which begin at a multiple of 1,024, and what it
-        has made.
-        """
+        """Return a block's dynamic shared memory: chunks aligned to 1,024 bytes, and results."""
         return 1024 + self.depth * self._chunk_bytes + self._made_bytes
 
     @property
@@ -117,7 +119,7 @@ MADE = tuple(
     (kind == "TURNED", int(eights))
     for kind, eights in re.findall(r"^(MANY|TURNED)\((\d+)\)", _PATH.read_text(), re.M)
 )
-"""The blocks that dense_many.cu's last lines ask for: whether they are turned, and eights."""
+"""``turned`` and ``eights`` for each kernel in dense_many.cu."""
 
 SOURCE = nvrtc.KernelSource(
     _PATH,
@@ -135,7 +137,7 @@ SOURCE = nvrtc.KernelSource(
 
 @functools.lru_cache(maxsize=4096)
 def choose_way(num_rows: int, num_tokens: int, processors: int) -> SwiGLUTileConfig:
-    """The way on which blocks take the fewest turns over a device, for what each of them takes."""
+    """Return the tile sizes with the minimum work in turn per block."""
     sizes = num_rows, num_tokens, processors
     return min(
         (way_of(eights, *sizes, turned=turned) for turned, eights in MADE),
@@ -145,9 +147,7 @@ def choose_way(num_rows: int, num_tokens: int, processors: int) -> SwiGLUTileCon
 
 @functools.cache
 def rows_of(num_rows: int, processors: int) -> tuple[range, ...]:
-    """Return the token counts for this kernel: weights are large, and blocks leave little of the
-    device idle.
-    """
+    """Return the token counts for this kernel: large weights, and a busy device."""
     if num_rows < _MIN_ROWS:
         return ()
     counts = range(MIN_TOKENS, MAX_TOKENS + 1)
@@ -179,10 +179,17 @@ def swiglu(
     way: SwiGLUTileConfig | None = None,
     alone: bool = False,
 ) -> None:
-    """SwiGLU ``out [M, N / 2]`` bfloat16 of ``x [M, K]`` bfloat16 and the rows ``weight [N, K]``
-    bfloat16 of what ``packed`` holds, paired as there; all three begin rows at multiples of 16
-    bytes. The weight is read before what the kernel before writes is there: it must be there
-    already. ``bias [N]``: paired, too; ``alone``: as :func:`.native.linear` has it.
+    """Multiply and apply SwiGLU. All rows are aligned to 16 bytes.
+
+    Args:
+        out: bfloat16 ``[M, N / 2]``.
+        x: bfloat16 ``[M, K]``.
+        weight: bfloat16 ``[N, K]``, the values in ``packed`` with the same pairs. The kernel reads
+            it before the previous kernel ends, so that kernel must not write it.
+        packed: the packed weight.
+        bias: ``[N]``, also in pairs.
+        way: tile sizes. None: automatic.
+        alone: see :func:`.native.linear`.
     """
     num_tokens, processors = len(x), num_processors(out.device)
     assert packed.is_paired and has_room(out) and out.dtype == x.dtype == weight.dtype
@@ -208,12 +215,10 @@ def swiglu(
 def way_of(
     eights: int, num_rows: int, num_tokens: int, processors: int, *, turned: bool = False
 ) -> SwiGLUTileConfig:
-    """The way of blocks of so many eights of tokens, or ``turned``, of rows: all of a turn are on
-    the device at once.
-    """
+    """Return the tile sizes for ``eights``. All blocks are resident concurrently."""
     rows, tokens = SwiGLUTileConfig(eights, 1, 1, 1, turned).block
     columns = -(-num_tokens // tokens)
-    together = 1 if turned and columns % 2 == 0 else 2  # blocks of rows of a cluster
+    together = 1 if turned and columns % 2 == 0 else 2  # blocks along the rows per cluster
     runs = -(-num_rows // (together * rows))
     turns = -(-runs // max(1, processors // columns // together))
     return SwiGLUTileConfig(eights, columns, together * -(-runs // turns), turns, turned)

@@ -1,6 +1,6 @@
-"""Packed weights as rows of plain numbers, for products that another library computes.
+"""Dequantization of packed weights in Triton, for matmuls in cuBLAS.
 
-Also what the codes of a tile are worth, in registers: `linear` decodes with the same functions.
+`linear` uses the same functions to decode tiles in registers.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import (
     PackedWeight,
 )
 
-# Numbers as kernels may name them.
+# Triton kernels may only read constexpr globals.
 BFP8_BYTES = tl.constexpr(TILE_BYTES["bfp8"])
 BFP4_BYTES = tl.constexpr(TILE_BYTES["bfp4"])
 BFP8_EXPONENTS = tl.constexpr(TILE_BYTES["bfp8"] - 128)
 BFP4_EXPONENTS = tl.constexpr(TILE_BYTES["bfp4"] - 128)
 
-# A bfp8 magnitude m below 2 ** 7 is written into the 7 upper bits of the fraction of 2 ** -63,
-# which makes it 2 ** -63 + m * 2 ** -70; both steps to m * 2 ** (e - BIAS) are exact and normal.
+# A 7-bit bfp8 magnitude `m` fills the upper fraction bits of `2 ** -63`, which gives
+# `2 ** -63 + m * 2 ** -70`. The steps from there to `m * 2 ** (e - BIAS)` are exact and normal.
 _LIFT = tl.constexpr(64 << 23)
 _LIFTED = tl.constexpr(2.0**-63)
 _BFP8_FIELD = tl.constexpr(127 + 70 - BIAS["bfp8"])
-# A nibble n is written into the lowest bits of 2 ** 23; its value is n - 8.
+# A nibble `n` fills the lowest bits of `2 ** 23`. Its value is `n - 8`.
 _UNIT = tl.constexpr(150 << 23)
 _NO_NIBBLE = tl.constexpr(2.0**23 + 8)
 _BFP4_FIELD = tl.constexpr(127 - BIAS["bfp4"])
 
-_TILES = 4  # neighbours in a row of tiles that one program writes
+_TILES = 4  # adjacent column tiles per program
 
 
 @triton.jit
 def bfp8_values(codes, exponents):
-    """float32 of bytes (sign above magnitude) and their blocks' exponents, broadcast to them."""
+    """Return float32 values from bytes (sign above magnitude) and broadcast exponents."""
     bits = codes.to(tl.int32)
     lifted = ((bits & 0x7F) << 16) | _LIFT
     scales = ((exponents.to(tl.int32) + _BFP8_FIELD) << 23).to(tl.float32, bitcast=True)
@@ -55,14 +55,14 @@ def bfp8_values(codes, exponents):
 
 @triton.jit
 def bfp4_values(nibbles, exponents):
-    """float32 of nibbles (int32, value + 8) and their blocks' exponents, broadcast to them."""
+    """Return float32 values from nibbles (int32, value + 8) and broadcast exponents."""
     scales = ((exponents.to(tl.int32) + _BFP4_FIELD) << 23).to(tl.float32, bitcast=True)
     return ((nibbles | _UNIT).to(tl.float32, bitcast=True) - _NO_NIBBLE) * scales
 
 
 @triton.jit
 def bfp8_codes(words):
-    """int32 ``[..., 4]`` of int32 words ``[...]``: sign above magnitude, in the columns' order."""
+    """Return int32 codes ``[..., 4]`` from words ``[...]``: sign above magnitude, by column."""
     column = tl.arange(0, 4)
     byte = column % 2 * 2 + column // 2
     words = tl.expand_dims(words, -1)
@@ -72,7 +72,7 @@ def bfp8_codes(words):
 
 @triton.jit
 def bfp4_nibbles(words):
-    """int32 ``[..., 8]`` of int32 words ``[...]``: value + 8, in the columns' order."""
+    """Return int32 nibbles ``[..., 8]`` from words ``[...]``: value + 8, by column."""
     column = tl.arange(0, 8)
     half, part = column % 2 * 16, column // 2
     words = tl.expand_dims(words, -1)
@@ -106,7 +106,7 @@ def _bfp8_kernel(
 ):  # fmt: skip
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    # One line an exponent block: 4 words of a (half, row) piece, 32 lanes of it, 4 pieces.
+    # An entry per exponent block: four words for a lane's (half, row), then lanes, then (half, row).
     block = tl.arange(0, TILES * 128)
     tile, place = tl.program_id(1) * TILES + block // 128, block % 128
     piece, lane = place // 32, place % 32
@@ -133,7 +133,7 @@ def _bfp4_kernel(
 ):  # fmt: skip
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    # One line a word of 8 nibbles: 4 words (half, word) a lane, 32 lanes, 2 rows.
+    # An entry per word with eight nibbles: words (half, word) of a lane, then lanes, then rows.
     word = tl.arange(0, TILES * 256)
     tile, place = tl.program_id(1) * TILES + word // 256, word % 256
     side, lane, half = place // 128, place % 128 // 4, place % 4 // 2
@@ -152,15 +152,15 @@ def _bfp4_kernel(
 
 
 def words_of(packed: PackedWeight) -> Tensor:
-    """The bytes of a packed weight in a block format, as int32 words."""
+    """Return a packed weight's bytes as int32 words."""
     return packed.data.view(torch.int32)
 
 
 def dequantise(out: Tensor, packed: PackedWeight) -> None:
     """Write the values of ``packed`` to ``out [num_rows, num_columns]``, bfloat16 or float32.
 
-    Rows of ``out`` may be further apart than they are long; what lies between is left alone. They
-    begin at multiples of 16 bytes: Triton 3.6 writes 16 at a time whatever the distance of rows.
+    Rows in ``out`` may have gaps, which are not written. Rows are aligned to 16 bytes, because
+    Triton 3.6 always writes 16 bytes.
     """
     assert out.shape == (packed.num_rows, packed.num_columns) and out.stride(1) == 1
     assert out.stride(0) * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0

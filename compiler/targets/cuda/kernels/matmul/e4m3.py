@@ -1,7 +1,7 @@
-"""Rows of x as e4m3 codes on the device, with the bits of :func:`..e4m3.round_rows`, one a program,
-and products of codes with what multiplies their rows.
+"""Conversion of rows to e4m3 codes on the device, and scaling of matmul results.
 
-Codes are made of integers: Triton's interpreter rounds no float to 8 bits.
+The bits are equal to :func:`..e4m3.round_rows`. A program converts a row. Codes are computed with
+integers because Triton's interpreter cannot round to 8-bit floats.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MOST_BLOCK = 1024
 
 @triton.jit
 def e4m3_codes(x):
-    """int32 codes of float32 ``x`` of magnitudes up to 448, to nearest even; NaN else."""
+    """Return int32 codes for float32 ``x``, to nearest even. NaN for magnitudes above 448."""
     bits = tl.abs(x).to(tl.int32, bitcast=True)
     nearest = bits + 0x7FFFF + ((bits >> 20) & 1)
-    # The exponent is 120 less than float32's; below 2 ** -6 a code is a multiple of 2 ** -9.
+    # The exponent bias differs by 120. Below `2 ** -6`, codes are multiples of `2 ** -9`.
     small = (tl.abs(x) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
     codes = tl.where(bits < 0x3C800000, small, (nearest >> 20) - 960)
     codes = tl.where(bits <= 0x43E00000, codes, 0x7F)
@@ -56,8 +56,9 @@ def _round_rows_kernel(
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x [M, K]`` (bfloat16 or float32) as codes ``[M, K]`` and float32 powers of two ``[M, 1]``,
-    in fresh memory; rows of x may be further apart than they are long.
+    """Return codes ``[M, K]`` and float32 powers of two ``[M, 1]`` for ``x [M, K]``.
+
+    ``x`` is bfloat16 or float32, and may have gaps between rows. The results are new tensors.
     """
     num_rows, width = x.shape
     assert x.stride(1) == 1
@@ -100,9 +101,15 @@ def scale_rows(
     bias: Tensor | None = None,
     adds: bool = False,
 ) -> None:
-    """``found [M, N]``, a product of codes (float32), times ``x_scales [M, 1]`` and ``scales
-    [N, 1]``, plus ``bias [N]`` float32, into ``out [M, N]`` (bfloat16 or float32), or with ``adds``
-    on top of it. Rows of ``out`` may be further apart than they are long.
+    """Multiply a matmul of codes by its scales, and store or add the result.
+
+    Args:
+        out: ``[M, N]``, bfloat16 or float32. Rows may have gaps.
+        found: float32 ``[M, N]``.
+        x_scales: float32 ``[M, 1]``.
+        scales: float32 ``[N, 1]``.
+        bias: float32 ``[N]``.
+        adds: Add the result to ``out``.
     """
     num_rows, width = found.shape
     assert out.shape == found.shape and out.stride(1) == 1 and found.is_contiguous()

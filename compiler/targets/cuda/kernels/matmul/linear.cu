@@ -1,9 +1,9 @@
 // Matmul of 1 to 64 tokens with a single read of the weight: y[M, N] = x[M, K] W[N, K]^T.
 //
-// mma.m16n8k16 with 16 rows of W as A and 8 tokens as B. A tile of a block format permutes K for
-// 16-byte reads by each lane. See packing.py for the layout. The K of a small weight is split into 8
-// slices. The matrix unit adds each slice in order, then the slices are added in order. The K of a
-// large weight is not split. All kernels here give a token the same bits for any batch. Compiled by
+// mma.m16n8k16 with 16 rows of W as A and 8 tokens as B. Tiles in block formats permute K for
+// 16-byte reads by each lane. See packing.py for the layout. For small weights, K is split into 8
+// slices. The matrix unit adds each slice in order, then the slices are added in order. For large
+// weights, K is not split. All kernels here give a token the same bits for any batch. Compiled by
 // NVRTC without other headers.
 
 #include "gemm.cuh"

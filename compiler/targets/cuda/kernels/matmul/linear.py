@@ -207,8 +207,8 @@ def choose_walk(packed: PackedWeight, num_tokens: int = 1) -> Walk | None:
 def _walks_well(packed: PackedWeight, num_tokens: int) -> bool:
     """Return whether `Walk` is faster than `LaunchGrid` for a weight with a split K.
 
-    From an H200 with 4, 8 and 16 tokens: bfloat16 in a whole model, block formats in chains of equal
-    shapes. With more columns, the copies of x before the first matmul cost more than they save.
+    From an H200 with 4, 8 and 16 tokens: bfloat16 in a whole model, block formats in chains of
+    equal shapes. With more columns, the early copies of x cost more than they save.
     """
     if num_slices(packed) == 1:
         return False

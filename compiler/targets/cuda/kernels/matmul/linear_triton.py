@@ -1,7 +1,7 @@
 """Matmul with a packed weight in Triton, for all formats, and for GPUs without CUDA C++ kernels.
 
-Weights are the rows of the matrix product. Tokens are its columns. A step is a tile with 128
-columns of the weight, so the arithmetic of a token does not depend on other tokens.
+Weights are the rows in ``tl.dot``. Tokens are its columns. A step is a tile with 128 columns, so a
+token's arithmetic does not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import (
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, PackedWeight
 
 _MAX_TOKENS = 64  # a program's; more are in further programs, which read the weights again
-_WIDE = 8192  # rows of a weight from which on a program takes two tiles of them
+_WIDE = 8192  # weight rows from which a program has two tiles
 
 
 @triton.jit
 def tile_columns(IS_BFP4: tl.constexpr):
-    """int32 ``[128]``: columns of a tile in the order in which a weight's feature is read.
+    """int32 ``[128]``: a tile's columns in memory order.
 
-    In bfp4 that is the order of the bytes: t, half, word.
+    The order in bfp4 is t, half, word.
     """
     column = tl.arange(0, 128)
     if IS_BFP4:
@@ -94,7 +94,7 @@ def _inverse_rms(x_ptr, token, num_tokens, num_columns, x_stride, eps, STEPS: tl
 def product(weights, x, sums, CHAINED: tl.constexpr):
     """``sums + weights @ x``, in bfloat16 unless x is float32.
 
-    Triton's interpreter would multiply the bits of bfloat16 factors.
+    Triton's interpreter would multiply bfloat16 factors as integers.
     """
     if not CHAINED or x.dtype == tl.float32:
         weights, x = weights.to(tl.float32), x.to(tl.float32)
@@ -120,11 +120,11 @@ def store_rows(
     ROWS: tl.constexpr, TOKENS: tl.constexpr, RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Write ``sums [rows, tokens]`` with all that is fused with a matmul."""
+    """Write ``sums [rows, tokens]`` after the fused epilogue."""
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + feature, mask=feature < num_rows, other=0.0)[:, None]
     if SWIGLU:
-        # Row 16 p + 8 s + g to [p, g, token, s]: gate and up of a place side by side.
+        # Row 16 p + 8 s + g to [p, g, token, s]: a gate and its up are adjacent.
         sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, TOKENS), (0, 2, 3, 1))
         gate, up = tl.split(sides)
         sums = (gate * tl.sigmoid(gate) * up).reshape(ROWS // 2, TOKENS)
@@ -184,7 +184,7 @@ def linear(
     rows, rounded once to bfloat16. ``bias`` is float32 ``[N]``, in the packed order.
     ``out`` is float32 or bfloat16; with ``residual`` float32, and the product is added to it; with
     ``swiglu`` (of a paired weight) ``[M, N / 2]``, silu(gate) * up.
-    Rows of ``x`` and ``out`` may be further apart than they are long.
+    Rows in ``x`` and ``out`` may have gaps.
     """
     num_tokens, num_rows = x.shape[0], packed.num_rows
     assert out.shape == (num_tokens, num_rows // 2 if swiglu else num_rows)

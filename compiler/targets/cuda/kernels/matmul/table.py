@@ -1,4 +1,4 @@
-"""Kernel selection of dense matmuls by weight and rows. Excludes launches."""
+"""Kernel selection for dense matmuls by weight and rows. Excludes launches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CODED = tuple(CODED_TILES)
 
 @dataclass(frozen=True, slots=True)
 class MatmulSite:
-    """A matmul of a plan in one phase, without its number of rows.
+    """A plan's matmul in a phase, without the batch size.
 
     Attributes:
         weight: Packed weight. Only format and shape are read.
@@ -44,10 +44,10 @@ class MatmulSite:
         arithmetic: ``exact``, ``strict`` or ``fast``.
         gpu: The GPU.
         has_values: Whether a bfloat16 copy exists.
-        has_codes: Whether an e4m3 copy exists and the fidelity of the phase permits it.
+        has_codes: Whether an e4m3 copy exists and the phase's fidelity permits it.
         has_one_order: Whether `GEMV` gives equal bits in all strict decode steps.
-        is_aligned: Whether the copy engine finds the rows of x and of the result.
-        fed: Rows for which the next matmul reads the result in the layout of `BLOCK`.
+        is_aligned: Whether rows are aligned for the copy engine, in x and in the result.
+        fed: Rows for which the next matmul reads the result in the `BLOCK` layout.
     """
 
     weight: PackedWeight
@@ -66,7 +66,7 @@ class MatmulSite:
 
     @property
     def has_whole_fours(self) -> bool:
-        """Whether the CUDA C++ kernels read the rows of the weight."""
+        """Return whether the CUDA C++ kernels can read the weight's rows."""
         return self.weight.num_columns % 4 == 0
 
 
@@ -76,14 +76,14 @@ def _code_rows(site: MatmulSite) -> range:
 
 
 def _library_rows(site: MatmulSite) -> range:
-    """cuBLAS on a bfloat16 copy is faster than `BLOCK` from this number of rows."""
+    """Return the rows for which cuBLAS on a bfloat16 copy is faster than `BLOCK`."""
     least = tuning()["matmul"]["library_min_rows"]
     is_uncut = site.weight.num_rows >= 16 * native.UNCUT_TILES
     return range(least["uncut" if is_uncut else "cut"], EVERY.stop) if site.has_values else NONE
 
 
 def _gemv_rows(site: MatmulSite) -> range:
-    """Decode steps launch several times: strict steps always, fast steps for large weights."""
+    """Return the rows for `GEMV`. Several launches run strict steps, and large weights."""
     packed, most = site.weight, native.most_tokens(site.weight)
     if site.decodes and site.arithmetic == STRICT:
         return EVERY
@@ -97,14 +97,14 @@ def _gemv_rows(site: MatmulSite) -> range:
 
 
 def _coded_rows(site: MatmulSite) -> range:
-    """Rows for `GEMV`. In fast steps a launch reads the whole weight, or `CODED` takes them."""
+    """Return the rows for `GEMV`. In fast steps the rows fit a launch, else `CODED` runs them."""
     if not site.has_whole_fours or _has_library_order(site):
         return NONE
     return EVERY if site.arithmetic == STRICT else range(1, native.MAX_TOKENS + 1)
 
 
 def _has_library_order(site: MatmulSite) -> bool:
-    """Whether one kernel takes all rows, for its order of sums: in strict prompts."""
+    """Return whether a single kernel runs all rows, for equal sums: in strict prompts."""
     return site.arithmetic == STRICT and not site.decodes
 
 
@@ -118,7 +118,7 @@ def _dense_rows(site: MatmulSite) -> range:
 
 
 def _swiglu_rows(site: MatmulSite) -> tuple[range, ...]:
-    """It needs bfloat16 rows in memory: the weight, or a copy where cuBLAS would read it."""
+    """Return the rows with bfloat16 values in memory: the weight, or a copy for cuBLAS."""
     packed = site.weight
     if not packed.is_paired or not site.is_aligned or site.has_codes:
         return ()
@@ -183,5 +183,5 @@ MATMUL: tuple[TableRow[MatmulSite], ...] = (
 
 
 def bind_matmul(site: MatmulSite) -> Ranges[str]:
-    """Return the kernels of a matmul by rows."""
+    """Return a matmul's kernels by rows."""
     return bind(MATMUL, site)

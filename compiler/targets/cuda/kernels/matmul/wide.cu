@@ -1,6 +1,7 @@
-// Matmul of 17 to 512 tokens with a block-format weight, and the layout of its x. Compiled by NVRTC.
-// See packing.py for the weight layout. A token has the bits of linear.cu: the same order of sums
-// over K and over slices. Exception: a weight with slices in linear.cu and an unsplit K here.
+// Matmul of 17 to 512 tokens with a block-format weight, and the layout of its x. Compiled by
+// NVRTC. See packing.py for the weight layout. A token has the bits from linear.cu: sums over K and
+// over slices have the same order. Exception: a weight with slices in linear.cu and an unsplit K
+// here.
 
 #include "norm.cuh"
 #include "wide.cuh"
@@ -11,9 +12,9 @@ struct Arrange {
   int num_tokens, num_places, num_columns, x_stride, is_coded;
 };
 
-// Write x for the matrix unit with decoded weights: chunks of 64 columns for all tokens. Columns are
-// in the order of the lanes' fragments: column `16 t + 4 s + 2 r + e` is at `16 s + 8 r + 2 t + e`.
-// Code tiles have `32 (s / 2) + 8 t + 4 (s % 2) + 2 r + e` instead. Units of 16 bytes are swizzled
+// Write x for the matrix unit with decoded weights: chunks of 64 columns for all tokens. Columns
+// are in the order of the lanes' fragments: column `16 t + 4 s + 2 r + e` is at `16 s + 8 r + 2 t +
+// e`. Code tiles have `32 (s / 2) + 8 t + 4 (s % 2) + 2 r + e` instead. 16-byte units are swizzled
 // by row. A thread writes a unit. Rows past the tokens are zero.
 extern "C" __global__ void __launch_bounds__(256) arrange(const Arrange p) {
   release_dependents();

@@ -109,9 +109,9 @@ struct Wide {
 };
 constexpr int MOST_DEPTH = 12;
 
-// Ring in shared memory: `depth` stages with a step's x and weights. A barrier counts the bytes of a
-// stage. Only a single warp reads a row tile, so this warp also starts the copy of its next tile. The
-// last warp to finish a stage starts the copy of its next x. Therefore no warp waits for a free
+// Ring in shared memory: `depth` stages with a step's x and weights. A barrier counts the bytes of
+// a stage. Only a single warp reads a row tile, so this warp also starts the copy of its next tile.
+// The last warp to finish a stage starts the copy of its next x. Therefore no warp waits for a free
 // stage, and no warp starts all copies.
 template <int F, int MT, int G> struct Ring {
   static constexpr u32 WARPS = 4 * G, X_HALF = MT * 8 * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
@@ -160,8 +160,8 @@ template <int F, int MT, int G> struct Ring {
   }
 };
 
-// A lane's words in a step, with exponents or scales: half `j` of a tile with 8-bit codes, or a whole
-// tile with 4-bit codes.
+// A lane's words in a step, with exponents or scales: half `j` of a tile with 8-bit codes, or a
+// whole tile with 4-bit codes.
 template <int F> struct Codes {
   u32 w[4], v[4], exponents[is_coded<F> ? 4 : 1];
 
@@ -201,9 +201,9 @@ __device__ __forceinline__ void multiply_quarter(float (&acc)[MT][4], const u32 
 
 template <bool VALUE> struct Starts { static constexpr bool value = VALUE; };
 
-// Multiply MT * 8 tokens in G groups of four warps, 64 rows per group. CUT: the eight slices of K are
-// divided among C blocks (a cluster along z) with CUT groups each, for the same 64 rows. Slices are
-// added in order, as in gemm.cuh.
+// Multiply MT * 8 tokens in G groups of four warps, 64 rows per group. CUT: the eight slices of K
+// are divided among C blocks (a cluster along z) with CUT groups each, for the same 64 rows. Slices
+// are added in order, as in gemm.cuh.
 template <int F, int MT, int G, int CUT, int C = 1>
 __device__ __forceinline__ void wide(const Wide &wide) {
   using R = Ring<F, MT, G>;

@@ -33,11 +33,11 @@ MAX_TOKENS = 512
 
 _TUNING = tuning()["matmul"]["block"]
 _MOST_CUT: int = _TUNING["max_cut_rows"]
-# Row tiles of a cut weight that is walked over whole above that: as measured.
+# Row tiles of a small weight whose K is not split above `_MOST_CUT` rows.
 _LEAST_WHOLE: int = _TUNING["min_whole_tiles"]
-_MOST_PLACES = 576  # MAX_TOKENS in whole blocks of any way
+_MOST_PLACES = 576  # MAX_TOKENS in whole blocks
 _MANY_TILES: int = _TUNING["many_tiles"]
-# From where blocks of them fill the device, to where a head begins.
+# Row tiles for `TALL`: from blocks that fill the device up to output layers.
 _TALL_TILES = range(*_TUNING["tall_tiles"])
 _CHUNK = 64
 _MOST_DEPTH = 12
@@ -74,7 +74,7 @@ class BlockTileConfig:
         return 4 if self._is_cut(packed) else 4 * self.groups
 
     def taken_tiles(self, packed: PackedWeight) -> int:
-        """Row tiles that a block takes: fewer than it has warps for where that fills the device."""
+        """Return the row tiles per block, fewer than its warps if this fills the device."""
         most = self.row_tiles(packed)
         if self._is_cut(packed) or self.groups < 4:
             return most
@@ -83,7 +83,7 @@ class BlockTileConfig:
         return -(-packed.num_row_tiles // (turns * count))
 
     def depth(self, packed: PackedWeight) -> int:
-        """Steps of 128 columns in flight."""
+        """Return the 128-column steps in flight."""
         return min(_MOST_DEPTH, room_of(self.resident) // self._step_bytes(packed))
 
     def shared_bytes(self, packed: PackedWeight) -> int:
@@ -115,10 +115,10 @@ CODED_WAYS = {
 """The same for code tiles, with more registers per tile."""
 
 JOINED = BlockTileConfig(8, 4, joined=2)
-"""The way of a product whose slices of K, of either kind, two blocks share out."""
+"""Tile sizes with two blocks for the slices of K."""
 
 TALL = BlockTileConfig(4, 4)
-"""The way of a whole K of bfp8 by blocks that take fewer row tiles than they have warps."""
+"""Tile sizes for bfp8 with an unsplit K, with fewer row tiles than warps per block."""
 
 
 _FEW_TOKENS = 64
@@ -128,16 +128,17 @@ _STEP_US = {
     ): each["us"]
     for each in _TUNING["step_us"]
 }
-"""Microseconds that blocks which fill a device take for 128 columns, each group of them for its
-own: measured with bfp8 on an H100 by `python -m bench kernels`, of 4,096 to 28,672 rows.
+"""Microseconds per 128 columns with blocks on the whole device. Measured with bfp8 on an H100 by
+`python -m bench kernels`, for weights with 4,096 to 28,672 rows.
 """
 
 _CODED_STEP_US = {BlockTileConfig(*sizes): us for *sizes, us in _TUNING["coded_step_us"]}
 
 
 def choose_way(packed: PackedWeight, num_tokens: int, *, same_bits: bool = True) -> BlockTileConfig:
-    """How a product with a weight goes, as was measured or is expected to be fastest;
-    ``same_bits``: a token's result has the bits that it has among few tokens, whose kernels cut K.
+    """Return the tile sizes with the best measured or expected speed.
+
+    ``same_bits``: a token's result has the bits of the small kernels, which split K.
     """
     is_cut, is_coded = num_slices(packed) > 1, packed.format in CODED
     if num_tokens > _FEW_TOKENS and not (is_cut and same_bits):
@@ -181,7 +182,7 @@ def _fastest(
 
 
 class _Arrange(ctypes.Structure):
-    """`Arrange` of wide.cu."""
+    """C++ `Arrange`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out")),
@@ -257,8 +258,9 @@ CODED_SOURCE = nvrtc.KernelSource(
 
 
 def rows_of(packed: PackedWeight, *, same_bits: bool = True) -> range:
-    """The numbers of tokens of products with a weight that are among these: where they were
-    measured faster on an H200, or without ``same_bits`` (:func:`choose_way`) on an H100.
+    """Return the token counts for this kernel: measured faster on an H200.
+
+    Without ``same_bits`` (see :func:`choose_way`) the measurement is from an H100.
     """
     like = LIKE.get(packed.format, packed.format)
     if like not in TILE_BYTES or packed.num_experts > 1 or packed.num_columns % 4:
@@ -271,7 +273,7 @@ def rows_of(packed: PackedWeight, *, same_bits: bool = True) -> range:
 
 
 def scratch(num_columns: int, device: torch.device) -> Tensor:
-    """What :func:`linear` needs beside its operands, for weights of up to so many columns."""
+    """Return scratch memory for :func:`linear`, for weights up to ``num_columns``."""
     num_steps = -(-num_columns // 128)
     return torch.empty(_MOST_PLACES * num_steps * 256, dtype=torch.uint8, device=device)
 
@@ -290,12 +292,24 @@ def linear(
     feeds: int = 0,
     alone: bool = False,
 ) -> None:
-    """What :func:`.native.linear` does, of ``x [M, K]`` bfloat16, or with ``norm`` (weight fp32,
-    eps) fp32, with M in :func:`rows_of`, and with the same bits unless ``way`` gives others.
+    """Run :func:`.native.linear` for ``x [M, K]`` with M in :func:`rows_of`.
 
-    ``arranged``: a :func:`scratch`, overwritten by x; with ``is_there`` x lies there already.
-    ``feeds``: where ``out`` is the scratch of a product that follows, its :func:`num_places`: with
-    SWIGLU, of whole tiles of columns, and no columns of weights behind them.
+    The bits are equal, unless ``way`` leaves K unsplit. ``x`` is bfloat16, or fp32 with ``norm``
+    (weight fp32, eps).
+
+    Args:
+        out: as in :func:`.native.linear`.
+        x: ``[M, K]``.
+        packed: the weight.
+        epilogue: as in :func:`.native.linear`.
+        arranged: memory from :func:`scratch`, overwritten by x.
+        bias: fp32 ``[N]``.
+        norm: RMSNorm before the matmul.
+        way: tile sizes. None: automatic.
+        is_there: ``arranged`` already has x.
+        feeds: :func:`num_places` for the next matmul, if ``out`` is its scratch. SWIGLU then has
+            whole column tiles.
+        alone: the next kernel starts after this kernel.
     """
     num_tokens = len(x)
     assert num_tokens <= MAX_TOKENS and x.stride(1) == 1 and packed.data.data_ptr() % 16 == 0
@@ -316,7 +330,7 @@ def linear(
 
 
 def num_places(way: BlockTileConfig, num_tokens: int) -> int:
-    """Tokens that x is arranged for, those that nobody reads included."""
+    """Return the token places in the layout of x, padding included."""
     return -(-num_tokens // (8 * way.eights)) * 8 * way.eights
 
 
@@ -354,7 +368,7 @@ def _arrange_norm(
 
 
 def _launch(product: Product, packed: PackedWeight, way: BlockTileConfig) -> None:
-    """Launch blocks for all tokens concurrently. They share the reads of the weight."""
+    """Launch blocks for all tokens concurrently. They share the weight reads."""
     shared, depth = way.shared_bytes(packed), way.depth(packed)
     assert shared <= MOST_SHARED and depth > 1
     tiles = way.taken_tiles(packed)
