@@ -18,8 +18,8 @@ from types import MappingProxyType
 from tilewright.errors import CompileError, ConfigError
 from tilewright.utils.registry import Registry
 
-# A worker core has 4.096 TFLOP/s at LoFi and 1 GHz. 2, 3 and 4 phases take 2, 3 and 4 times as
-# long. A chip has 64 cores. 240 to 265 GB/s of the DRAM rate are reached in practice.
+# A worker core has 4.096 TFLOP/s at LoFi and 1 GHz. The time is proportional to the phases. A chip
+# has 64 cores. In practice, kernels reach up to 265 GB/s of the DRAM rate.
 _WORMHOLE_TFLOPS = MappingProxyType({"lofi": 262.0, "hifi2": 131.0, "hifi3": 87.0, "hifi4": 66.0})
 _WORMHOLE = "Tenstorrent Wormhole, 64 workers at 1 GHz: published peak rates, 12 DRAM banks"
 

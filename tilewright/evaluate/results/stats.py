@@ -28,11 +28,11 @@ _T_95 = (
 def wilson_interval(successes: int, n: int, *, z: float = Z_95) -> tuple[float, float]:
     """Return the Wilson score interval for a proportion, as fractions in ``[0, 1]``.
 
-    Unlike the normal approximation, the interval stays in range and is correct at 0 and n
-    successes. With n = 0, the result is ``(0, 1)``.
+    Unlike the normal approximation, the interval stays in range and is correct at both
+    ends. Without trials, the result is ``(0, 1)``.
 
     Raises:
-        ValueError: Not 0 <= successes <= n.
+        ValueError: ``successes`` is not within ``0 .. n``.
 
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference",
     JASA 22 (1927); without continuity correction.
@@ -55,7 +55,7 @@ def mcnemar(b: int, c: int) -> float:
     """Return the exact two-sided p of McNemar's test for two discordant counts.
 
     This is the sign test for b and c from a fair coin: twice the smaller binomial tail, at most 1.
-    With b = c = 0, p is 1.
+    With ``b = c = 0``, p is 1.
 
     Args:
         b: Positions correct in the first run only.

@@ -20,7 +20,7 @@ LANES = 64  # columns in a decoded weight tile
 TILE = 32  # elements along K
 GROUP = 8  # products with a common exponent
 
-# A product has 12 bits and a sum of 8 products has 16. If the anchor is near 1.5 * 2 ** 23 grids,
+# A product has 12 bits and a sum of 8 products has 16. If the anchor is near `1.5 * 2 ** 23` grids,
 # every float32 addition rounds to the grid. The bias is below half a product unit and breaks ties
 # away from zero.
 _BIAS = np.float32(1 + 2.0**-13)
@@ -90,7 +90,7 @@ def _aligned(value, shift):
 
 @_inlined
 def _accumulated(dst, exponent0, sum0, exponent1, sum1, fp32):
-    """Return Dst's bits after adding two sums of products in units of 2 ** (exponent - 137)."""
+    """Return Dst's bits after adding two sums of products in units of ``2 ** (exponent - 137)``."""
     dst_exponent = _and(_shr(dst, np.int32(23)), np.int32(255))
     is_there = np.int32(-1) if dst_exponent > 0 else np.int32(0)
     largest = max(max(exponent0, exponent1), dst_exponent)

@@ -1,7 +1,7 @@
 // A warp's share of attention: 16 positions in a page. Lanes have keys and values in registers as A
-// fragments for mma.m16n8k16, with permuted channels. Scores are K q^T [16 positions, 8 heads].
-// Sums are V^T P^T [16 channels, 8 heads]. With 256 channels, two warps have the same positions and
-// half the channels each, and add their scores. Legend: lane = 4 g + t; NH is the head count
+// fragments for mma.m16n8k16, with permuted channels. Scores are `K q^T [16 positions, 8 heads]`.
+// Sums are `V^T P^T [16 channels, 8 heads]`. With 256 channels, two warps have the same positions
+// and half the channels each, and add their scores. Legend: `lane = 4 g + t`; NH is the head count
 // in eights.
 
 #pragma once
@@ -141,7 +141,7 @@ __device__ __forceinline__ void key_piece(u32 (&out)[4], const Keys<F, D> &k, in
     for (int j = 0; j < 4; ++j) out[j] = words[j];
   }
 }
-// A lane's values in channel i as pairs: rows 2 `pair` and 2 `pair` + 1.
+// A lane's values in channel i as pairs: rows `2 pair` and `2 pair + 1`.
 template <int F, int D> struct Pairs {
   const Values<F, D> &v;
   __device__ __forceinline__ Pairs(const Values<F, D> &v, int, int) : v(v) {}
@@ -151,9 +151,9 @@ template <int F, int D> struct Pairs {
   }
 };
 
-// Online softmax in base 2 for a warp's positions. A lane has heads 8 h + 2 t + {0, 1}. `sums` are
-// by channel: [h][i][{0, 1}] below HALF, then [h][i - HALF][{2, 3}]. For bfp8, sums are relative to
-// the exponent `largest`.
+// Online softmax in base 2 for a warp's positions. A lane has heads `8 h + 2 t + {0, 1}`. `sums`
+// are by channel: `[h][i][{0, 1}]` below HALF, then `[h][i - HALF][{2, 3}]`. For bfp8, sums are
+// relative to the exponent `largest`.
 template <int D, int NH> struct Running {
   static constexpr int HALF = CHANNELS<D> / 16;
   float peak[NH][2], total[NH][2], sums[NH][HALF][4];
@@ -324,7 +324,7 @@ __device__ __forceinline__ void add_values(Running<D, NH> &run, const Values<F, 
   add_tiles<F, D, NH>(
       run, [&](u32 (&a)[4], int j) { tile_of(a, pairs, j); }, largest, weights, fade);
 }
-// Store a warp's sums in shared memory: `stats` [NH * 8] and its channels in `sums` [heads, D].
+// Store a warp's sums in shared memory: `stats [NH * 8]` and its channels in `sums [heads, D]`.
 // With two turns, the first has the even heads and the second the odd heads.
 template <int F, int D, int NH, int TURNS>
 __device__ __forceinline__ void leave(const Running<D, NH> &run, float2 *stats, float *sums,

@@ -172,7 +172,7 @@ def code_rows_of(packed: PackedWeight) -> range:
 
 
 def num_chunks(num_columns: int, element_size: int = 2) -> int:
-    """Return the chunks for the columns, by default bfloat16. The last chunk is padded with zeros."""
+    """Return the chunks for the columns. The last chunk is padded with zeros."""
     return -(-num_columns * element_size // CHUNK_BYTES)
 
 

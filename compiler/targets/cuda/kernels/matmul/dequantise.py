@@ -106,7 +106,7 @@ def _bfp8_kernel(
 ):  # fmt: skip
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    # An entry per exponent block: four words for a lane's (half, row), then lanes, then (half, row).
+    # An entry per exponent block: words of a lane's (half, row), then lanes, then (half, row).
     block = tl.arange(0, TILES * 128)
     tile, place = tl.program_id(1) * TILES + block // 128, block % 128
     piece, lane = place // 32, place % 32
