@@ -1,4 +1,4 @@
-// Attention for a few query rows over a segment of a head's cache.
+// Attention for some query rows over a segment of a head's cache.
 //
 // Keys and values are read in chunks of 64 positions, aligned to 64. A row's sums therefore have a
 // fixed order, independent of concurrent rows and prompt splits.

@@ -6,7 +6,7 @@ namespace {
 using namespace tw;
 
 // Values have 8 bits.
-constexpr bool is_wide(int kind) { return code_bits(kind) == 8 || has_codebook(kind); }
+constexpr bool has_byte_codes(int kind) { return code_bits(kind) == 8 || has_codebook(kind); }
 
 alignas(16) constexpr uint8_t kIq4Values[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // plus 128
 alignas(16) constexpr uint8_t kFp4Values[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};  // twice e2m1, plus 128
@@ -15,10 +15,10 @@ alignas(16) constexpr uint8_t kFp4Values[16] = {128, 129, 130, 131, 132, 134, 13
 constexpr int block_words(int kind) { return code_bits(kind); }
 
 // Scales follow a panel's codes. `index` counts along a row.
-template <int KIND> inline vf block_scales(const uint8_t* scales, int64_t wide, int64_t index) {
+template <int KIND> inline vf block_scales(const uint8_t* scales, int64_t padded, int64_t index) {
     if constexpr (KIND == TW_BFP8 || KIND == TW_BFP4) return of_bits(left<23>(widened(scales + index * 16)));
     if constexpr (KIND == TW_FP8 || KIND == TW_NVFP4) return load((const float*)(scales + index * 64));
-    const int64_t supers = rounded(wide, kSuper) / kSuper;
+    const int64_t supers = rounded(padded, kSuper) / kSuper;
     if constexpr (KIND == TW_Q6_K || KIND == TW_IQ4_XS) {
         vi small = right_signed<24>(left<24>(widened(scales + supers * 32 + index * 16)));
         return mul(float16s(scales + index * scale_length(KIND) / kSuper * 32), to_float(small));
@@ -31,15 +31,15 @@ template <int KIND> inline vf block_scales(const uint8_t* scales, int64_t wide, 
 }
 
 // The addend for every value in a block.
-template <int KIND> inline vf block_minimums(const uint8_t* scales, int64_t wide, int64_t index) {
+template <int KIND> inline vf block_minimums(const uint8_t* scales, int64_t padded, int64_t index) {
     if constexpr (KIND == TW_Q4_K || KIND == TW_Q5_K) {
-        const uint8_t* at = scales + rounded(wide, kSuper) / kSuper * 64 + index / 2 * 48;
+        const uint8_t* at = scales + rounded(padded, kSuper) / kSuper * 64 + index / 2 * 48;
         vi low = right<6>(widened(at + index % 2 * 16)), both = left<2>(widened(at + 32));
         vi high = index % 2 ? right<4>(both) : both;
         vi small = ior(low, iand(high, ispread(60)));
         return sub(zeros(), mul(float16s(scales + index / 8 * 64 + 32), to_float(small)));
     }
-    return float16s(scales + wide + index * 32);
+    return float16s(scales + padded + index * 32);
 }
 
 // Codes for four columns. `group` is their index in a block. The block's words begin at `block`.
@@ -77,8 +77,8 @@ template <int KIND, int GROUP, class Put> inline void put_four(const uint8_t* bl
 }
 
 // Call `put(column, four values)` for every four columns of a panel.
-template <int KIND, class Put> inline void each_four(const uint8_t* codes, int64_t wide, Put put) {
-    for (int64_t k = 0; k < wide; k += kBlock) {
+template <int KIND, class Put> inline void each_four(const uint8_t* codes, int64_t padded, Put put) {
+    for (int64_t k = 0; k < padded; k += kBlock) {
         const uint8_t* block = codes + k / kBlock * block_words(KIND) * 64;
         put_four<KIND, 0>(block, k, put);
         put_four<KIND, 1>(block, k, put);
@@ -95,21 +95,21 @@ inline vi pair_of(vf first, vf second) {
     return ior(right<16>(bits(first)), iand(bits(second), ispread((int32_t)0xffff0000)));
 }
 
-template <int KIND> inline void codes_to_bf16(const uint8_t* panel, int64_t wide, uint8_t* out) {
-    each_four<KIND>(panel, wide, [out](int64_t k, vf a, vf b, vf c, vf d) {
+template <int KIND> inline void codes_to_bf16(const uint8_t* panel, int64_t padded, uint8_t* out) {
+    each_four<KIND>(panel, padded, [out](int64_t k, vf a, vf b, vf c, vf d) {
         istore(out + k * 32, pair_of(a, b));
         istore(out + k * 32 + 64, pair_of(c, d));
     });
 }
 
 template <int KIND> inline void panel_to_fp32(const uint8_t* panel, int64_t columns, float* out) {
-    const int64_t wide = rounded(columns, kBlock);
+    const int64_t padded = rounded(columns, kBlock);
     const uint8_t* scales = panel + panel_size(KIND, columns).codes;
-    each_four<KIND>(panel, wide, [=](int64_t k, vf a, vf b, vf c, vf d) {
+    each_four<KIND>(panel, padded, [=](int64_t k, vf a, vf b, vf c, vf d) {
         const int64_t index = k / scale_length(KIND);
-        vf scale = block_scales<KIND>(scales, wide, index);
+        vf scale = block_scales<KIND>(scales, padded, index);
         vf least = zeros();
-        if constexpr (has_minimums(KIND)) least = block_minimums<KIND>(scales, wide, index);
+        if constexpr (has_minimums(KIND)) least = block_minimums<KIND>(scales, padded, index);
         store(out + k * 16, add(mul(a, scale), least));
         store(out + k * 16 + 16, add(mul(b, scale), least));
         store(out + k * 16 + 32, add(mul(c, scale), least));
@@ -117,8 +117,8 @@ template <int KIND> inline void panel_to_fp32(const uint8_t* panel, int64_t colu
     });
 }
 
-inline void bf16_to_fp32(const uint8_t* panel, int64_t wide, float* out) {
-    for (int64_t k = 0; k < wide; k += 2) {
+inline void bf16_to_fp32(const uint8_t* panel, int64_t padded, float* out) {
+    for (int64_t k = 0; k < padded; k += 2) {
         vi two = iload(panel + k * 32);
         store(out + k * 16, of_bits(left<16>(two)));
         store(out + k * 16 + 16, of_bits(iand(two, ispread((int32_t)0xffff0000))));
@@ -194,8 +194,8 @@ template <class Make> inline void by_kind(int kind, Make make) {
     }
 }
 
-inline void fp16_to_fp32(const uint8_t* panel, int64_t wide, float* out) {
-    for (int64_t k = 0; k < wide; k++) store(out + k * 16, float16s(panel + k * 32));
+inline void fp16_to_fp32(const uint8_t* panel, int64_t padded, float* out) {
+    for (int64_t k = 0; k < padded; k++) store(out + k * 16, float16s(panel + k * 32));
 }
 
 struct ToFp32 {

@@ -1,4 +1,4 @@
-// Copying of weights to large pages. bfloat16 is also compressed: a panel has only a few different
+// Copying of weights to large pages. bfloat16 is also compressed: a panel has only several different
 // upper bytes (sign and high exponent bits).
 
 #include <sys/mman.h>
@@ -16,10 +16,10 @@ namespace {
 constexpr int64_t kLargePage = 2 << 20, kPlaces = 16, kNoPlace = 255;
 
 // Map the panel's most frequent upper bytes to indices. Other bytes have none.
-void find_places(const uint8_t* panel, int64_t wide, uint8_t* table, uint8_t (&places)[256]) {
-    const int64_t step = wide < 512 ? 1 : 4;  // column pairs
+void find_places(const uint8_t* panel, int64_t padded, uint8_t* table, uint8_t (&places)[256]) {
+    const int64_t step = padded < 512 ? 1 : 4;  // column pairs
     int32_t seen[256] = {}, order[256];
-    for (int64_t pair = 0; pair < wide / 2; pair += step)
+    for (int64_t pair = 0; pair < padded / 2; pair += step)
         for (int64_t i = 1; i < 64; i += 2) seen[panel[pair * 64 + i]]++;
     std::iota(order, order + 256, 0);
     std::partial_sort(order, order + kPlaces, order + 256, [&](int32_t a, int32_t b) { return seen[a] != seen[b] ? seen[a] > seen[b] : a < b; });
@@ -32,13 +32,13 @@ void find_places(const uint8_t* panel, int64_t wide, uint8_t* table, uint8_t (&p
 
 // Compress a BF16 panel into `to`, if possible.
 bool pack(const uint8_t* panel, int64_t columns, uint8_t* to) {
-    const int64_t wide = rounded(columns, kBlock);
+    const int64_t padded = rounded(columns, kBlock);
     uint8_t places[256];
     std::memset(to, 0, kPackedHead);
-    find_places(panel, wide, to + kPackedTable, places);
+    find_places(panel, padded, to + kPackedTable, places);
     Exception* exceptions = (Exception*)(to + panel_size(kPacked, columns).codes);
     uint32_t count = 0;
-    for (int64_t group = 0; group < wide / 8; group++) {
+    for (int64_t group = 0; group < padded / 8; group++) {
         const uint8_t* from = panel + group * 256;
         uint8_t* out = to + kPackedHead + group * kPackedGroup;
         uint8_t all = 0;
@@ -53,7 +53,7 @@ bool pack(const uint8_t* panel, int64_t columns, uint8_t* to) {
         if (all < kPlaces) continue;
         for (int64_t i = 0; i < 128; i++) {
             if (places[from[2 * i + 1]] != kNoPlace) continue;
-            if (count == most_exceptions(wide)) return false;
+            if (count == most_exceptions(padded)) return false;
             uint16_t value;
             std::memcpy(&value, from + 2 * i, 2);
             exceptions[count++] = {(uint32_t)(group * 128 + i), value};
@@ -84,12 +84,12 @@ void copy_pairs(Copy& copy, size_t index, int64_t first, int64_t last, int64_t u
     const uint8_t* from = (const uint8_t*)each.data;
     const bool lets_go = copy.engine.program.large_pages == 2;
     if (copy.may_pack && each.kind == TW_BF16) {
-        const int64_t own = panel_size(kPacked, each.columns).total, wide = unit / 2;
-        const int64_t some = std::max<int64_t>(1, kLargePage / wide);  // panels
+        const int64_t own = panel_size(kPacked, each.columns).total, padded = unit / 2;
+        const int64_t some = std::max<int64_t>(1, kLargePage / padded);  // panels
         for (int64_t panel = 2 * first; panel < 2 * last && copy.packs[index]; panel++) {
-            if (!pack(from + panel * wide, each.columns, copy.to[index] + panel * own)) copy.packs[index] = false;
+            if (!pack(from + panel * padded, each.columns, copy.to[index] + panel * own)) copy.packs[index] = false;
             const int64_t done = panel + 1 - 2 * first;
-            if (lets_go && done % some == 0) let_go(from + (panel + 1 - some) * wide, from + (panel + 1) * wide);
+            if (lets_go && done % some == 0) let_go(from + (panel + 1 - some) * padded, from + (panel + 1) * padded);
         }
         if (lets_go) let_go(from + first * unit, from + last * unit);  // includes pages between two pairs
         return;
@@ -136,7 +136,7 @@ void copy_into(Memory& memory, Copy& copy) {
     copy.engine.pool->run(copy_own, &copy);
 }
 
-// Tensors to copy: all but the embedding in a mapped file. A step reads a few of its rows.
+// Tensors to copy: all but the embedding in a mapped file. A step reads only some rows.
 std::vector<uint8_t*> to_copy(const Engine& engine) {
     std::vector<uint8_t*> found(engine.tensors.size(), kNowhere);
     if (engine.program.large_pages != 2) return found;

@@ -90,7 +90,7 @@ struct Engine {
     Memory partials;                         // split blocks: [slots][num_segments], partial_bytes each
     int64_t num_segments = 0, partial_bytes = 0;
     std::vector<std::atomic<int32_t>> arrived;  // per slot: finished segments
-    int64_t max_wide = 0, max_query = 0, scratch_bytes = 0;
+    int64_t max_padded = 0, max_query = 0, scratch_bytes = 0;
     std::unique_ptr<Pool> pool;
     std::vector<std::atomic<int32_t>> counters;
     std::vector<Pieces> pieces;              // per thread

@@ -54,9 +54,9 @@ float from_half(uint16_t half) {
 
 // The bits of magnitudes order like the magnitudes. Rounding them needs no library call.
 void to_q80(const float* x, uint8_t* out) {
-    int32_t most_bits = 0, held[kWireBlock];
-    std::memcpy(held, x, sizeof held);
-    for (const int32_t bits : held) most_bits = std::max(most_bits, bits & 0x7fffffff);
+    int32_t most_bits = 0, quantized[kWireBlock];
+    std::memcpy(quantized, x, sizeof quantized);
+    for (const int32_t bits : quantized) most_bits = std::max(most_bits, bits & 0x7fffffff);
     float most;
     std::memcpy(&most, &most_bits, 4);
     const float scale = most / 127.0f, inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
@@ -65,9 +65,9 @@ void to_q80(const float* x, uint8_t* out) {
     for (int i = 0; i < kWireBlock; i++) {  // halves away from zero
         const float exact = x[i] * inverse, magnitude = std::min(127.0f, std::fabs(exact));
         const int32_t whole = (int32_t)magnitude, rounded = whole + (magnitude - (float)whole >= 0.5f);
-        held[i] = exact < 0.0f ? -rounded : rounded;
+        quantized[i] = exact < 0.0f ? -rounded : rounded;
     }
-    for (int i = 0; i < kWireBlock; i++) out[2 + i] = (uint8_t)(int8_t)held[i];
+    for (int i = 0; i < kWireBlock; i++) out[2 + i] = (uint8_t)(int8_t)quantized[i];
 }
 
 }  // namespace

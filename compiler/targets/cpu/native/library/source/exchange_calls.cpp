@@ -1,4 +1,4 @@
-// Joining ranks, and what is asked of them outside of steps.
+// Connection of ranks, and their calls outside of steps.
 
 #include "engine.h"
 

@@ -11,8 +11,8 @@
 namespace tw {
 namespace {
 
-constexpr int kFewSlots = 8;  // up to this size, every thread prepares its own rows
-constexpr int kFewTokens = 2; // up to this size, a single thread routes
+constexpr int kMaxLocalSlots = 8;  // up to this size, every thread prepares its own rows
+constexpr int kMaxSingleRouted = 2; // up to this size, a single thread routes
 
 // Select a token's most probable experts. The first wins a tie. With biases, weights are sigmoids,
 // and the biases count for the selection only.
@@ -24,10 +24,10 @@ void choose(Worker& worker, const TwInstruction& each, int64_t token) {
     else for (int32_t expert = 0; expert < each.num_experts; expert++) likely[expert] = 1.0f / (1.0f + std::exp(-x[expert]));
     int32_t* experts = routing.experts.data() + token * each.top_k;
     float* weights = routing.weights.data() + token * each.top_k;
-    for (int32_t expert = 0, held = 0; expert < each.num_experts; expert++) {
+    for (int32_t expert = 0, num_selected = 0; expert < each.num_experts; expert++) {
         const float rank = bias ? likely[expert] + bias[expert] : likely[expert];
-        if (held == each.top_k && !(rank > ranks[held - 1])) continue;
-        int32_t at = held < each.top_k ? held++ : held - 1;
+        if (num_selected == each.top_k && !(rank > ranks[num_selected - 1])) continue;
+        int32_t at = num_selected < each.top_k ? num_selected++ : num_selected - 1;
         for (; at > 0 && rank > ranks[at - 1]; at--) {
             experts[at] = experts[at - 1];
             weights[at] = weights[at - 1];
@@ -73,18 +73,18 @@ void sort(Worker& worker, const TwInstruction& each) {
 
 // ExpertRows of an expert matmul: `own` has a row per entry, otherwise a row per token.
 struct ExpertRows {
-    int64_t num_tokens, num_slots, columns, wide;
+    int64_t num_tokens, num_slots, columns, padded;
     int32_t top_k;
     bool own, single;
 
     ExpertRows(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens)
-        : num_tokens(num_tokens), columns(weight.columns), wide(rounded(weight.columns, kBlock)), top_k(each.top_k) {
+        : num_tokens(num_tokens), columns(weight.columns), padded(rounded(weight.columns, kBlock)), top_k(each.top_k) {
         own = each.x.width != columns;
         single = !own && num_tokens == 1;  // a common row for all experts
         num_slots = single ? 1 : num_tokens * top_k;
     }
 
-    bool few() const { return num_slots <= kFewSlots; }
+    bool is_small() const { return num_slots <= kMaxLocalSlots; }
 };
 
 // Prepare rows in expert order.
@@ -119,8 +119,8 @@ struct ExpertScratch {
 
     ExpertScratch(uint8_t* memory, const ExpertRows& each) {
         rows = memory;
-        product = rows + rounded(kFewSlots * each.wide * 5 + 256, 64);
-        offsets = (int64_t*)(product + each.wide * 128);
+        product = rows + rounded(kMaxLocalSlots * each.padded * 5 + 256, 64);
+        offsets = (int64_t*)(product + each.padded * 128);
         products = (float*)(offsets + rounded(each.num_tokens, 8));
         num_bytes = (uint8_t*)(products + each.num_tokens * each.top_k * 2 * kLanes) - memory;
     }
@@ -213,11 +213,11 @@ int64_t experts_scratch(const TwTensor& weight, const TwInstruction& each, int64
 }
 
 int64_t experts_operand(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens) {
-    return ExpertRows(weight, each, num_tokens).wide * 5 * num_tokens * each.top_k + 4096;
+    return ExpertRows(weight, each, num_tokens).padded * 5 * num_tokens * each.top_k + 4096;
 }
 
 void run_route(Worker& worker, const TwInstruction& each) {
-    if (worker.num_rows > kFewTokens) {
+    if (worker.num_rows > kMaxSingleRouted) {
         worker.share(worker.num_rows, [&](int64_t token) { choose(worker, each, token); });
         worker.meet();
         worker.share(1, [&](int64_t) { sort(worker, each); });
@@ -234,9 +234,9 @@ void run_experts(Worker& worker, const TwInstruction& each) {
     const int32_t arithmetic = each.arithmetic[worker.step.decodes ? 1 : 0];
     const ExpertRows rows(weight, each, worker.num_rows);
     const ExpertScratch scratch(worker.scratch(), rows);
-    const Prepared prepared(worker.kernels(), rows.few() ? scratch.rows : worker.engine.operand.data(), rows.num_slots, rows.wide, arithmetic, weight.kind);
+    const Prepared prepared(worker.kernels(), rows.is_small() ? scratch.rows : worker.engine.operand.data(), rows.num_slots, rows.padded, arithmetic, weight.kind);
     auto prepare = [&](int64_t token) { prepare_token(worker, each, rows, prepared, arithmetic, token); };
-    if (rows.few()) {
+    if (rows.is_small()) {
         for (int64_t token = 0; token < rows.num_tokens; token++) prepare(token);
     } else {
         worker.share(rows.num_tokens, prepare);

@@ -7,7 +7,7 @@
 namespace tw {
 namespace {
 
-constexpr int kFewRows = 4;  // up to this size, every thread prepares its own rows
+constexpr int kMaxLocalRows = 4;  // up to this size, every thread prepares its own rows
 
 Result result_of(Worker& worker, const TwInstruction& each, int64_t pair) {
     const bool swiglu = each.flags & TW_PAIRED;
@@ -65,18 +65,18 @@ void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& 
     const Kernels& kernels = worker.kernels();
     const TwTensor& weight = worker.engine.tensors[each.weight];
     const int32_t arithmetic = each.arithmetic[worker.step.decodes ? 1 : 0];
-    const int64_t wide = rounded(weight.columns, kBlock), num_rows = worker.num_rows;
-    const bool few = num_rows <= kFewRows;
+    const int64_t padded = rounded(weight.columns, kBlock), num_rows = worker.num_rows;
+    const bool is_small = num_rows <= kMaxLocalRows;
     // scratch: prepared rows, a normalized row, then the matmul's scratch
     uint8_t* own = worker.scratch();
-    uint8_t* normed = own + rounded(kFewRows * wide * 4, 64) + rounded(kFewRows * wide, 64);
-    uint8_t* scratch = normed + rounded(wide * 4, 64);
-    Prepared rows(kernels, few ? own : worker.engine.operand.data(), num_rows, wide, arithmetic, weight.kind);
+    uint8_t* normed = own + rounded(kMaxLocalRows * padded * 4, 64) + rounded(kMaxLocalRows * padded, 64);
+    uint8_t* scratch = normed + rounded(padded * 4, 64);
+    Prepared rows(kernels, is_small ? own : worker.engine.operand.data(), num_rows, padded, arithmetic, weight.kind);
     const float* norm = each.norm >= 0 ? worker.vector(each.norm) : nullptr;
     auto make = [&](int64_t row) {
         prepare(kernels, worker.at(each.x, row), each.x.width, norm, each.eps, each.flags & TW_NORM_ROUNDED, rows, arithmetic, row, (float*)normed);
     };
-    if (few) {
+    if (is_small) {
         for (int64_t row = 0; row < num_rows; row++) make(row);
     } else {
         worker.share(num_rows, make);

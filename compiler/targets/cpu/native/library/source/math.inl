@@ -6,10 +6,10 @@ using namespace tw;
 
 // e ** x within 2 units in the last place. 0 below -87. NaN stays NaN.
 inline vf exponential(vf x) {
-    vf held = if_less(spread(88.0f), x, spread(88.0f), larger(spread(-87.5f), x));
-    vi n = nearest(mul(held, spread(1.44269504f)));
+    vf clamped = if_less(spread(88.0f), x, spread(88.0f), larger(spread(-87.5f), x));
+    vi n = nearest(mul(clamped, spread(1.44269504f)));
     vf count = to_float(n);
-    vf r = fma(count, spread(-0.693359375f), held);
+    vf r = fma(count, spread(-0.693359375f), clamped);
     r = fma(count, spread(2.12194440e-4f), r);
     vf p = spread(1.0f / 720.0f);
     p = fma(p, r, spread(1.0f / 120.0f));

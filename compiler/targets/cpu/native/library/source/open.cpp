@@ -81,7 +81,7 @@ const Kernels* choose(int32_t isa) {
 
 constexpr double kMostState = 0x1p46;  // bytes; sums of more might not fit their integers
 
-// How many positions a state's reader sees; 0: all.
+// Number of positions visible to the reader of a state. 0: all.
 int32_t window_of(const Engine& engine, size_t state) {
     int32_t most = -1;
     for (const TwInstruction& each : engine.instructions)
@@ -148,7 +148,7 @@ void place_buffers(Engine& engine) {
     const int64_t tokens = engine.program.max_tokens;
     int64_t attend_bytes = 0, mixer_bytes = 0, operand_bytes = 0;
     for (const TwTensor& each : engine.tensors)
-        if (each.kind != TW_VECTOR) engine.max_wide = std::max(engine.max_wide, rounded(each.columns, kBlock));
+        if (each.kind != TW_VECTOR) engine.max_padded = std::max(engine.max_padded, rounded(each.columns, kBlock));
     for (size_t i = 0; i < engine.instructions.size(); i++) {
         const TwInstruction& each = engine.instructions[i];
         engine.angles_of.push_back(-1);
@@ -180,13 +180,13 @@ void place_buffers(Engine& engine) {
         engine.widths.push_back(rounded(engine.program.widths[i], kLanes));
         engine.buffers.emplace_back(i == engine.program.logits ? 0 : tokens * engine.widths[i] * 4);
     }
-    engine.operand = Memory(std::max(tokens * engine.max_wide * 5 + 4096, operand_bytes));
+    engine.operand = Memory(std::max(tokens * engine.max_padded * 5 + 4096, operand_bytes));
     engine.queries = Memory(tokens * engine.max_query + 64);
     const int64_t num_slots = kShares * engine.program.num_threads;
     engine.num_segments = rounded(engine.program.max_context, kSegment) / kSegment;
     engine.arrived = std::vector<std::atomic<int32_t>>(num_slots);
     if (engine.program.num_threads > 1) engine.partials = Memory(num_slots * engine.num_segments * engine.partial_bytes);
-    engine.scratch_bytes = std::max({engine.max_wide * 160 + 4096, attend_bytes, mixer_bytes});
+    engine.scratch_bytes = std::max({engine.max_padded * 160 + 4096, attend_bytes, mixer_bytes});
     for (int32_t i = 0; i < engine.program.num_threads; i++) engine.scratch.emplace_back(engine.scratch_bytes);
 }
 

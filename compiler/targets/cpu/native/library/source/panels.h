@@ -78,16 +78,16 @@ constexpr int scale_length(int kind) {
     return kind == TW_BFP8 || kind == TW_BFP4 || kind == TW_Q6_K || kind == TW_NVFP4 ? 16 : 32;
 }
 
-constexpr int64_t scale_bytes(int kind, int64_t wide) {
-    const int64_t supers = rounded(wide, kSuper) / kSuper;
+constexpr int64_t scale_bytes(int kind, int64_t padded) {
+    const int64_t supers = rounded(padded, kSuper) / kSuper;
     switch (kind) {
-        case TW_Q4_K: case TW_Q5_K: return supers * 64 + rounded(wide, 64) / 64 * 48;
-        case TW_Q6_K: return supers * 32 + wide;
-        case TW_IQ4_XS: return supers * 32 + wide / 2;
-        case TW_Q41: case TW_Q51: return wide * 2;
-        case TW_FP8: return rounded(wide, 128) / 128 * 64;
-        case TW_NVFP4: return wide * 4;
-        default: return wide;
+        case TW_Q4_K: case TW_Q5_K: return supers * 64 + rounded(padded, 64) / 64 * 48;
+        case TW_Q6_K: return supers * 32 + padded;
+        case TW_IQ4_XS: return supers * 32 + padded / 2;
+        case TW_Q41: case TW_Q51: return padded * 2;
+        case TW_FP8: return rounded(padded, 128) / 128 * 64;
+        case TW_NVFP4: return padded * 4;
+        default: return padded;
     }
 }
 
@@ -100,7 +100,7 @@ struct Exception {
     uint32_t index, value;
 };
 
-constexpr int64_t most_exceptions(int64_t wide) { return wide / 4; }
+constexpr int64_t most_exceptions(int64_t padded) { return padded / 4; }
 
 // A panel's size.
 struct PanelSize {
@@ -108,15 +108,15 @@ struct PanelSize {
 };
 
 constexpr PanelSize panel_size(int kind, int64_t columns) {
-    const int64_t wide = rounded(columns, kBlock);
-    if (kind == TW_FP32) return {wide * 64, wide * 64};
-    if (kind == TW_BF16 || kind == TW_FP16) return {wide * 32, wide * 32};
+    const int64_t padded = rounded(columns, kBlock);
+    if (kind == TW_FP32) return {padded * 64, padded * 64};
+    if (kind == TW_BF16 || kind == TW_FP16) return {padded * 32, padded * 32};
     if (kind == kPacked) {
-        const int64_t codes = kPackedHead + wide / kBlock * kPackedBlock;
-        return {codes, codes + most_exceptions(wide) * (int64_t)sizeof(Exception)};
+        const int64_t codes = kPackedHead + padded / kBlock * kPackedBlock;
+        return {codes, codes + most_exceptions(padded) * (int64_t)sizeof(Exception)};
     }
-    const int64_t codes = wide * 2 * code_bits(kind);
-    return {codes, rounded(codes + scale_bytes(kind, wide), 64)};
+    const int64_t codes = padded * 2 * code_bits(kind);
+    return {codes, rounded(codes + scale_bytes(kind, padded), 64)};
 }
 
 // Panel count for these rows. `paired`: half are gate rows, half up rows.

@@ -11,12 +11,12 @@ struct Prepared {
     float* scales;
     int32_t* sums;
     int64_t row_bytes, num_blocks;
-    int32_t length;  // of int8: values that share a scale, as many as of the weight do
+    int32_t length;  // int8 values per scale, as in the weight
 
-    Prepared(const Kernels& kernels, uint8_t* memory, int64_t num_rows, int64_t wide, int32_t arithmetic, int32_t kind) {
+    Prepared(const Kernels& kernels, uint8_t* memory, int64_t num_rows, int64_t padded, int32_t arithmetic, int32_t kind) {
         int64_t widths[] = {4, kernels.bf16_bytes, 1};
-        row_bytes = wide * widths[arithmetic];
-        num_blocks = wide / kBlock;
+        row_bytes = padded * widths[arithmetic];
+        num_blocks = padded / kBlock;
         length = scale_length(kind);
         values = memory;
         uint8_t* next = memory + rounded(num_rows * row_bytes, 64);
@@ -29,7 +29,7 @@ struct Prepared {
 // Row `row` of what a product reads: normed where there is a `norm` (into `normed`), then as its
 // arithmetic wants it. `rounds`: what is normed becomes bfloat16 first.
 inline void prepare(const Kernels& kernels, const float* x, int64_t width, const float* norm, float eps, bool rounds, const Prepared& to, int32_t arithmetic, int64_t row, float* normed) {
-    const int64_t wide = to.num_blocks * kBlock;
+    const int64_t padded = to.num_blocks * kBlock;
     if (norm) {
         kernels.norm(x, norm, eps, width, normed);
         if (rounds) kernels.round_bf16(normed, width);
@@ -42,8 +42,8 @@ inline void prepare(const Kernels& kernels, const float* x, int64_t width, const
         kernels.to_bf16(x, width, (uint16_t*)values);
     } else {
         float* out = (float*)values;
-        for (int64_t i = 0; i < wide; i++) out[i] = i < width ? x[i] : 0.0f;
-        if (arithmetic == TW_AS_BF16) kernels.round_bf16(out, wide);
+        for (int64_t i = 0; i < padded; i++) out[i] = i < width ? x[i] : 0.0f;
+        if (arithmetic == TW_AS_BF16) kernels.round_bf16(out, padded);
     }
 }
 

@@ -74,7 +74,7 @@ template <int M> inline void finish(Tile<M>& tile, const Result& result, int64_t
 }
 
 // Prefetch bytes [from, from + count) of the next panels into the second cache. Hardware
-// prefetching stops at a page boundary, and a panel has only a few pages. Always inlined: compilers
+// prefetching stops at a page boundary, and a panel has only some pages. Always inlined: compilers
 // may drop calls to a function that only prefetches.
 __attribute__((always_inline)) inline void fetch(const PanelPair& pair, int64_t from, int64_t count) {
     if (!pair.ahead[1]) {  // consecutive panels
@@ -89,7 +89,7 @@ __attribute__((always_inline)) inline void fetch(const PanelPair& pair, int64_t 
 
 // int8 rows: sums within a block are exact integers.
 template <int KIND, int M> struct Int8Tile {
-    static constexpr int kParts = kBlock / scale_length(KIND), kGroups = 8 / kParts, kBits = is_wide(KIND) ? 8 : code_bits(KIND);
+    static constexpr int kParts = kBlock / scale_length(KIND), kGroups = 8 / kParts, kBits = has_byte_codes(KIND) ? 8 : code_bits(KIND);
     const uint8_t* codes[2];
     const uint8_t* scales[2];
     const int32_t* rows[M];
@@ -147,12 +147,12 @@ TW_UNROLL
             four<kFirst + 6>(dot, block, first);
             four<kFirst + 7>(dot, block, first);
         }
-        const int64_t wide = num_blocks * kBlock;
+        const int64_t padded = num_blocks * kBlock;
 TW_UNROLL
         for (int p = 0; p < kCodePanels; p++) {
             const int half = first + p;
-            vf scale = block_scales<KIND>(scales[half], wide, block * kParts + PART), least = zeros();
-            if constexpr (has_minimums(KIND)) least = block_minimums<KIND>(scales[half], wide, block);
+            vf scale = block_scales<KIND>(scales[half], padded, block * kParts + PART), least = zeros();
+            if constexpr (has_minimums(KIND)) least = block_minimums<KIND>(scales[half], padded, block);
 TW_UNROLL
             for (int m = 0; m < M; m++) {
                 vf value;
@@ -165,7 +165,7 @@ TW_UNROLL
         }
     }
 
-    // Prefetch the codes a few blocks ahead from the second cache into the first.
+    // Prefetch the codes some blocks ahead from the second cache into the first.
     __attribute__((always_inline)) void ask_for_codes(int64_t block) const {
         const int64_t at = (block + 4) * block_words(KIND) * 64;
         for (int64_t i = 0; i < block_words(KIND); i++) {
@@ -283,11 +283,11 @@ template <int KIND, bool IS_FRESH, int M>
 inline void tile_scaled(const PanelPair& pair, uint8_t* codes, const PairWord* x, int64_t x_row, bool fetches, Tile<M>& tile) {
     constexpr int64_t kLength = scale_length(KIND), kSpan = kLength < kBlock ? kBlock : kLength;
     const PanelSize size = panel_size(KIND, pair.columns);
-    const int64_t wide = rounded(pair.columns, kBlock), block_bytes = size.total / (wide / kBlock);
-    for (int64_t first = 0; first < wide; first += kSpan) {
-        const int64_t count = wide - first < kSpan ? wide - first : kSpan;
+    const int64_t padded = rounded(pair.columns, kBlock), block_bytes = size.total / (padded / kBlock);
+    for (int64_t first = 0; first < padded; first += kSpan) {
+        const int64_t count = padded - first < kSpan ? padded - first : kSpan;
         const uint8_t* at = codes + first * 32;
-        int64_t apart = wide * 32;
+        int64_t apart = padded * 32;
         if constexpr (IS_FRESH) {
             if (fetches) fetch(pair, first / kBlock * block_bytes, count / kBlock * block_bytes);
             const int64_t source = first / kBlock * block_words(KIND) * 64;
@@ -301,8 +301,8 @@ inline void tile_scaled(const PanelPair& pair, uint8_t* codes, const PairWord* x
             clear(part);
             const int64_t num_pairs = (count - k < kLength ? count - k : kLength) / 2;
             tile_bf16<M>({at + k * 32, at + apart + k * 32, 64, num_pairs}, x + (first + k) / 2 * kPairWords, x_row, part);
-            vf scale0 = block_scales<KIND>(pair.first + size.codes, wide, (first + k) / kLength);
-            vf scale1 = block_scales<KIND>(pair.second + size.codes, wide, (first + k) / kLength);
+            vf scale0 = block_scales<KIND>(pair.first + size.codes, padded, (first + k) / kLength);
+            vf scale1 = block_scales<KIND>(pair.second + size.codes, padded, (first + k) / kLength);
 TW_UNROLL
             for (int m = 0; m < M; m++) {
                 tile.at[m][0] = fma(part.at[m][0], scale0, tile.at[m][0]);
@@ -380,20 +380,20 @@ struct ScaledBf16 {
     template <int KIND> void kind() {
         if constexpr (!has_minimums(KIND)) {  // minimums are not codes
             if (num_rows <= kTile) return by_tiles<kTile>(num_rows, MakeBf16<KIND, true>{pair, x, result, codes});
-            const int64_t wide = rounded(pair.columns, kBlock);
-            codes_to_bf16<KIND>(pair.first, wide, codes);
-            codes_to_bf16<KIND>(pair.second, wide, codes + wide * 32);
+            const int64_t padded = rounded(pair.columns, kBlock);
+            codes_to_bf16<KIND>(pair.first, padded, codes);
+            codes_to_bf16<KIND>(pair.second, padded, codes + padded * 32);
             by_tiles<kTile>(num_rows, MakeBf16<KIND>{pair, x, result, codes});
         }
     }
 };
 
-constexpr int kFewTiles = 6;
+constexpr int kMaxBf16Tiles = 6;
 
 // Unpack in registers for every tile of rows, which is cheaper than a store. For large numbers of
 // rows, unpack whole panels first.
 void product_packed(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result, uint8_t* values) {
-    if (num_rows <= kFewTiles * kTile) return by_tiles<kTile>(num_rows, MakeBf16<kPacked>{pair, x, result, nullptr});
+    if (num_rows <= kMaxBf16Tiles * kTile) return by_tiles<kTile>(num_rows, MakeBf16<kPacked>{pair, x, result, nullptr});
     const int64_t bytes = panel_size(TW_BF16, pair.columns).total;
     unpack_panel(pair.first, pair.columns, values);
     unpack_panel(pair.second, pair.columns, values + bytes);
@@ -438,15 +438,15 @@ struct MakeFp16 {
 };
 
 void product_fp32(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result, void* scratch) {
-    if (pair.kind == TW_FP16 && num_rows <= kFewTiles * kTile) return by_tiles<kPairRows>(num_rows, MakeFp16{pair, x, result});
-    const int64_t wide = x.num_blocks * kBlock;
-    Columns w{pair.first, pair.second, 64, wide};
+    if (pair.kind == TW_FP16 && num_rows <= kMaxBf16Tiles * kTile) return by_tiles<kPairRows>(num_rows, MakeFp16{pair, x, result});
+    const int64_t padded = x.num_blocks * kBlock;
+    Columns w{pair.first, pair.second, 64, padded};
     if (pair.kind != TW_FP32) {
         float* values = (float*)scratch;
         to_fp32(pair.kind, pair.first, pair.columns, values);
-        to_fp32(pair.kind, pair.second, pair.columns, values + wide * kLanes);
+        to_fp32(pair.kind, pair.second, pair.columns, values + padded * kLanes);
         w.first = (const uint8_t*)values;
-        w.second = (const uint8_t*)(values + wide * kLanes);
+        w.second = (const uint8_t*)(values + padded * kLanes);
     }
     by_tiles<kPairRows>(num_rows, MakeFp32{w, x, result});
 }

@@ -126,7 +126,7 @@ template <int BITS> inline vi end_dot(vi sum) {
     return sum;
 }
 
-// Rows of bfloat16 are held as float: a broadcast from memory costs no conversion. The second of a
+// Rows of bfloat16 are stored as float: a broadcast from memory costs no conversion. The second of a
 // pair is added first, each with one rounding, as in AVX-512's instruction.
 constexpr int kPairRows = 2, kPairWords = 2, kCodeRows = 4, kCodePanels = 1;
 using PairWord = float;

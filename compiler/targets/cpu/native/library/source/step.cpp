@@ -132,7 +132,7 @@ void run_step(void* given, int thread) {
 bool has_others(const Engine& engine, const TwStep& step) { return engine.exchange && (engine.exchange->rank || step.best); }
 
 // Whether a slot still has all that a token sees; a sequence that begins sees nothing.
-bool is_held(const Engine& engine, int32_t slot, int32_t position) {
+bool is_retained(const Engine& engine, int32_t slot, int32_t position) {
     for (const CacheGroup& each : engine.groups)
         if (position && std::max(position + 1 - each.window, 0) < each.given_back[slot]) return false;
     return true;
@@ -159,7 +159,7 @@ bool fits(const Engine& engine, const TwStep& step) {
     for (int32_t i = 0; i < step.num_tokens; i++)
         if (step.tokens[i] < 0 || step.tokens[i] >= table || step.positions[i] < 0 || step.positions[i] >= program.max_context) return false;
     for (int32_t i = 0; i < step.num_sequences; i++)
-        if (!is_held(engine, step.slots[i], step.positions[step.bounds[i]])) return false;
+        if (!is_retained(engine, step.slots[i], step.positions[step.bounds[i]])) return false;
     for (int32_t i = 0; i < step.num_rows; i++)
         if (step.rows[i] < 0 || step.rows[i] >= step.num_tokens) return false;
     return true;
