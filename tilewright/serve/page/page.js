@@ -25,16 +25,16 @@ function headers() {
 
 function body() {
   const system = $("system").value.trim();
-  const asked = {
+  const request = {
     messages: system ? [{ role: "system", content: system }, ...messages] : messages,
     stream: true,
     stream_options: { include_usage: true },
     timings: true,
   };
   for (const name of ["temperature", "top_p", "max_tokens"]) {
-    if ($(name).value && $(name).validity.valid) asked[name] = Number($(name).value);
+    if ($(name).value && $(name).validity.valid) request[name] = Number($(name).value);
   }
-  return JSON.stringify(asked);
+  return JSON.stringify(request);
 }
 
 // --- turns ---------------------------------------------------------------------------------------
@@ -130,12 +130,12 @@ async function follow(answer, signal) {
     throw new Error(found?.error?.message || `the server answered with status ${response.status}`);
   }
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+  let buffered = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) throw new Error("the server went away in the middle of the answer");
-    const events = (held + value).split("\n\n");
-    held = events.pop();
+    const events = (buffered + value).split("\n\n");
+    buffered = events.pop();
     for (const event of events) {
       if (event === "data: [DONE]") return;
       if (event.startsWith("data: ")) take(answer, JSON.parse(event.slice(6)));
@@ -153,7 +153,7 @@ function setRunning(controller) {
 
 // Asks for the answer to `messages`, the last of which is the user's.
 async function ask(question) {
-  const asked = messages;
+  const conversation = messages;
   const answer = addAnswer(question);
   follows = true;
   chat.scrollTop = chat.scrollHeight;
@@ -170,8 +170,8 @@ async function ask(question) {
   }
   cancelAnimationFrame(answer.drawn);
   clearTimeout(answer.drawn);
-  if (answer.content && !isError) asked.push({ role: "assistant", content: answer.content });
-  if (asked !== messages) return; // another chat has begun meanwhile
+  if (answer.content && !isError) conversation.push({ role: "assistant", content: answer.content });
+  if (conversation !== messages) return; // another chat has begun meanwhile
   setRunning(null);
   finish(answer, said, isError);
   $("said").textContent = isError ? `Error: ${said}` : `Answer: ${answer.content || "none"}`;

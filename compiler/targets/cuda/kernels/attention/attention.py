@@ -226,7 +226,7 @@ def _check_operands(
 
 
 def _few_bytes(head_dim: int, num_splits: int) -> int:
-    """Return the size of `FewShared` in attention_few.cuh with the cluster's messages, rounded
+    """Return the size of `SpreadShared` in attention_few.cuh with the cluster's messages, rounded
     up.
     """
     parts = num_parts(head_dim)

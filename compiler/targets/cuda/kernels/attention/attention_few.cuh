@@ -18,12 +18,12 @@
 
 constexpr int JOINED = 16, TEAMS = 8;  // blocks in a cluster and teams in a block
 constexpr int CLUSTER_SPLITS = 32;  // for long rows
-template <int D> constexpr int FEW_THREADS = TEAMS * PARTS<D> * 32;
+template <int D> constexpr int SPREAD_THREADS = TEAMS * PARTS<D> * 32;
 template <int D> constexpr int OWN = D / JOINED;  // channels that a block combines
 // float4 values of eight heads in these channels
 template <int D> constexpr int ITEMS = 8 * OWN<D> / 4;
 
-template <int F, int D> struct FewShared : Token<F, D, 1> {
+template <int F, int D> struct SpreadShared : Token<F, D, 1> {
   float4 traded[PARTS<D> == 1 ? 1 : TEAMS][PARTS<D>][32];  // scores for half the channels
   float2 peaks[TEAMS][4];  // peaks of a team's page, two heads in an element
   float4 weights[TEAMS][32];  // b fragments, and a lane's totals for two heads
@@ -35,17 +35,17 @@ template <int F, int D> struct FewShared : Token<F, D, 1> {
 // The buffers after it, by split and warp: float4 [4], peak and total of eight heads. Then float4
 // [ITEMS], sums of the block's channels.
 
-template <int F, int D> struct Few {
+template <int F, int D> struct Spread {
   using S = Shape<F, D>;
   const Attend &p;
-  FewShared<F, D> &s;
+  SpreadShared<F, D> &s;
   const i64 slot;
   const int position, oldest, kv_head, team, part, lane, g, t, first_channel;
   const u32 page_rows;
   const Cut cut;
   float4 *const stats, *const sums;
 
-  __device__ __forceinline__ Few(const Attend &p, FewShared<F, D> &s, i64 slot, int position)
+  __device__ __forceinline__ Spread(const Attend &p, SpreadShared<F, D> &s, i64 slot, int position)
       : p(p), s(s), slot(slot), position(position),
         oldest(p.window > 0 ? position - p.window : -1), kv_head(blockIdx.z % p.num_kv_heads),
         team((threadIdx.x >> 5) / PARTS<D>),
@@ -190,9 +190,9 @@ template <int F, int D> struct Few {
         for (int offset = 4; offset <= 16; offset <<= 1)
           total[i] += __shfl_xor_sync(~0u, total[i], offset);
       }
-      const float4 told = make_float4(run.peak[0][0], total[0], run.peak[0][1], total[1]);
-      send(stats + unit * 4 + t, told, &s.received, g);
-      send(stats + unit * 4 + t, told, &s.received, g + 8);
+      const float4 summary = make_float4(run.peak[0][0], total[0], run.peak[0][1], total[1]);
+      send(stats + unit * 4 + t, summary, &s.received, g);
+      send(stats + unit * 4 + t, summary, &s.received, g + 8);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -225,7 +225,7 @@ template <int F, int D> struct Few {
   __device__ __forceinline__ void combine(int num_splits, int group, bool is_whole) const {
     constexpr int N = OWN<D> / 4;
     wait_bytes(&s.received);
-    for (int x = threadIdx.x; x < num_splits * ITEMS<D>; x += FEW_THREADS<D>) {
+    for (int x = threadIdx.x; x < num_splits * ITEMS<D>; x += SPREAD_THREADS<D>) {
       const int split = x / ITEMS<D>, i = x % ITEMS<D>, head = i / N;
       if (head >= p.group_heads) continue;
       const float2 *of_warps = (const float2 *)(stats + split * WARPS * 4) + head;
@@ -238,7 +238,7 @@ template <int F, int D> struct Few {
     }
     __syncthreads();
     const int num_groups = (num_splits + MOST_SPLITS - 1) / MOST_SPLITS;
-    for (int x = threadIdx.x; x < num_groups * ITEMS<D>; x += FEW_THREADS<D>) {
+    for (int x = threadIdx.x; x < num_groups * ITEMS<D>; x += SPREAD_THREADS<D>) {
       const int first = x / ITEMS<D> * MOST_SPLITS, i = x % ITEMS<D>, head = i / N;
       if (head >= p.group_heads) continue;
       const int count = min(num_splits - first, MOST_SPLITS);
@@ -380,19 +380,19 @@ template <int F, int D> struct Few {
     }
     __syncthreads();
     if (s.is_last)
-      combine_groups<D, FEW_THREADS<D>>(p, cut.used, p.group_heads, heads_out(), place);
+      combine_groups<D, SPREAD_THREADS<D>>(p, cut.used, p.group_heads, heads_out(), place);
   }
   __device__ __forceinline__ void attend_none() const {
     if (blockIdx.x > 0 || blockIdx.z >= p.num_kv_heads) return;
     if (p.early) wait_for_inputs();
-    for (int i = threadIdx.x; i < p.group_heads * (D / 4); i += FEW_THREADS<D>)
+    for (int i = threadIdx.x; i < p.group_heads * (D / 4); i += SPREAD_THREADS<D>)
       *(uint2 *)(heads_out() + i * 4) = make_uint2(0, 0);
   }
 };
 
 template <int F, int D> __device__ __forceinline__ void attend_few(const Attend &p) {
   extern __shared__ __align__(128) u8 memory[];
-  FewShared<F, D> &s = *(FewShared<F, D> *)memory;
+  SpreadShared<F, D> &s = *(SpreadShared<F, D> *)memory;
   release_dependents();
   if (!p.early) wait_for_inputs();
   const i64 slot = read_long(p.slots + blockIdx.y);
@@ -400,17 +400,17 @@ template <int F, int D> __device__ __forceinline__ void attend_few(const Attend 
   if (threadIdx.x == 0) open_barrier(&s.received);
   __syncwarp();
   cluster_arrive();
-  Few<F, D> few(p, s, slot, position);
+  Spread<F, D> spread(p, s, slot, position);
   const int cluster = blockIdx.z / p.num_kv_heads;
-  if (cluster * CLUSTER_SPLITS >= few.cut.used) {
+  if (cluster * CLUSTER_SPLITS >= spread.cut.used) {
     cluster_wait();
-    if (position < 0) few.attend_none();
+    if (position < 0) spread.attend_none();
     return;
   }
-  if (few.cut.used <= MOST_SPLITS)
-    few.attend_short();
+  if (spread.cut.used <= MOST_SPLITS)
+    spread.attend_short();
   else
-    few.attend_long(cluster);
+    spread.attend_long(cluster);
 }
 
 // A cluster starts when sixteen multiprocessors have capacity at once. This register limit leaves

@@ -134,8 +134,8 @@ __device__ __forceinline__ u32 transpose(u32 v) {  // 8 x 8 values with 16 bits
 }
 // Return cosine and sine within 1e-7 for angles up to 2^30. The reduction is in fp64.
 __device__ __forceinline__ float2 cos_sin(float angle) {
-  const double wide = angle, quarter = floor(wide * 0.6366197723675814 + 0.5);
-  const float r = (float)(wide - quarter * 1.5707963267948966), square = r * r;
+  const double exact = angle, quarter = floor(exact * 0.6366197723675814 + 0.5);
+  const float r = (float)(exact - quarter * 1.5707963267948966), square = r * r;
   float sin = square * (1.0f / 362880) - 1.0f / 5040;
   sin = (sin * square + 1.0f / 120) * square - 1.0f / 6;
   sin = r + r * square * sin;

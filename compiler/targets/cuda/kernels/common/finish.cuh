@@ -1,4 +1,4 @@
-// What becomes of the sums of many tokens.
+// Epilogues for several tokens.
 #pragma once
 
 #include "tiles.cuh"
@@ -15,7 +15,7 @@ template <bool CODED> __device__ __forceinline__ int piece_of(int column) {
 template <int MT, bool CODED = false>
 __device__ __forceinline__ void finish_tile(const Product &p, int token, int tile, int g,
                                             float (&sums)[MT][4]) {
-  constexpr int FEW = MT < 4 ? MT : 4;
+  constexpr int AT_ONCE = MT < 4 ? MT : 4;
   if (tile >= p.num_tiles) return;
   if (p.places) {  // as `arrange` of wide.cu does
     const int column = tile * 8 + g, piece = piece_of<CODED>(column);
@@ -41,15 +41,15 @@ __device__ __forceinline__ void finish_tile(const Product &p, int token, int til
       return out + (size_t)(8 * m + (i & 1)) * p.out_stride + (i >> 1) * 8;
     };
 #pragma unroll
-    for (int first = 0; first < MT; first += FEW) {
-      float old[FEW][4];
+    for (int first = 0; first < MT; first += AT_ONCE) {
+      float old[AT_ONCE][4];
 #pragma unroll
-      for (int m = 0; m < FEW; ++m)
+      for (int m = 0; m < AT_ONCE; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (is_there(first + m, i)) old[m][i] = *place(first + m, i);
 #pragma unroll
-      for (int m = 0; m < FEW; ++m)
+      for (int m = 0; m < AT_ONCE; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (is_there(first + m, i))

@@ -82,7 +82,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_rows(const Delt
   if (convolves) own.read_taps(p.weight + channel * p.width, p.width);
   if (has_value) norm = read_constant(p.norm + cut * COLS + t);
   const int column = t % LANES * 4, first_row = t / LANES * ROWS;
-  float *held = p.state + ((slot * p.num_heads + h) * D + first_row) * D + cut * COLS + column;
+  float *saved = p.state + ((slot * p.num_heads + h) * D + first_row) * D + cut * COLS + column;
   float *window = p.window + (slot * num_channels + channel) * (p.width - 1);
   float *draft_x = p.draft_x + slot * p.num_drafts * num_channels + channel;
   float *draft_gates = p.draft_gates + slot * p.num_drafts * 2 * p.num_heads + h;
@@ -91,7 +91,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_rows(const Delt
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     state[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (has_state) state[i] = read_floats(held + i * D);
+    if (has_state) state[i] = read_floats(saved + i * D);
   }
   if (convolves) own.read_window(window, p.width, has_state);
   float x[MOST_TOKENS], z[MOST_ROWS];
@@ -180,7 +180,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_rows(const Delt
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       state[r] = next_state(state[r], decay, s.k[i][first_row + r] * factors.k, wrong);
-      if (i == last) *(float4 *)(held + r * D) = state[r];
+      if (i == last) *(float4 *)(saved + r * D) = state[r];
     }
   }
   if (count == 0) return;

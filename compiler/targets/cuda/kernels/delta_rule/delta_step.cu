@@ -86,14 +86,14 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
   }
   // Earlier kernels wrote everything read before the wait: the slot's state.
   const int column = t % LANES * 4, first_row = t / LANES * ROWS;
-  float *held = p.state + ((slot * p.num_heads + h) * D + first_row) * D + cut * COLS + column;
+  float *saved = p.state + ((slot * p.num_heads + h) * D + first_row) * D + cut * COLS + column;
   const i64 num_channels = 2 * keys + p.num_heads * D;
   float *window = p.window + (slot * num_channels + channel) * (p.width - 1);
   float4 state[ROWS];
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     state[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (position > 0) state[i] = p.streams ? read_stream(held + i * D) : read_floats(held + i * D);
+    if (position > 0) state[i] = p.streams ? read_stream(saved + i * D) : read_floats(saved + i * D);
   }
   if (convolves) own.read_window(window, p.width, position > 0);
   if (p.early) wait_for_inputs();
@@ -156,8 +156,8 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     const float4 next = next_state(state[i], decay, s.k[first_row + i] * k_factor, wrong);
-    if (p.streams) write_stream(held + i * D, next);
-    else *(float4 *)(held + i * D) = next;
+    if (p.streams) write_stream(saved + i * D, next);
+    else *(float4 *)(saved + i * D) = next;
   }
   if (warp > 0) return;
   wait_bytes(&s.squared);

@@ -1,4 +1,4 @@
-// What a cluster's blocks have chosen for up to 64 tokens, and the pairs of a token and its
+// Selected experts in a cluster's blocks for up to 64 tokens, and the pairs of a token and its
 // expert in tiles of one expert, by expert and by token.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 constexpr int MOST_EXPERTS = 512, PAIRS = 8, MOST_PAIRS = 64 * 32;
 
-// In shared memory: that of a cluster's first block is told by the others.
+// In shared memory. The other blocks send their choices to a cluster's first block.
 struct Chosen {
   static constexpr int WARPS = MOST_EXPERTS / 32;
   u32 tokens[MOST_EXPERTS][2];  // a bit for each token that has the expert
