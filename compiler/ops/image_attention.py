@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilewright.compiler.ops.dense import rms_norm
 from tilewright.compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.vision import full_attention
 
 
 def _scores(q_THD: Tensor, k_VGD: Tensor, scale: float) -> Tensor:
@@ -44,9 +45,12 @@ def tile_attention(q: Tensor, k: Tensor, v: Tensor, is_padding: Tensor, scale: f
         is_padding: Boolean ``[P]``.
         scale: Factor for the scores.
     """
-    scores = _scores(q, k, scale)
-    hidden = is_padding.unsqueeze(1) & is_padding
-    return _weighted(scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+    # Two calls without a mask need no scores in memory: 2.6 GB per layer with four tiles.
+    padding, real = is_padding.nonzero().squeeze(1), (~is_padding).nonzero().squeeze(1)
+    result = full_attention.reference(q, k, v, scale)
+    if len(padding):
+        result[padding] = full_attention.reference(q[padding], k[real], v[real], scale)
+    return result
 
 
 def _cross_cost(
