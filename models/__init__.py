@@ -7,6 +7,7 @@ compiler, only ops, formats, errors and file utilities are used.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -15,13 +16,15 @@ from tilewright.errors import CheckpointError
 from tilewright.models.architectures.table import model_types
 from tilewright.models.hub import FORM, fetch, parse_hub_name
 from tilewright.models.shapes import FORM as SHAPE_FORM
-from tilewright.models.shapes import ShapeName, parse_shape_name, shape_config
+from tilewright.models.shapes import SHAPES, ShapeName, parse_shape_name, shape_config
+from tilewright.models.vision_shapes import PROCESSOR
 
 if TYPE_CHECKING:
     from torch import nn
 
     from tilewright.models.architectures.base import Architecture
     from tilewright.models.checkpoints.base import Checkpoint
+    from tilewright.models.checkpoints.huggingface.vision import Vision
     from tilewright.models.config import ModelConfig
     from tilewright.models.tokenizer.tokenizer import Tokenizer
     from tilewright.models.vision_config import VisionModel
@@ -211,7 +214,7 @@ def load_model(
         return _random_model(found)
     from tilewright.models.checkpoints.base import check_tensors
     from tilewright.models.checkpoints.containers import open_checkpoint
-    from tilewright.models.sources import stored_shapes
+    from tilewright.models.sources import of_modules, stored_shapes
     from tilewright.models.tokenizer.load import load_tokenizer
 
     checkpoint = open_checkpoint(found)
@@ -222,11 +225,9 @@ def load_model(
             "allowed: the tensors of every layer"
         )
     module = _empty_module(config)
-    vision = _empty_tower(checkpoint)
-    towers = {} if vision is None else stored_shapes(vision.module)
-    if vision is not None and vision.text_module is not None:
-        towers |= stored_shapes(vision.text_module)
-    check_tensors(checkpoint, {**stored_shapes(module), **towers})
+    vision = _empty_tower(getattr(checkpoint, "vision", None), config)
+    parts = [module] if vision is None else [module, *vision.modules]
+    check_tensors(checkpoint, of_modules(stored_shapes, parts))
     if tokenizer is None:
         tokenizer = load_tokenizer(checkpoint.tokenizer_source)
     if max(tokenizer.eos_ids, default=0) >= config.vocab_size:
@@ -265,9 +266,8 @@ def load_draft_layer(model: LoadedModel) -> LoadedModel:
     )
 
 
-def _empty_tower(checkpoint: Checkpoint) -> VisionModel | None:
-    """Build a checkpoint's vision tower on the meta device, or return None."""
-    vision = getattr(checkpoint, "vision", None)
+def _empty_tower(vision: Vision | None, text: Any) -> VisionModel | None:
+    """Build a vision tower on the meta device. ``text``: text model configuration."""
     if vision is None:
         return None
     import torch
@@ -280,7 +280,6 @@ def _empty_tower(checkpoint: Checkpoint) -> VisionModel | None:
     with torch.device("meta"):
         if isinstance(config, VisionConfig):
             return VisionModel(config, VisionTower(config), processor)
-        text: Any = checkpoint.config
         encoder = mllama_cross.ImageEncoderModel(config, text)
         whole = mllama_cross.ImageTextForCausalLM(text)
         return VisionModel(config, encoder, processor, whole)
@@ -288,14 +287,27 @@ def _empty_tower(checkpoint: Checkpoint) -> VisionModel | None:
 
 def _random_model(shape: ShapeName) -> LoadedModel:
     from tilewright.models.checkpoints.random_weights import RandomCheckpoint
-    from tilewright.models.sources import stored_offsets, stored_shapes
+    from tilewright.models.sources import of_modules, stored_offsets, stored_shapes
     from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 
     config = shape_config(shape)
     module = _empty_module(config)
-    checkpoint = RandomCheckpoint(shape, config, stored_shapes(module), stored_offsets(module))
+    vision = _empty_tower(_shape_tower(shape, config), config)
+    parts = [module] if vision is None else [module, *vision.modules]
+    shapes = of_modules(stored_shapes, parts)
+    checkpoint = RandomCheckpoint(shape, config, shapes, of_modules(stored_offsets, parts))
     tokenizer = byte_tokenizer(config.vocab_size, str(shape))
-    return LoadedModel(config.name, config, type(module), module, checkpoint, tokenizer)
+    return LoadedModel(config.name, config, type(module), module, checkpoint, tokenizer, vision)
+
+
+def _shape_tower(shape: ShapeName, config: ModelConfig) -> Vision | None:
+    from tilewright.models.checkpoints.huggingface.vision import vision_of
+    from tilewright.models.checkpoints.spelling.keys import Keys
+
+    values: Mapping[str, Any] = SHAPES[shape.name]
+    if PROCESSOR not in values:
+        return None
+    return vision_of(Keys(values, str(shape)), config, Keys(values[PROCESSOR], str(shape)))
 
 
 def _empty_module(config: ModelConfig) -> nn.Module:

@@ -1,6 +1,6 @@
 """Named public shapes, such as ``shape:llama-3.1-8b``: a model's configuration without weights.
 
-The table contains the keys of the models' own config.json files.
+The keys are those of the models' own config.json files.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tilewright.errors import CheckpointError, allowed
 from tilewright.models.architectures.table import model_types
 from tilewright.models.shape_factors import PHI3_LONG, PHI3_SHORT, PHI35_LONG, PHI35_SHORT
+from tilewright.models.vision_shapes import with_towers
 
 if TYPE_CHECKING:
     from tilewright.models.config import ModelConfig
@@ -129,7 +130,7 @@ def _hybrid(name: str, *, model_type: str = "qwen3_5_moe", **sizes: object) -> M
     )
 
 
-SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
+_TEXT_SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
         "tiny": MappingProxyType(
             {
@@ -375,7 +376,12 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
         ),
     }
 )
-"""config.json keys by shape name. The table of architectures must contain each model type."""
+
+SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(with_towers(_TEXT_SHAPES))
+"""config.json keys by shape name. Every model type has an architecture.
+
+Shapes with a tower also have the keys of their image processor.
+"""
 
 
 def shape_names() -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
@@ -27,6 +27,8 @@ class TensorSource:
     offset: float = 0.0
     shape: tuple[int, ...] | None = None
 
+
+_T = TypeVar("_T")
 
 Sources: TypeAlias = Mapping[str, tuple[TensorSource, ...]]
 """Sources by parameter name, in order. Sources without rows divide the parameter equally."""
@@ -63,3 +65,8 @@ def stored_offsets(module: Any) -> dict[str, float]:
     sources: Sources = module.sources()
     parts = (source for parts in sources.values() for source in parts)
     return {source.tensor: source.offset for source in parts if source.offset}
+
+
+def of_modules(read: Callable[[Any], Mapping[str, _T]], modules: Iterable[Any]) -> dict[str, _T]:
+    """Return the results of ``read`` for all modules by tensor name."""
+    return {name: value for module in modules for name, value in read(module).items()}

@@ -66,3 +66,8 @@ class VisionModel:
     module: Any
     processor: ImageProcessor | TileSettings
     text_module: Any = None
+
+    @property
+    def modules(self) -> tuple[Any, ...]:
+        """Return the modules with tensors."""
+        return (self.module,) if self.text_module is None else (self.module, self.text_module)

@@ -65,10 +65,15 @@ def compile_tower(
     *,
     is_fast: bool = False,
 ) -> ReferenceTower:
-    """Return a tower from its weights."""
+    """Return a tower from its weights. Formats are applied on the device."""
+    own_device = torch.device(device)
+
+    def get(name: str) -> Tensor:
+        with own_device:  # generated weights are created on this device
+            return get_weight(name).to(own_device)
 
     def get_values(recipe: WeightRecipe) -> Tensor:
-        return load_values(recipe, get_weight)
+        return load_values(recipe, get)
 
     return ReferenceTower(graph_module, get_values, device, is_fast=is_fast)
 

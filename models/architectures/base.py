@@ -1,4 +1,4 @@
-"""Record type for an architecture's file. `table` lists the files."""
+"""Record type for an architecture's file. `ARCHITECTURES` lists the files."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class LayerNorm(nn.Module):
 
 
 class Table(nn.Module):
-    """A table with a row per aspect ratio."""
+    """Values by aspect ratio."""
 
     def __init__(self, num_aspects: int, width: int) -> None:
         super().__init__()

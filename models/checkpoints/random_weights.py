@@ -32,6 +32,7 @@ BLOCK = 1 << 18
 
 _DTYPE = torch.bfloat16
 _SEEDS = 1 << 63
+_NORMS = ("norm.weight", "norm1.weight", "norm2.weight", "norm_pre.weight", "norm_post.weight")
 _STRIP = 1 << 24  # number of values generated at a time to select columns
 
 
@@ -114,7 +115,7 @@ class RandomCheckpoint:
         """Return values ``[start, stop)`` in flat order."""
         total = math.prod(self.names[name].shape)
         generator = torch.Generator(device)
-        mean = 1.0 - self._offsets.get(name, 0.0) if name.endswith("norm.weight") else 0.0
+        mean = 1.0 - self._offsets.get(name, 0.0) if name.endswith(_NORMS) else 0.0
         begin = start // BLOCK * BLOCK
         end = min(-(-stop // BLOCK) * BLOCK, total) if stop > start else begin
         values = torch.empty(end - begin, dtype=_DTYPE, device=device)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tilewright.images.tiles import TileSettings, arrangements
 from tilewright.models.architectures.mllama import NUM_EXTRA_TOKENS
 from tilewright.models.architectures.mllama_vision import TileTowerConfig
-from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.checkpoints.spelling.keys import Keys
 from tilewright.models.config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig
 
@@ -83,16 +81,13 @@ def _kept_layers(vision: Keys, num_layers: int) -> tuple[int, ...]:
 
 
 def read_tile_settings(
-    path: Path, keys: Keys, tower: TileTowerConfig, config: ModelConfig
+    own: Keys, keys: Keys, tower: TileTowerConfig, config: ModelConfig
 ) -> TileSettings:
-    """Return the image processor from its file ``path``. ``keys``: config.json.
+    """Return the image processor from its keys ``own``. ``keys``: config.json.
 
     Raises:
         CheckpointError: A key is missing, out of range or unsupported.
     """
-    values = read_json(path)
-    inner = values.get("image_processor")
-    own = Keys(inner if isinstance(inner, Mapping) else values, path)
     side = tower.patch_size * round(tower.num_patches**0.5)
     for key, expected in (
         ("max_image_tiles", _MAX_TILES),

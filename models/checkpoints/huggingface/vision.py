@@ -70,18 +70,41 @@ def read_vision(
     if not has_tiles and not any(name in section for name in _SIZES):
         return None, ""
     keys = Keys(values, path / "config.json")
-    file = next((name for name in PROCESSORS if (path / name).is_file()), None)
-    missing = f"images: {path / PROCESSORS[0]} is missing, so images are refused"
-    if has_tiles:
+    file = next((path / name for name in PROCESSORS if (path / name).is_file()), None)
+    vision = vision_of(keys, config, None if file is None else Keys(_processor_of(file), file))
+    if vision is None:
+        return None, f"images: {path / PROCESSORS[0]} is missing, so images are refused"
+    return vision, ""
+
+
+def _processor_of(file: Path) -> Mapping[str, object]:
+    values = read_json(file)
+    inner = values.get("image_processor")
+    return inner if isinstance(inner, Mapping) else values
+
+
+def vision_of(keys: Keys, config: ModelConfig, processor: Keys | None) -> Vision | None:
+    """Return a tower's configuration with its image processor. None without ``processor``.
+
+    Args:
+        keys: Keys of config.json with ``vision_config``.
+        config: Text model configuration.
+        processor: Keys of preprocessor_config.json.
+
+    Raises:
+        CheckpointError: A key is out of range or unsupported.
+    """
+    section: Any = keys.get("vision_config")
+    if config.model_type == _TILE_FAMILY:
         tower = read_tile_tower(keys, section, config)
-        if file is None:
-            return None, missing
-        return (tower, read_tile_settings(path / file, keys, tower, config)), ""
+        if processor is None:
+            return None
+        return tower, read_tile_settings(processor, keys, tower, config)
     result = _vision_config(keys, {**_DEFAULTS, **section}, config)
-    if file is None:
-        return None, missing
+    if processor is None:
+        return None
     image_token = keys.integer("image_token_id", 0, min(MAX_VOCAB, config.vocab_size) - 1)
-    return (result, _processor(path / file, result, image_token)), ""
+    return result, _processor(processor, result, image_token)
 
 
 def _vision_config(keys: Keys, section: Mapping[str, object], config: ModelConfig) -> VisionConfig:
@@ -133,10 +156,7 @@ def _sections(keys: Keys) -> tuple[int, int, int]:
     return (int(result[0]), int(result[1]), int(result[2]))
 
 
-def _processor(path: Path, config: VisionConfig, image_token: int) -> ImageProcessor:
-    values = read_json(path)
-    inner = values.get("image_processor")
-    keys = Keys(inner if isinstance(inner, Mapping) else values, path)
+def _processor(keys: Keys, config: VisionConfig, image_token: int) -> ImageProcessor:
     for key, expected in (
         ("patch_size", config.patch_size),
         ("merge_size", config.merge_size),
