@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -11,8 +12,10 @@ import torch
 from tilewright.compiler.targets.cuda.graphs.capture import decode_buckets, prompt_buckets
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import USUAL_OF_MIXERS, Passes, passes_for
 from tilewright.compiler.targets.cuda.invariance import invariant_of
+from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import scratch_bytes
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.plan import far_of, has_mixers
+from tilewright.compiler.targets.cuda.state.encoded_images import TILE_UNIT
 from tilewright.compiler.targets.cuda.state.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state.snapshot_positions import MOST_MARKS
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
@@ -421,14 +424,19 @@ def _pass_bytes(plan: KernelProgram, options: CompileOptions, tokens: int) -> in
     return tokens * (buffers + size * widest) + dense + mixer_bytes(plan, tokens)
 
 
-def _decode_bytes(plan: KernelProgram, options: CompileOptions) -> int:
+def _decode_bytes(program: KernelProgram, options: CompileOptions) -> int:
     """Return the bytes of a decode step's values in excess of ``_WORKSPACE``.
 
-    Logits and their selection dominate.
+    Logits and their selection dominate. Cross-attention has splits of all tiles.
     """
     rows = decode_rows(options)[-1]
-    width = plan.vocab_size + sum(each.width for each in plan.buffers)
-    return 4 * max(0, rows - _FEW_ROWS) * width
+    width = program.vocab_size + sum(buffer.width for buffer in program.buffers)
+    cross = (op for op in program.instructions if isinstance(op, CrossAttentionOp))
+    splits = [
+        scratch_bytes(rows, op.num_heads, TILE_UNIT, op.norm.shape[-1])
+        for op in itertools.islice(cross, 1)  # layers have equal sizes
+    ]
+    return 4 * max(0, rows - _FEW_ROWS) * width + sum(splits)
 
 
 def _kind(format_name: str, options: CompileOptions) -> str:

@@ -16,6 +16,7 @@ from tilewright.compiler.driver import weight_source
 from tilewright.compiler.targets.cuda import batch_size
 from tilewright.compiler.targets.cuda import memory_budget as device_module
 from tilewright.compiler.targets.cuda.batch_size import with_batch_that_fits
+from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import scratch_bytes
 from tilewright.compiler.targets.cuda.memory_budget import (
     check_fits,
     check_room,
@@ -37,6 +38,7 @@ from tilewright.compiler.targets.cuda.weights.stream import load_weights
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import KernelProgram
 from tilewright.errors import CompileError
+from tilewright.models import load_model
 
 MODEL = tiny_model(max_positions=4096)
 OPTIONS = CompileOptions(max_batch=3, max_context=130)
@@ -184,6 +186,17 @@ def test_a_pool_is_what_the_memory_holds(no_workspace: None, num_pages: int) -> 
     assert shared_pages(plan, OPTIONS, free) == num_pages
     with pytest.raises(CompileError, match=r"GB are needed .* for a batch of 1 with 130"):
         shared_pages(plan, OPTIONS, free - (num_pages - 2) * PAGE_BYTES)
+
+
+def test_the_splits_of_cross_attention_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model("shape:tiny-vision")
+    assert model.vision is not None
+    text: Any = replace(model, module=model.vision.text_module)
+    plan = make_plan(lowered(text, target="cuda", precision=precision_of("bf16"))[0])
+    options = replace(OPTIONS, max_batch=256)
+    before = work_bytes(plan, options)
+    monkeypatch.setattr(device_module, "scratch_bytes", lambda *_: 0)
+    assert before - work_bytes(plan, options) == scratch_bytes(256, 4, 16, 16)
 
 
 def test_copies_are_held_where_every_context_fits_beside_them(no_workspace: None) -> None:

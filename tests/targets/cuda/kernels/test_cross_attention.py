@@ -9,6 +9,7 @@ from tilewright.compiler import ops
 from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import (
     ImageTiles,
     cross_attend,
+    scratch_bytes,
 )
 from tilewright.compiler.targets.cuda.kernels.elementwise.add_gated import add_gated
 
@@ -53,6 +54,28 @@ def test_cross_attention_equals_the_operator(
     limit = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(out[:, : heads * dim].float(), expected, atol=limit, rtol=0)
     assert not out[2, : heads * dim].any() and out[:, heads * dim :].isnan().all()
+
+
+def test_scratch_bytes_are_allocated(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """8 layers of 11B share them: 256 decode tokens with 16 tiles use 273 MB."""
+    empty, sizes = torch.empty, list[int]()
+
+    def counted(*shape: int, **options: object) -> torch.Tensor:
+        made = empty(*shape, **options)  # type: ignore[call-overload]
+        sizes.append(made.nbytes)
+        return made
+
+    values = torch.ones(5, 2 * 12, device=device)
+    offsets = torch.zeros(3, 16, dtype=torch.int64, device=device)
+    visible = torch.tensor([[0, 1]] * 3, device=device)
+    q, norm = torch.ones(3, 4 * 12, device=device), torch.ones(12, device=device)
+    monkeypatch.setattr(torch, "empty", counted)
+    cross_attend(
+        torch.zeros_like(q), q, ImageTiles(values, offsets, visible, 5, 24), norm,
+        eps=EPS, num_kv_heads=1, first=0, scale=SCALE, decodes=True,
+    )  # fmt: skip
+    assert sum(sizes) == scratch_bytes(3, 4, 16, 12)
+    assert scratch_bytes(256, 32, 16, 128) == 272_629_760
 
 
 def test_rows_of_a_batch_have_their_own_bits(device: torch.device) -> None:

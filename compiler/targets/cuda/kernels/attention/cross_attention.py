@@ -193,6 +193,11 @@ def _sizes_of(tiles: ImageTiles, num_heads: int, num_kv_heads: int, dim: int) ->
     }
 
 
+def scratch_bytes(num_tokens: int, num_heads: int, num_tiles: int, dim: int) -> int:
+    """Return the bytes of all splits in a decode step with ``num_tiles`` tiles per token."""
+    return 4 * num_tokens * num_heads * num_tiles * _SPLITS * (dim + 2)
+
+
 def cross_attend(
     out: Tensor,
     q: Tensor,
