@@ -101,7 +101,7 @@ test: $(WITH_TEST)
 PERF_RESULTS := results/cpu.jsonl
 PERF_DOCUMENTS := README.md docs/benchmarks.md
 RENDER = "$(BIN)/python" -m bench perf --also $(PERF_DOCUMENTS) \
-    --compared $(PERF_DOCUMENTS) docs/cli.md
+    --compared $(PERF_DOCUMENTS) docs/cli.md PERF.md
 PERF_PRECISIONS := bf16 accuracy performance all-bfp8 all-bfp4 all-q80 all-q40
 PERF_CASES := ci-1 token-matching ci-32 long-context-2k
 

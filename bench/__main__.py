@@ -25,6 +25,7 @@ COMMANDS = {
     "make-batch": ("bench.make_batch", "write a data set for tilewright batch"),
     "bench-loop": ("bench.host_time", "host time of a scheduler step"),
     "bench-cuda": ("bench.cuda.command", "CUDA target with random weights"),
+    "images": ("bench.cuda.images", "images in prompts with random weights"),
     "speculative": ("bench.cuda.drafts", "drafts on the CUDA target with random weights"),
     "fit-perf-model": ("bench.boards_fit.command", "fit the time model of boards"),
 }

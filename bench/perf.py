@@ -9,6 +9,7 @@ from tilewright.cli.main import VERBS, usage
 from tilewright.errors import ConfigError
 from tilewright.evaluate.report.comparisons import render_blocks
 from tilewright.evaluate.report.documents import blocks_of, update_document
+from tilewright.evaluate.report.image_tables import render_images
 from tilewright.evaluate.report.perf_file import RECORDED, read_beside, update_tables
 from tilewright.evaluate.store import read_store
 from tilewright.options.arguments import Parser
@@ -16,7 +17,7 @@ from tilewright.options.arguments import Parser
 
 def render_document(text: str, results: Path) -> str:
     """Return a document with new tables of comparisons, and the list of commands."""
-    return render_blocks(text, results, usage=_usage)
+    return render_blocks(text, results, usage=_usage, images=render_images)
 
 
 def _usage(results: Path, name: str) -> str:

@@ -108,8 +108,10 @@ def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
 
 def programs(rows: Sequence[BenchRow]) -> list[tuple[BenchRow, ...]]:
     """Return the rows of each program."""
-    keys = dict.fromkeys(row.program for row in rows)
-    return [tuple(row for row in rows if row.program == key) for key in keys]
+    programs = dict.fromkeys(workload.program for workload in rows)
+    return [
+        tuple(workload for workload in rows if workload.program == program) for program in programs
+    ]
 
 
 @dataclass(slots=True)
