@@ -118,6 +118,20 @@ def test_a_faulty_image_is_refused_in_a_line(name: str, vision: Server) -> None:
     assert vision.is_healthy()
 
 
+def test_bombs_leave_the_memory_of_the_server_bounded(vision: Server) -> None:
+    """A decoded bomb takes 243 MB, and 10.8 GB without the limit."""
+
+    def resident() -> int:
+        status = Path(f"/proc/{vision.process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+    before = resident()
+    for name in ("bomb", "large_header", "strip", "short_data", "truncated") * 2:
+        data, kind, _ = FAULTS[name]
+        assert post(vision, CHAT, asked(*[url(data, kind)] * 4))[0] == 400
+    assert resident() - before < 64 << 20
+
+
 @pytest.mark.parametrize(
     ("part", "count", "code"),
     [
