@@ -23,6 +23,10 @@ Read: TypeAlias = "Callable[[str, tuple[slice, ...]], Tensor]"
 """Reads stored tensors in part: name, and a slice per axis."""
 
 WHOLE = slice(None)
+_CACHE_SCALES = (
+    *(".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".kv_scale"),
+    *(".k_zero_point", ".v_zero_point", ".q_zero_point"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class RawModel:
         read: Reads stored tensors.
         found: Quantized weights by name.
         notes: Facts for the user.
+        stored_names: Tensor names in the file, by name. Missing: equal names.
     """
 
     path: Path
@@ -85,6 +90,14 @@ class RawModel:
     read: Read
     found: dict[str, QuantizedTensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+
+    def names_of(self, module: str) -> tuple[str, ...]:
+        """Return a module's names, in the model and in the file."""
+        weight = f"{module}.weight"
+        tensor = self.found[weight].names[0] if weight in self.found else weight
+        stored = self.stored_names.get(tensor, tensor).rpartition(".")[0]
+        return tuple(dict.fromkeys((module, stored)))
 
     def error(self, name: str, what: str, allowed: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: tensor {shown(name)} {what}; allowed: {allowed}")
@@ -118,6 +131,15 @@ class RawModel:
         note = f"{self.path}: {what}; here they keep the configuration's format"
         if note not in self.notes:
             self.notes.append(note)
+
+    def drop_cache_scales(self) -> None:
+        """Remove scales of the KV cache, and note it. The cache keeps its own format."""
+        scales = [name for name in self.tensors if name.endswith(_CACHE_SCALES)]
+        if self.drop(*scales):
+            self.notes.append(
+                f"{self.path}: {len(scales)} scales of the KV cache are not used "
+                f"({shown(scales[0])}); the cache keeps the configuration's format"
+            )
 
     def add(self, module: str, weight: QuantizedTensor) -> None:
         """Add a weight."""

@@ -10,16 +10,20 @@ from torch import Tensor
 
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.base import WHOLE, RawModel, Read, setting
-from tilewright.models.checkpoints.quantized.float4 import take_float4
+from tilewright.models.checkpoints.quantized.float4 import MXFP4, NVFP4, take_float4
 from tilewright.models.checkpoints.quantized.float8 import CODES, take_float8
+from tilewright.models.checkpoints.quantized.groups import Scheme, Schemes
 from tilewright.models.checkpoints.quantized.integers import Codes, IntegerTensor, are_half, fields
 
 _SCALES = ("F32", "BF16", "F16")
 _FORMATS = (
     *("float-quantized", "int-quantized", "pack-quantized", "naive-quantized"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mixed-precision", "dense"),
+    "mxfp8-quantized",
 )
 _LABEL = "compressed-tensors"
+_SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
+"""Shapes of a scale for the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,74 +107,51 @@ def read_compressed(config: Mapping[str, object], where: str, model: RawModel) -
             raise CheckpointError(
                 f"{where}: quantization_config.{key} is not read; allowed: weights without it"
             )
-    bits = _bits_of(config, where)
+    schemes = Schemes(config, where)
     for module in model.modules("weight_packed"):
-        if model.tensors[f"{module}.weight_packed"].dtype != "U8":
-            _take_packed(model, module, bits)
+        packed, scale = f"{module}.weight_packed", f"{module}.weight_scale"
+        scheme = schemes.of(model, module, packed)
+        if model.tensors[packed].dtype != "U8":
+            _take_packed(model, module, scheme)
             continue
         second = "weight_global_scale"
         has_second = f"{module}.{second}" in model.tensors
-        scale = model.tensors.get(f"{module}.weight_scale")
-        named = second if has_second or (scale is not None and scale.dtype == CODES) else None
+        stored = model.tensors.get(scale)
+        named = second if has_second or (stored is not None and stored.dtype == CODES) else None
+        block = MXFP4 if named is None else NVFP4
+        if scheme.group_size not in (None, block):
+            raise model.error(packed, f"has {scheme.where}.group_size", str(block))
         take_float4(model, module, "weight_packed", "weight_scale", named, divides=True)
     for module in model.modules("weight"):
         dtype = model.tensors[f"{module}.weight"].dtype
         if dtype == "I8":
-            _take_bytes(model, module)
+            _take_bytes(model, module, schemes.of(model, module, f"{module}.weight"))
         elif dtype == CODES:
-            block = _block_of(model, module)
-            take_float8(model, module, block, "weight_scale")
-    for name in [name for name in model.tensors if name.endswith((".k_scale", ".v_scale"))]:
-        model.drop(name)
+            scheme = schemes.of(model, module, f"{module}.weight")
+            take_float8(model, module, _block_of(model, module, scheme), "weight_scale")
     if config.get("kv_cache_scheme"):
         model.notes.append(f"{where}: kv_cache_scheme is not used; the cache keeps its own format")
 
 
-def _bits_of(config: Mapping[str, object], where: str) -> set[int]:
-    """Return bits per code, over all groups.
-
-    Raises:
-        CheckpointError: A group does not describe weights.
-    """
-    groups = config.get("config_groups")
-    if not isinstance(groups, Mapping):
-        raise CheckpointError(
-            f"{where}: quantization_config.config_groups = {groups!r}; allowed: an object"
-        )
-    found = set()
-    for name, group in groups.items():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        bits = weights.get("num_bits") if isinstance(weights, Mapping) else None
-        if type(bits) is not int or not 1 <= bits <= 8:
-            raise CheckpointError(
-                f"{where}: quantization_config.config_groups.{str(name)[:60]}.weights.num_bits = "
-                f"{bits!r}; allowed: 1 to 8"
-            )
-        found.add(bits)
-    return found
-
-
-def _take_packed(model: RawModel, module: str, allowed: set[int]) -> None:
+def _take_packed(model: RawModel, module: str, scheme: Scheme) -> None:
     packed, scale = f"{module}.weight_packed", f"{module}.weight_scale"
     model.take(f"{module}.weight_shape", ("I64", "I32"), (2,))
     rows, columns = (int(size) for size in model.read(f"{module}.weight_shape", ()))
-    stored = model.tensors[packed].shape
-    fit = [bits for bits in sorted(allowed) if stored == (rows, -(-columns * bits // 32))]
-    if len(fit) != 1:
-        raise model.error(
-            packed,
-            f"has shape {list(stored)} for weight_shape {[rows, columns]}",
-            f"words of {' or '.join(map(str, sorted(allowed)))} bits",
-        )
-    bits, num_words = fit[0], stored[1]
-    scales = model.tensors[scale].shape if scale in model.tensors else (rows, 1)
-    groups = scales[1] if len(scales) == 2 and scales[1] >= 1 else 1
-    if columns % groups:
-        raise model.error(scale, f"has {groups} groups of {columns} columns", "equal groups")
+    stored, bits = model.tensors[packed].shape, scheme.bits
+    num_words = -(-columns * bits // 32)
+    if stored != (rows, num_words):
+        what = f"has shape {list(stored)} for weight_shape {[rows, columns]}"
+        raise model.error(packed, what, f"words of {bits} bits")
+    groups = columns // scheme.columns_per_scale(model, scale, columns)
     order = f"{module}.weight_g_idx"
     has_order = order in model.tensors
     model.take(packed, ("I32",), (rows, num_words))
-    model.take(scale, _SCALES, (rows, groups))
+    shape = model.tensors[scale].shape if scale in model.tensors else ()
+    model.take(
+        scale,
+        _SCALES,
+        shape if scheme.strategy == "tensor" and shape in _SCALAR_SHAPES else (rows, groups),
+    )
     if has_order:
         model.take(order, ("I32", "I64"), (columns,))
     zeros = f"{module}.weight_zero_point"
@@ -190,19 +171,23 @@ def _take_packed(model: RawModel, module: str, allowed: set[int]) -> None:
     )
 
 
-def _take_bytes(model: RawModel, module: str) -> None:
+def _take_bytes(model: RawModel, module: str, scheme: Scheme) -> None:
     codes, scale = f"{module}.weight", f"{module}.weight_scale"
     shape = model.tensors[codes].shape
     if len(shape) != 2:
         raise model.error(codes, f"is I8 {list(shape)}", "I8 of two axes")
     rows, columns = shape
     stored = model.tensors[scale].shape if scale in model.tensors else (rows, 1)
-    groups = stored[1] if len(stored) == 2 and stored[0] == rows else 1
-    wanted = stored if stored in ((), (1,), (1, 1)) else (rows, groups)
+    if not columns:
+        raise model.error(codes, f"is I8 {list(shape)}", "columns")
+    groups = columns // scheme.columns_per_scale(model, scale, columns)
+    wanted = (
+        stored
+        if stored in _SCALAR_SHAPES and scheme.strategy in (None, "tensor")
+        else (rows, groups)
+    )
     model.take(codes, ("I8",), shape)
     model.take(scale, _SCALES, wanted)
-    if groups < 1 or columns % groups:
-        raise model.error(scale, f"has {groups} groups of {columns} columns", "equal groups")
     zeros = f"{module}.weight_zero_point"
     has_zeros = zeros in model.tensors
     if has_zeros:
@@ -239,10 +224,19 @@ def _add(
     model.add(module, CompressedTensor(shape, parts, bits, group, zeros, order, is_packed))
 
 
-def _block_of(model: RawModel, module: str) -> list[int] | None:
-    """Return the block size, if the scales are a grid."""
-    rows, columns = (*model.tensors[f"{module}.weight"].shape, 1, 1)[:2]
-    scale = model.tensors.get(f"{module}.weight_scale")
-    if scale is None or len(scale.shape) != 2 or scale.shape[1] <= 1 or 0 in scale.shape:
-        return None
-    return [-(-rows // scale.shape[0]), -(-columns // scale.shape[1])]
+def _block_of(model: RawModel, module: str, scheme: Scheme) -> list[int] | None:
+    """Return the rows and columns of a scale. None: a scale for a tensor, or per channel.
+
+    Raises:
+        CheckpointError: The scales are a grid of unknown blocks.
+    """
+    scale = f"{module}.weight_scale"
+    shape = model.tensors[scale].shape if scale in model.tensors else ()
+    if scheme.block is not None:
+        return list(scheme.block)
+    columns = (*model.tensors[f"{module}.weight"].shape, 1, 1)[1]
+    if scheme.group_size is not None and columns:
+        return [1, scheme.columns_per_scale(model, scale, columns)]
+    if len(shape) == 2 and shape[1] > 1:
+        raise model.error(scale, f"is a grid {list(shape)}", f"block_structure in {scheme.where}")
+    return None

@@ -44,6 +44,8 @@ def quantization_of(values: Mapping[str, object], where: str) -> Mapping[str, ob
             f"{where}: {name}.quant_method = {method!r} is not read; "
             f"allowed: {', '.join(METHODS)}, or unquantized weights"
         )
+    if method == "mlx":
+        _check_mlx_model(values, where)
     if any(other != config for other in found.values()):
         raise CheckpointError(
             f"{where}: quantization_config differs from text_config.quantization_config; "
@@ -63,9 +65,13 @@ def _mlx_of(values: Mapping[str, object], where: str) -> Mapping[str, object] | 
     has_method = isinstance(other, Mapping) and "quant_method" in other
     if not isinstance(config, Mapping) or has_method:
         return None
+    _check_mlx_model(values, where)
+    return {**config, "quant_method": "mlx"}
+
+
+def _check_mlx_model(values: Mapping[str, object], where: str) -> None:
     if values.get("model_type") not in MLX_MODELS:
         raise CheckpointError(
             f"{where}: quantization of MLX for model_type {str(values.get('model_type'))[:40]!r} "
             f"is not read; allowed: {', '.join(MLX_MODELS)}"
         )
-    return {**config, "quant_method": "mlx"}

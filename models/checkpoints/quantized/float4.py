@@ -131,5 +131,5 @@ def read_modelopt(config: Mapping[str, object], where: str, model: RawModel) -> 
             take_float4(model, module, *names, divides=False)
         elif dtype == CODES:
             take_float8(model, module, None, "weight_scale")
-    for name in [name for name in model.tensors if name.endswith((".k_scale", ".v_scale"))]:
-        model.drop(name)
+    if config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme"):
+        model.notes.append(f"{where}: the format of the KV cache is not used; it keeps its own")

@@ -23,7 +23,7 @@ from tilewright.models.config import MAX_EXPERTS
 
 CODES = "F8_E4M3"
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
-_ACTIVATIONS = ("activation_scale", "input_scale", "k_scale", "v_scale")
+_ACTIVATIONS = ("activation_scale", "input_scale")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from tilewright.models.checkpoints.quantized.float4 import read_modelopt
 from tilewright.models.checkpoints.quantized.float8 import read_fp8
 from tilewright.models.checkpoints.quantized.gptq import read_gptq
 from tilewright.models.checkpoints.quantized.mlx import read_mlx
+from tilewright.models.checkpoints.quantized.selection import check_selection
 
 _READERS: Mapping[str, Callable[[Mapping[str, object], str, RawModel], None]] = {
     "awq": read_awq,
@@ -37,7 +38,9 @@ def take_quantized(values: Mapping[str, object], where: str, model: RawModel) ->
     config = quantization_of(values, where)
     if config is None:
         return
+    model.drop_cache_scales()
     _READERS[str(config["quant_method"])](config, where, model)
+    check_selection(config, where, model)
     if not model.found:
         raise CheckpointError(
             f"{where}: quantization_config.quant_method = {config['quant_method']!r}, but no "

@@ -72,8 +72,16 @@ def read_mlx(config: Mapping[str, object], where: str, model: RawModel) -> None:
     Raises:
         CheckpointError: A setting or a tensor does not fit.
     """
+    for module, own in config.items():
+        if own is True or isinstance(own, Mapping):
+            name = f"{module}.scales"
+            if f"{module}.weight" in model.tensors and name not in model.tensors:
+                raise model.error(name, "is missing", "a module with scales, or false")
     for module in model.modules("scales"):
         own = config.get(module)
+        if own is False:
+            what = f"is stored, but quantization.{module[:80]} is false"
+            raise model.error(f"{module}.scales", what, "no scales, or no such key")
         settings = own if isinstance(own, Mapping) else config
         bits, group = (
             _setting(settings, config, key, allowed, f"{where}: quantization.{module[:80]}")

@@ -66,6 +66,11 @@ FLOATS = {
     **{"quant_method": "compressed-tensors", "format": "float-quantized"},
     "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}},
 }
+GRID = {
+    **{"num_bits": 8, "type": "float", "strategy": "block"},
+    "block_structure": [64, 32],
+}
+GRIDS = {**FLOATS, "config_groups": {"g": {"targets": ["Linear"], "weights": GRID}}}
 BF16: dict[str, Any] = {"scale": "weight_scale", "dtype": torch.bfloat16}
 TENSOR = {"quant_method": "fp8", "activation_scheme": "static"}
 CASES: dict[str, tuple[Quantize, dict[str, Any], str]] = {
@@ -80,7 +85,7 @@ CASES: dict[str, tuple[Quantize, dict[str, Any], str]] = {
     "tensor": (quantizer(), TENSOR, "FP8 per tensor"),
     "compressed tensor": (quantizer(**BF16), FLOATS, "FP8 per tensor"),
     "compressed rows": (quantizer(by_row=True, **BF16), FLOATS, "FP8 per channel"),
-    "compressed blocks": (quantizer((64, 32), **BF16), FLOATS, "FP8 64x32"),
+    "compressed blocks": (quantizer((64, 32), **BF16), GRIDS, "FP8 64x32"),
     "modelopt": (
         quantizer(scale="weight_scale"),
         {"quant_method": "modelopt", "quant_algo": "FP8"},

@@ -165,8 +165,11 @@ def of_gptq(bits: int, **more: Any) -> dict[str, Any]:
     return {**base, **more}
 
 
-def of_compressed(bits: int, form: str = "pack-quantized", **more: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int"}}
+def of_compressed(
+    bits: int, form: str = "pack-quantized", group_size: int | None = 64, **more: Any
+) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "group_size": group_size}
+    group = {"targets": ["Linear"], "weights": weights}
     return {
         **{"quant_method": "compressed-tensors", "format": form},
         **{"quantization_status": "compressed", "config_groups": {"group_0": group}, **more},
@@ -211,18 +214,26 @@ CASES: dict[str, tuple[Quantize, dict[str, Any], str]] = {
         of_compressed(4),
         "compressed-tensors int4, wide scales",
     ),
-    "packed 8 channel": (packed(8, None), of_compressed(8), "compressed-tensors int8"),
+    "packed 8 channel": (
+        packed(8, None),
+        of_compressed(8, group_size=-1),
+        "compressed-tensors int8",
+    ),
     "packed 3": (packed(3), of_compressed(3), "compressed-tensors int3"),
     "packed 4 act-order": (
         packed(4, ordered=True),
         of_compressed(4),
         "compressed-tensors int4, act-order",
     ),
-    "int8": (int8(), of_compressed(8, "int-quantized"), "compressed-tensors int8"),
-    "int8 tensor": (int8(whole=True), of_compressed(8, "int-quantized"), "compressed-tensors int8"),
+    "int8": (int8(), of_compressed(8, "int-quantized", None), "compressed-tensors int8"),
+    "int8 tensor": (
+        int8(whole=True),
+        of_compressed(8, "int-quantized", None),
+        "compressed-tensors int8",
+    ),
     "int8 zeros": (
         int8(is_symmetric=False),
-        of_compressed(8, "naive-quantized"),
+        of_compressed(8, "naive-quantized", None),
         "compressed-tensors int8 with zeros",
     ),
 }
