@@ -272,7 +272,7 @@ EXACT_FORMATS: Mapping[str, str] = MappingProxyType(
         "NVFP4": "bf16",
         **{
             f"{method} int{bits}{zeros}": name
-            for method in ("AWQ", "GPTQ", "compressed-tensors")
+            for method in ("AWQ", "GPTQ", "compressed-tensors", "torchao")
             for zeros, widest in (("", _SIGNED), (" with zeros", _WITH_ZEROS))
             for bits, name in widest.items()
         },

@@ -276,7 +276,18 @@ class SafetensorsCheckpoint:
     def _take_quantized(self, values: Mapping[str, object]) -> dict[str, QuantizedTensor]:
         """Replace stored tensors of quantized modules with their weights in ``names``."""
         raw = {n: RawTensor(m.shape, m.dtype, m.nbytes) for n, m in self.names.items()}
-        model = RawModel(self.path, dict(raw), self._read_raw, stored_names=self._stored_name)
+        metadata = {
+            key: text
+            for file in self._files.values()
+            for key, text in (file.metadata() or {}).items()
+        }
+        model = RawModel(
+            self.path,
+            dict(raw),
+            self._read_raw,
+            stored_names=self._stored_name,
+            metadata=metadata,
+        )
         take_quantized(values, str(self.path / "config.json"), model)
         if self._experts == "alternating":
             take_alternating(model)

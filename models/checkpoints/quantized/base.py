@@ -82,6 +82,7 @@ class RawModel:
         read: Reads stored tensors.
         found: Quantized weights by name.
         notes: Facts for the user.
+        metadata: Texts in the headers of the files.
         stored_names: Tensor names in the file, by name. Missing: equal names.
     """
 
@@ -91,6 +92,7 @@ class RawModel:
     found: dict[str, QuantizedTensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     stored_names: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     def names_of(self, module: str) -> tuple[str, ...]:
         """Return a module's names, in the model and in the file."""

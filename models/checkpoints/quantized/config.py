@@ -15,6 +15,7 @@ METHODS: Mapping[str, str] = {
     "mlx": "MLX",
     "modelopt": "modelopt",
     "mxfp4": "MXFP4",
+    "torchao": "torchao",
 }
 """Readable methods, and the name of their type in messages."""
 

@@ -16,6 +16,7 @@ from tilewright.models.checkpoints.quantized.float8 import read_fp8
 from tilewright.models.checkpoints.quantized.gptq import read_gptq
 from tilewright.models.checkpoints.quantized.mlx import read_mlx
 from tilewright.models.checkpoints.quantized.selection import check_selection
+from tilewright.models.checkpoints.quantized.torchao import read_torchao
 
 _READERS: Mapping[str, Callable[[Mapping[str, object], str, RawModel], None]] = {
     "awq": read_awq,
@@ -26,6 +27,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, object], str, RawModel], None]] = 
     "mlx": read_mlx,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
+    "torchao": read_torchao,
 }
 
 

@@ -1,9 +1,11 @@
-"""Write packages.safetensors: small weights quantized by bitsandbytes, MLX and compressed-tensors.
+"""Write packages.safetensors: small weights quantized by bitsandbytes, MLX, torchao and others.
 
 `value` tensors are the last rows of the float32 values that the packages return::
 
-    pip install bitsandbytes==0.50.2 mlx[cpu]==0.32.4 compressed-tensors==0.20.1
-    python -m tests.models.quantized.make_packages bitsandbytes mlx compressed-tensors
+    pip install bitsandbytes==0.50.2 mlx[cpu]==0.32.4 compressed-tensors==0.20.1 torchao==0.18.0
+    python -m tests.models.quantized.make_packages bitsandbytes mlx compressed-tensors torchao
+
+torchao needs a GPU's package for int4: its class has codes at random, with values by its formula.
 """
 
 from __future__ import annotations
@@ -88,10 +90,61 @@ def of_compressed_tensors() -> Tensors:
     return {**{f"{prefix}{k}": v for k, v in packed.items()}, f"{prefix}value": values}
 
 
+def of_torchao() -> Tensors:
+    from torch import nn
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        Int4Tensor,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+        dequantize_affine,
+        quantize_,
+    )
+
+    found: Tensors = {}
+
+    def add(name: str, quantized: Any, value: torch.Tensor) -> None:
+        stored, entries = flatten_tensor_state_dict({"m.weight": quantized})
+        prefix = f"torchao {name}|"
+        found.update({f"{prefix}{key.removeprefix('m.')}": part for key, part in stored.items()})
+        found[f"{prefix}entry"] = torch.tensor([*entries["m.weight"].encode()], dtype=torch.uint8)
+        found[f"{prefix}value"] = value
+
+    for name, config in (
+        ("int8", Int8WeightOnlyConfig()),
+        ("float8", Float8WeightOnlyConfig()),
+        ("bytes int4", IntxWeightOnlyConfig(torch.int4, PerGroup(32))),
+    ):
+        linear = nn.Linear(64, 8, bias=False, dtype=torch.bfloat16)
+        linear.weight = nn.Parameter(weight(8, 64).bfloat16())
+        quantize_(linear, config)
+        own: Any = linear.weight.detach()
+        if name == "float8":
+            add(name, own, own.dequantize(torch.float32))
+            continue
+        parts = own.qdata, own.block_size, own.scale, own.zero_point, torch.int8
+        add(name, own, dequantize_affine(*parts, output_dtype=torch.float32))
+    rng = np.random.default_rng(3)
+    for name, smallest in (("int4", 0.0), ("int4 minimums", -1.0)):
+        codes = torch.from_numpy(rng.integers(-8, 8, (8, 64), np.int8))
+        scales, zeros = (
+            torch.from_numpy(rng.uniform(low, high, (2, 8))).bfloat16()
+            for low, high in ((0.01, 0.1), (smallest, 0))
+        )
+        pairs = codes[:, ::2] & 0xF | codes[:, 1::2] << 4
+        spread = [part.float().T.repeat_interleave(32, 1) for part in (scales, zeros)]
+        own = Int4Tensor(pairs, scales, zeros, [1, 32], torch.Size((8, 64)))
+        add(name, own, codes.float() * spread[0] + spread[1])
+    return found
+
+
 MAKERS = {
     "bitsandbytes": of_bitsandbytes,
     "mlx": of_mlx,
     "compressed-tensors": of_compressed_tensors,
+    "torchao": of_torchao,
 }
 
 

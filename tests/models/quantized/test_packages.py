@@ -1,10 +1,11 @@
-"""Values of bitsandbytes, MLX and compressed-tensors bit for bit, and refused folders.
+"""Values of bitsandbytes, MLX, compressed-tensors and torchao bit for bit; refused folders.
 
 packages.safetensors is written by make_packages.py.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.models.quantized.folders import (
     Quantize,
     Tensors,
     check_logits,
     check_refused,
+    check_values,
     write,
     write_dense,
 )
 from tests.models.quantized.make_packages import FILE
 from tests.models.quantized.test_float4 import NV
 from tilewright.compiler.formats import get_format, stored_format
+from tilewright.errors import CheckpointError
 from tilewright.models import load_model, quantised_types
 from tilewright.models.checkpoints.quantized.base import RawModel, RawTensor
 from tilewright.models.checkpoints.quantized.bitsandbytes import read_bitsandbytes
 from tilewright.models.checkpoints.quantized.compressed import read_compressed
 from tilewright.models.checkpoints.quantized.mlx import read_mlx
+from tilewright.models.checkpoints.quantized.torchao import read_torchao
 
 UP = "model.layers.1.mlp.up_proj"
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -48,23 +52,36 @@ def schemes() -> dict[str, Tensors]:
 
 
 SCHEMES = schemes()
-HAVE_FORMATS = ("MLX int2", "MLX int3", "MLX int4", "MLX int5", "NVFP4 1x16")
+HAVE_FORMATS = (
+    *("MLX int2", "MLX int3", "MLX int4", "MLX int5", "NVFP4 1x16"),
+    *("torchao float8", "torchao int8", "torchao bytes int4", "torchao int4"),
+)
+LABELS = {
+    "torchao float8": "FP8 per channel",
+    "torchao bytes int4": "torchao int4",
+    "torchao int4 minimums": "torchao int4 with minimums",
+}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_values_are_the_package_s_bit_for_bit(scheme: str) -> None:
-    tensors = {f"m.{name}": tensor for name, tensor in SCHEMES[scheme].items() if name != "value"}
+    names = {*SCHEMES[scheme]} - {"value", "entry"}
+    tensors = {f"m.{name}": SCHEMES[scheme][name] for name in names}
     raw = {n: RawTensor(tuple(t.shape), DTYPES[t.dtype], t.nbytes) for n, t in tensors.items()}
 
     def read(name: str, where: tuple[slice, ...]) -> torch.Tensor:
         return tensors[name][where].clone()
 
     model = RawModel(Path("m"), raw, read)
+    if "entry" in SCHEMES[scheme]:
+        model.metadata = {"m.weight": bytes(SCHEMES[scheme]["entry"].tolist()).decode()}
     if scheme.startswith("MLX"):
         bits = int(scheme.removeprefix("MLX int"))
         read_mlx({"bits": bits, "group_size": 64}, "config.json", model)
     elif scheme.startswith("NVFP4"):
         read_compressed(NV, "config.json", model)
+    elif scheme.startswith("torchao"):
+        read_torchao({}, "config.json", model)
     else:
         read_bitsandbytes(BNB, "config.json", model)
     assert not model.tensors
@@ -74,7 +91,7 @@ def test_values_are_the_package_s_bit_for_bit(scheme: str) -> None:
     assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
     assert torch.equal(weight.values(read, rows - 1, rows), expected[-1:])
     label = weight.stored_type(read)
-    assert label == scheme.removesuffix(" nested")
+    assert label == LABELS.get(scheme, scheme.removesuffix(" nested"))
     name = stored_format(label)
     assert (name is not None) == (scheme in HAVE_FORMATS)
     if name is not None:
@@ -178,3 +195,66 @@ def test_permuted_codes_are_refused(layout: int, tmp_path: Path) -> None:
         return check_refused(tmp_path / "m", eight_bits, BNB, given, words)
     write(tmp_path / "m", eight_bits, BNB, change=given)
     assert load_model(tmp_path / "m").checkpoint.stored_type(f"{UP}.weight") == "bitsandbytes int8"
+
+
+INT8 = {
+    "_type": "Int8Tensor",
+    "_data": {"block_size": [1, 128], "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}},
+}
+
+
+def torchao_bytes(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    codes = rng.integers(-128, 128, weight.shape, np.int8)
+    scales = torch.from_numpy(rng.uniform(0.01, 0.02, (len(weight), 1))).bfloat16().float()
+    tensors = {"_weight_qdata": torch.from_numpy(codes), "_weight_scale": scales}
+    tensors["_weight_zero_point"] = torch.zeros(scales.shape, dtype=torch.int8)
+    return tensors, codes * scales.numpy()
+
+
+def with_entries(folder: Path, **more: Any) -> None:
+    """Write the metadata of torchao into the folder's file."""
+    path = folder / "model.safetensors"
+    tensors, entries = load_file(path), {}
+    for name in tensors:
+        module, _, last = name.rpartition(".")
+        if last == "_weight_qdata":
+            sizes = {"block_size": [1, tensors[name].shape[1]]}
+            data = {**INT8["_data"], **sizes, **more.get("data", {})}
+            entries[f"{module}.weight"] = json.dumps({**INT8, **more, "_data": data})
+    save_file(tensors, path, metadata=entries)
+
+
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
+
+
+def test_torchao_folders_have_the_logits_of_dense_values(tmp_path: Path) -> None:
+    values = write(tmp_path / "m", torchao_bytes, TORCHAO)
+    with_entries(tmp_path / "m")
+    check_values(tmp_path / "m", values)
+    assert load_model(tmp_path / "m").checkpoint.stored_type(f"{UP}.weight") == "torchao int8"
+    write_dense(tmp_path / "dense", values)
+    check_logits(tmp_path / "m", tmp_path / "dense")
+
+
+@pytest.mark.parametrize(
+    ("damage", "entry", "words"),
+    [
+        (change("x", None), {"_type": "NVFP4Tensor"}, "class 'NVFP4Tensor'; allowed: Float8Tensor"),
+        (change("x", None), {"_type": "Int4Tensor"}, r"_weight_scale is F32 \[128, 1\]; allowed"),
+        (change("x", None), {"data": {"block_size": [1, 7]}}, r"block_size \[1, 7\] for shape"),
+        (change("_weight_scale", None), {}, r"_weight_scale is missing; allowed: F32"),
+        (change("_weight_zero_point", torch.ones(2)), {}, r"_weight_zero_point is F32 \[2\]"),
+        (change("_weight_act_pre_scale", torch.ones(2)), {}, "scales activations"),
+        (change("x", None), None, "has no entry in the file's metadata; allowed: an object for"),
+        (change("_weight_zero_point", torch.full((192, 1), 0.5)), {}, "has a zero that is no code"),
+    ],
+)
+def test_torchao_folders_that_do_not_fit_are_refused(
+    damage: Callable[[Tensors], None], entry: dict[str, Any] | None, words: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "m", torchao_bytes, TORCHAO, change=damage)
+    if entry is not None:
+        with_entries(tmp_path / "m", **entry)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load_model(tmp_path / "m")
+    assert "\n" not in str(caught.value)
