@@ -263,10 +263,3 @@ def _column(scales: Scales, j: int, block: int, *, along_out: bool) -> Scales:
 def _candidate(scales: Scales, index: int) -> Scales:
     minimum = None if scales.minimum is None else scales.minimum[index]
     return Scales(scales.scale[index], minimum)
-
-
-def output_error(weight_ND: Tensor, values_ND: Tensor, moments_DD: Tensor) -> float:
-    """Return a weight's relative squared output error on the calibration text."""
-    off = weight_ND - values_ND
-    whole = ((weight_ND @ moments_DD) * weight_ND).sum()
-    return float(((off @ moments_DD) * off).sum() / whole) if whole > 0 else 0.0

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 TILE = 32
-FACE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,27 +137,6 @@ class BlockFloat(DataFormat):
         """Return a matrix's bytes in tiles (bfp8: 1088 per tile, bfp4: 576)."""
         num_tiles = -(-num_rows // TILE) * -(-num_columns // TILE)
         return num_tiles * (64 + TILE * TILE * self.element_bits // 8)
-
-    def pack_tiles(self, x_RC: torch.Tensor) -> torch.Tensor:
-        """Return uint8 ``[tile_nbytes]`` in Tenstorrent's memory layout: tiles row-major, padded
-        with zeros.
-
-        A tile has the exponents of its four faces in order, then its faces' elements
-        row-major. An element's sign bit is above its magnitude. The first element has the low bits
-        of a byte.
-        """
-        import torch
-
-        num_rows, num_columns = x_RC.shape
-        padding = (0, -num_columns % TILE, 0, -num_rows % TILE)
-        encoded = self.quantise(torch.nn.functional.pad(x_RC.float(), padding))
-        codes = self._codes(encoded.mantissas)
-        tile_rows, tile_columns = codes.shape[0] // TILE, codes.shape[1] // TILE
-        faces = codes.view(tile_rows, 2, FACE, tile_columns, 2, FACE).permute(0, 3, 1, 4, 2, 5)
-        exponents = encoded.exponents.view(tile_rows, 2, FACE, tile_columns, 2)
-        exponents = exponents.permute(0, 3, 1, 4, 2).reshape(-1, 64)
-        elements = self._join(faces.reshape(-1)).view(exponents.shape[0], -1)
-        return torch.cat([exponents, elements], dim=1).reshape(-1)
 
     def _codes(self, mantissas: torch.Tensor) -> torch.Tensor:
         """Return a byte per element, in whole blocks, with the sign bit above the magnitude."""

@@ -38,7 +38,6 @@ from tilewright.compiler.precision.names import (
     VISION_GROUPS,
     Phase,
     normalise_model_name,
-    output_format,
 )
 from tilewright.compiler.precision.phases import compact_settings, fold_phases
 from tilewright.errors import ConfigError
@@ -116,7 +115,7 @@ class ResolvedPrecision:
         """Return a tensor group's format, for a layer and a qualified name.
 
         An unset group in ``FOLLOWS`` has its leader's format. ``activation`` may be ``mixed``:
-        see :meth:`activation_format`. An unset ``block_output`` is ``mixed``.
+        see `output_format`. An unset ``block_output`` is ``mixed``.
         """
         assert group in TENSOR_GROUPS, f"no tensor group {group!r}"
         follows = group in FOLLOWS and group not in self.settings
@@ -131,12 +130,6 @@ class ResolvedPrecision:
         key = op_group if has_phase else f"{op_group}_{phase}"
         assert key in STORED_OP_GROUPS, f"no op group {op_group!r} in {phase}"
         return self._look_up((key,), layer, fqn)
-
-    def activation_format(
-        self, op: str, phase: Phase, *, layer: int | None = None, fqn: str | None = None
-    ) -> str:
-        """Return the output format of an op (a key in ``MIXED_ACTIVATION``) in a phase."""
-        return output_format(op, self.format("activation", layer=layer, fqn=fqn), phase)
 
     def heading(self) -> str:
         """Return the canonical line. For the same layer count, it parses to equal settings."""

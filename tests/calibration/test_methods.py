@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.calibration.grids import grid_of
-from tilewright.compiler.calibration.methods import factorize, gptq, imatrix, output_error
+from tilewright.compiler.calibration.methods import factorize, gptq, imatrix
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.formats.coded_rows import code_rows, decode_rows
 from tilewright.errors import CompileError
@@ -22,6 +22,12 @@ def correlated(size: int, seed: int = 0) -> Tensor:
     x = torch.randn(4 * size, size, generator=generator) @ mix
     x[:, ::17] *= 8
     return x.T @ x / x.shape[0]
+
+
+def output_error(weight_ND: Tensor, values_ND: Tensor, moments_DD: Tensor) -> float:
+    """Relative squared output error on the calibration text."""
+    off = weight_ND - values_ND
+    return float(((off @ moments_DD) * off).sum() / ((weight_ND @ moments_DD) * weight_ND).sum())
 
 
 def weight(rows: int, size: int) -> Tensor:

@@ -8,10 +8,13 @@ import pytest
 
 from tilewright.compiler.precision import (
     MIXED_ACTIVATION,
+    Phase,
     PrecisionConfig,
+    ResolvedPrecision,
     effective_id,
     load_precision,
     normalise_model_name,
+    output_format,
     parse_heading,
 )
 from tilewright.errors import ConfigError
@@ -164,16 +167,18 @@ def test_no_layers_at_all() -> None:
 
 
 def test_mixed_means_each_ops_own() -> None:
+    def output(config: ResolvedPrecision, op: str, phase: Phase) -> str:
+        return output_format(op, config.format("activation", layer=0), phase)
+
     mixed = load_precision("base").resolve(2)
-    assert mixed.activation_format("swiglu", "decode", layer=0) == "bfp8"
-    assert mixed.activation_format("sdpa", "prefill", layer=0) == "bfp8"
-    assert mixed.activation_format("sdpa", "decode", layer=0) == "bf16"
+    assert output(mixed, "swiglu", "decode") == output(mixed, "sdpa", "prefill") == "bfp8"
+    assert output(mixed, "sdpa", "decode") == "bf16"
     plain = parse_heading("precision_cfg = {activation: bfp8}").resolve(2)
-    assert plain.activation_format("li_qkv", "decode", layer=0) == "bfp8"
+    assert output(plain, "li_qkv", "decode") == "bfp8"
     # Norms and routers stay high, unless everything is higher.
-    assert plain.activation_format("rms_norm", "decode", layer=0) == "bf16"
+    assert output(plain, "rms_norm", "decode") == "bf16"
     exact = load_precision("reference").resolve(2)
-    assert {exact.activation_format(op, "prefill", layer=1) for op in MIXED_ACTIVATION} == {"fp32"}
+    assert {output(exact, op, "prefill") for op in MIXED_ACTIVATION} == {"fp32"}
 
 
 def test_model_exceptions() -> None:

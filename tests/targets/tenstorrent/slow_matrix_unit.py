@@ -6,15 +6,36 @@ that such comparisons need: every exponent, denormals, zeros, cancellation, inf 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.compiler.formats import BlockFloat, get_format
-from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import MatmulSettings
+from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import PHASES, MatmulSettings
 
 LOST_BITS = (0, 5, 7, 12)
 KINDS = ("normal", "any exponent", "tiny", "huge", "sparse", "cancelling", "any bits")
+_NAME = re.compile(
+    r"(\w+)\.(\w+)\.(\w+)\.fp32dst([01])\.l1acc([01])\.block(\d+)\.out_(bf16|bfp8|bfp4|fp32)"
+)
+
+
+def golden_case(
+    name: str, arrays: Mapping[str, np.ndarray]
+) -> tuple[Tensor, Tensor, MatmulSettings]:
+    """Rounded operands and settings of an array in a golden file."""
+    match = _NAME.fullmatch(name)
+    assert match, name
+    *formats, fidelity, fp32_dst, l1_acc, k_block, out = match.groups()
+    act, weight = (
+        get_format(form).round_trip(torch.from_numpy(arrays[key])).bfloat16()
+        for key, form in zip(("act", "weight"), formats, strict=True)
+    )
+    flags = fp32_dst == "1", l1_acc == "1"
+    return act, weight, MatmulSettings(PHASES[fidelity], *flags, int(k_block), out)
 
 
 def operand(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:

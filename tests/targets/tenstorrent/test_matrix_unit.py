@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.targets.tenstorrent.slow_matrix_unit import KINDS, operand, slow_matmul
-from tilewright.compiler.formats import get_format
+from tests.targets.tenstorrent.slow_matrix_unit import KINDS, golden_case, operand, slow_matmul
 from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import (
     MatmulSettings,
-    Setting,
     matmul,
-    run_setting,
 )
 from tilewright.errors import CompileError
 
@@ -50,20 +48,19 @@ def test_the_golden_file_has_its_48_settings() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_values(name: str) -> None:
-    act, weight = torch.from_numpy(GOLDEN["act"]), torch.from_numpy(GOLDEN["weight"])
-    differing = run_setting(act, weight, name).numpy() != GOLDEN[name]
+    differing = matmul(*golden_case(name, GOLDEN)).numpy() != GOLDEN[name]
     assert int(differing.sum()) == 0
 
 
 def test_golden_values_of_blackhole() -> None:
     """All settings of the file. Wormhole differs where a sum is -1 in the last place."""
-    act, weight = (torch.from_numpy(BLACKHOLE[name]) for name in ("act", "weight"))
     names = [name for name in BLACKHOLE.files if name not in ("act", "weight")]
     assert len(names) == 72
     differing = dict.fromkeys((False, True), 0)
     for name in names:
         for sign_error in differing:
-            found = run_setting(act, weight, name, sign_error=sign_error).numpy()
+            act, weight, settings = golden_case(name, BLACKHOLE)
+            found = matmul(act, weight, replace(settings, sign_error=sign_error)).numpy()
             differing[sign_error] += int((found != BLACKHOLE[name]).sum())
     assert differing == {False: 0, True: 1367}
 
@@ -83,11 +80,7 @@ def test_infinities_of_both_signs_in_l1_leave_a_number() -> None:
 
 @pytest.mark.parametrize("name", NAMES[::6])
 def test_golden_values_of_the_slow_model(name: str) -> None:
-    setting = Setting.parse(name)
-    operands = []
-    for array, form in (("act", setting.act_format), ("weight", setting.weight_format)):
-        operands.append(get_format(form).round_trip(torch.from_numpy(GOLDEN[array])).bfloat16())
-    differing = slow_matmul(*operands, setting.matmul).numpy() != GOLDEN[name]
+    differing = slow_matmul(*golden_case(name, GOLDEN)).numpy() != GOLDEN[name]
     assert int(differing.sum()) == 0
 
 
@@ -181,12 +174,6 @@ def test_empty_products() -> None:
     )
 
 
-def test_a_name_is_read() -> None:
-    setting = Setting.parse("bfp8.bfp4.hifi3.fp32dst1.l1acc0.block96.out_fp32")
-    want = MatmulSettings(3, fp32_dst=True, l1_acc=False, k_block=96, out_format="fp32")
-    assert setting == Setting("bfp8", "bfp4", want)
-
-
 def test_a_named_fidelity_is_its_settings() -> None:
     got = MatmulSettings.of("hifi4fp32", k_block=64, out_format="bf16")
     want = MatmulSettings(4, fp32_dst=True, l1_acc=True, k_block=64, out_format="fp32")
@@ -194,21 +181,17 @@ def test_a_named_fidelity_is_its_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("wrong", "said"),
     [
-        ("bf16.bf16", "allowed: <act>.<weight>.<fidelity>"),
-        ("fp8.bf16.lofi.fp32dst0.l1acc0.block32.out_bf16", "act format fp8; allowed: bf16, bfp8"),
-        ("bf16.q40.lofi.fp32dst0.l1acc0.block32.out_bf16", "weight format q40; allowed"),
-        ("bf16.bf16.hifi5.fp32dst0.l1acc0.block32.out_bf16", "fidelity hifi5; allowed: lofi"),
-        ("bf16.bf16.lofi.fp32dst0.l1acc0.block40.out_bf16", "K block 40; allowed: multiples of 32"),
-        ("bf16.bf16.lofi.fp32dst0.l1acc0.block0.out_bf16", "K block 0; allowed"),
-        ("bf16.bf16.lofi.fp32dst0.l1acc0.block32.out_q80", "output format q80; allowed: fp32"),
-        ("bf16.bf16.lofi.fp32dst2.l1acc0.block32.out_bf16", "allowed: <act>"),
+        ({"num_phases": 5}, "phases 5; allowed: 1"),
+        ({"k_block": 40}, "K block 40; allowed: multiples of 32"),
+        ({"k_block": 0}, "K block 0; allowed"),
+        ({"out_format": "q80"}, "output format q80; allowed: fp32"),
     ],
 )
-def test_a_wrong_name_is_refused(name: str, said: str) -> None:
+def test_a_wrong_setting_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(CompileError, match=said):
-        Setting.parse(name)
+        replace(LOFI, **wrong)
 
 
 @pytest.mark.parametrize(

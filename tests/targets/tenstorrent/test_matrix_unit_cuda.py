@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.targets.tenstorrent.slow_matrix_unit import KINDS, operand, slow_matmul
-from tilewright.compiler.targets.tenstorrent.emulate import matrix_unit, matrix_unit_cuda
-from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import (
-    MatmulSettings,
-    Setting,
-    matmul,
-)
+from tests.targets.tenstorrent.slow_matrix_unit import KINDS, golden_case, operand, slow_matmul
+from tilewright.compiler.targets.tenstorrent.emulate import matrix_unit_cuda
+from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import MatmulSettings, matmul
 
 GOLDEN = np.load(Path(__file__).with_name("golden_matmul.npz"))
 NAMES = [name for name in GOLDEN.files if name not in ("act", "weight")]
@@ -35,17 +31,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cpu")
 
 
-def held(name: str, form: str, device: torch.device) -> torch.Tensor:
-    values = matrix_unit.get_format(form).round_trip(torch.from_numpy(GOLDEN[name]))
-    return values.bfloat16().to(device)
-
-
 @pytest.mark.parametrize("name", NAMES[::12])
 def test_golden_values(name: str, device: torch.device) -> None:
-    setting = Setting.parse(name)
-    act = held("act", setting.act_format, device)
-    weight = held("weight", setting.weight_format, device)
-    differing = matmul(act, weight, setting.matmul).cpu().numpy() != GOLDEN[name]
+    act, weight, settings = golden_case(name, GOLDEN)
+    differing = matmul(act.to(device), weight.to(device), settings).cpu().numpy() != GOLDEN[name]
     assert int(differing.sum()) == 0
 
 

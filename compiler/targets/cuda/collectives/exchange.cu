@@ -5,7 +5,7 @@
 
 struct Reduce {
   Group group;
-  const void *x;  // [rows, x_stride] fp32 or bf16: this rank's values
+  const void *x;  // [rows, x_stride] fp32 or bf16. This rank's values
   const float *residual;  // [rows, sum_stride]; 0: none
   const float *norm;      // [width]; 0: none
   float *sum;  // [rows, sum_stride]; 0: not stored
@@ -340,22 +340,6 @@ extern "C" __global__ void advance(u32 *state, int count) {
   wait_for_inputs();
   state[BASE] = (state[BASE] + count) % WRAP;
   __threadfence();
-}
-
-// Send a word `turns` times between ranks 0 and 1 and back.
-extern "C" __global__ void ping(const __grid_constant__ Group group, int turns) {
-  wait_for_inputs();
-  Side side(group);
-  const u64 there = side.part(1 - group.rank, group.rank), here = side.part(group.rank, 1 - group.rank);
-  for (int turn = 1; turn <= turns; ++turn) {
-    if (!group.rank) put(there, make_uint2(turn, turn));
-    uint2 word = make_uint2(0, 0);
-    u64 began = 0;
-    for (u32 polls = 1; get(here, word), word.x != turn; ++polls)
-      if (!(polls % POLLS_BETWEEN_LOOKS) && !(began = look(group, 1 - group.rank, began))) return;
-    if (group.rank) put(there, make_uint2(turn, turn));
-  }
-  put(here, make_uint2(EMPTY, EMPTY));
 }
 
 #define REDUCE(wire, in, W, I, UNITS, RANKS)                                                      \

@@ -83,17 +83,12 @@ class _Advance(ctypes.Structure):
     _fields_ = (("state", ctypes.c_void_p), ("count", ctypes.c_int))
 
 
-class _Ping(ctypes.Structure):
-    _fields_ = (("group", _RankAddresses), ("turns", ctypes.c_int))
-
-
 SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("exchange.cu"),
     (
         "choose_best",
         "deliver",
         "advance",
-        "ping",
         *(
             f"reduce_{wire}_{kind}_{units}_{ranks}"
             for (wire, kind), each in _UNITS.items()
@@ -367,15 +362,6 @@ class PeerAllReduce:
         at = nvrtc.Launch((1, 1, 1), 1)
         nvrtc.launch(SOURCE, "advance", at=at, arguments=arguments, spread=True)
         self._index = 0
-
-    def ping(self, turns: int) -> None:
-        """Send a word ``turns`` times between the first two ranks and back.
-
-        Call it between steps. The host must synchronize all ranks before and after.
-        """
-        arguments = _Ping(self._group, turns)
-        at = nvrtc.Launch((1, 1, 1), 1)
-        nvrtc.launch(SOURCE, "ping", at=at, arguments=arguments, spread=True)
 
     def _check_stream(self) -> None:
         """Check that all collectives use one stream. Concurrent collectives with one number would

@@ -1,4 +1,4 @@
-"""Matmuls of the Wormhole and Blackhole matrix units, bit for bit.
+"""Wormhole and Blackhole matmuls, bit for bit.
 
 Defines settings, operands, K blocks and outputs. The sums are in ``matrix_unit_cpu.py`` and
 ``matrix_unit_cuda.py``. Excludes graphs and device memory.
@@ -6,9 +6,8 @@ Defines settings, operands, K blocks and outputs. The sums are in ``matrix_unit_
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,14 +18,7 @@ from tilewright.compiler.targets.tenstorrent.emulate.strided_weight import Strid
 from tilewright.errors import CompileError, allowed, one_line
 
 OUT_FORMATS = ("fp32", "bf16", "bfp8", "bfp4")
-OPERAND_FORMATS = ("bf16", "bfp8", "bfp4", "bfp2")
 PHASES = {"lofi": 1, "hifi2": 2, "hifi3": 3, "hifi4": 4}
-
-_NAME = re.compile(
-    r"(?P<act>\w+)\.(?P<weight>\w+)\.(?P<fidelity>\w+)\.fp32dst(?P<fp32_dst>[01])"
-    r"\.l1acc(?P<l1_acc>[01])\.block(?P<k_block>\d+)\.out_(?P<out>\w+)"
-)
-_NAME_FORM = "<act>.<weight>.<fidelity>.fp32dst<0|1>.l1acc<0|1>.block<K block>.out_<format>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,52 +67,6 @@ class MatmulSettings:
             out_format="fp32" if named.fp32_outputs else out_format,
             sign_error=sign_error,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Settings of a matmul and its operands' formats."""
-
-    act_format: str
-    weight_format: str
-    matmul: MatmulSettings
-
-    @classmethod
-    def parse(cls, name: str) -> Setting:
-        """Parse ``<act>.<weight>.<fidelity>.fp32dst<0|1>.l1acc<0|1>.block<K block>.out_<format>``.
-
-        Raises:
-            CompileError: The name has a different form or an unknown value.
-        """
-        match = _NAME.fullmatch(name)
-        if match is None:
-            raise CompileError(f"setting {name!r}; {allowed([_NAME_FORM])}")
-        part = match.groupdict()
-        for role in ("act", "weight"):
-            _check(part[role] in OPERAND_FORMATS, f"{role} format", part[role], OPERAND_FORMATS)
-        _check(part["fidelity"] in PHASES, "fidelity", part["fidelity"], PHASES)
-        settings = MatmulSettings(
-            num_phases=PHASES[part["fidelity"]],
-            fp32_dst=part["fp32_dst"] == "1",
-            l1_acc=part["l1_acc"] == "1",
-            k_block=int(part["k_block"]),
-            out_format=part["out"],
-        )
-        return cls(part["act"], part["weight"], settings)
-
-
-def run_setting(act_MK: Tensor, weight_KN: Tensor, name: str, *, sign_error: bool = True) -> Tensor:
-    """Pack both operands as a host does, with blocks along the last axis, and multiply them.
-
-    Return float32 ``[M, N]``. The operands have any floating-point type.
-
-    Args:
-        name: A setting for `Setting.parse`.
-        sign_error: False for Blackhole; see `MatmulSettings`.
-    """
-    setting = Setting.parse(name)
-    act, weight = _rounded(act_MK, setting.act_format), _rounded(weight_KN, setting.weight_format)
-    return matmul(act, weight, replace(setting.matmul, sign_error=sign_error))
 
 
 def matmul(act: Tensor, weight: Tensor, settings: MatmulSettings) -> Tensor:
@@ -221,10 +167,6 @@ def packed(dst: Tensor, name: str) -> Tensor:
     if name == "fp32":
         return dst
     return ((dst.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
-
-
-def _rounded(x: Tensor, name: str) -> Tensor:
-    return get_format(name).round_trip(x).bfloat16()
 
 
 def _is_block_format(name: str) -> bool:

@@ -57,7 +57,7 @@ class Virtual:
 
     def __init__(self, count: int, *, limit: float = 5.0) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        assert not nvrtc.why_not(device, exchange.SOURCE)
+        nvrtc.load(device, exchange.SOURCE)
         words = SLOTS * count * PART // 4
         self.memory = torch.full((count, words), EMPTY - 2**32, dtype=torch.int32, device=device)
         addresses = [each.data_ptr() for each in self.memory]

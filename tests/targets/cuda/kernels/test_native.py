@@ -151,11 +151,10 @@ def test_every_header_is_named_once() -> None:
 
 
 def test_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nvrtc.why_not(torch.device("cpu"), native.source()) == "no GPU"
+    assert nvrtc.gpu_of(torch.device("cpu")).why_no_cpp == "no GPU"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    assert (
-        nvrtc.why_not(torch.device("cuda", 0), native.source()) == "made for compute capability 9.0"
-    )
+    gpu = nvrtc.gpu_of(torch.device("cuda", 0))
+    assert gpu.why_no_cpp == "made for compute capability 9.0"
 
 
 @pytest.mark.slow
@@ -184,9 +183,9 @@ def test_it_compiles_without_spills(source: nvrtc.KernelSource, tmp_path: Path) 
 def gpu_of(device: torch.device, source: nvrtc.KernelSource) -> torch.device:
     """The first GPU; the test is skipped where a source's kernels do not run there."""
     place = torch.device(device.type, 0) if device.type == "cuda" else device
-    reason = nvrtc.why_not(place, source)
-    if reason:
+    if reason := nvrtc.gpu_of(place).why_no_cpp:
         pytest.skip(reason)
+    nvrtc.load(place, source)
     return torch.device("cuda", 0)
 
 

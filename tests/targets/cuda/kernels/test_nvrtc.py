@@ -144,7 +144,7 @@ CUBIN = nvrtc._cubin
 def test_kernels_are_loaded_into_the_device_that_asks(driver: Driver) -> None:
     """Whichever is current."""
     for index in (1, 0, 3):
-        assert nvrtc.why_not(torch.device("cuda", index), SOURCE) == ""
+        nvrtc.load(torch.device("cuda", index), SOURCE)
     assert driver.loaded == [1, 0, 3] and driver.current == 0
 
 
@@ -155,7 +155,7 @@ def test_where_blocks_are_to_lie_beside_others_all_memory_is_shared(
     """Else the second kernel's wait until the multiprocessor is empty, and is cut anew."""
     asked: list[tuple[int, int]] = []
     driver.cuFuncSetAttribute = lambda function, what, value: (asked.append((what, value)), (0,))[1]
-    assert nvrtc.why_not(torch.device("cuda", 0), dataclasses.replace(SOURCE, beside=beside)) == ""
+    nvrtc.load(torch.device("cuda", 0), dataclasses.replace(SOURCE, beside=beside))
     assert ((3, 100) in asked) == beside and (2, nvrtc.MOST_SHARED) in asked
 
 
@@ -163,9 +163,10 @@ def test_an_error_of_the_device_is_raised_and_not_kept(driver: Driver) -> None:
     """It says nothing about whether the kernels can run: out of memory, for one."""
     driver.error = 2
     with pytest.raises(RuntimeError, match="CUDA: 2"):
-        nvrtc.why_not(torch.device("cuda", 0), SOURCE)
+        nvrtc.load(torch.device("cuda", 0), SOURCE)
     driver.error = 0
-    assert nvrtc.why_not(torch.device("cuda", 0), SOURCE) == ""
+    nvrtc.load(torch.device("cuda", 0), SOURCE)
+    assert driver.loaded == [0, 0]
 
 
 def test_sources_that_do_not_compile_are_an_error(
@@ -176,7 +177,7 @@ def test_sources_that_do_not_compile_are_an_error(
 
     monkeypatch.setattr(nvrtc, "_cubin", refuses)
     with pytest.raises(CompileError, match=r"some\.cu"):
-        nvrtc.why_not(torch.device("cuda", 0), SOURCE)
+        nvrtc.load(torch.device("cuda", 0), SOURCE)
 
 
 @pytest.mark.parametrize("version, all_cores", [((12, 9), False), ((13, 0), True), ((13, 1), True)])
@@ -210,4 +211,4 @@ def test_without_a_compiler_it_says_so(driver: Driver, monkeypatch: pytest.Monke
         raise RuntimeError("libnvrtc.so: cannot open shared object file")
 
     monkeypatch.setattr(driver, "nvrtcVersion", missing)
-    assert "libnvrtc.so" in nvrtc.why_not(torch.device("cuda", 0), SOURCE)
+    assert "libnvrtc.so" in nvrtc.gpu_of(torch.device("cuda", 0)).why_no_cpp

@@ -169,19 +169,6 @@ def gpu_of(device: torch.device) -> Gpu:
     return Gpu(capability, MADE_FOR if capability[0] != 9 else _missing())
 
 
-def why_not(device: torch.device, source: KernelSource) -> str:
-    """Return the reason why kernels cannot run on a device. Empty: they can.
-
-    Raises:
-        CompileError: NVRTC does not compile the source.
-        RuntimeError: The device cannot load the kernels. The next call tries again.
-    """
-    reason = gpu_of(device).why_no_cpp
-    if not reason:
-        load(device, source)
-    return reason
-
-
 def load(device: torch.device, *sources: KernelSource) -> None:
     """Compile sources and load them on a device. A CPU needs nothing.
 
