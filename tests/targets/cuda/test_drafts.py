@@ -91,6 +91,25 @@ def test_rejected_drafts_leave_sequence_state_unchanged(params: Any, swaps: int 
     made.close()
 
 
+@pytest.mark.parametrize("has_states", [False, True])
+def test_steps_after_the_last_drafts_leave_the_output_unchanged(
+    executable: Executable, has_states: bool
+) -> None:
+    """Steps without any drafts follow a step with accepted drafts."""
+    made = executable
+    if has_states:
+        model = tiny_model(std=0.3, model_type="qwen3_5", **ON_CUDA)
+        made = compiled(model, "cuda", precision=precision_of("bf16"), max_drafts=3)
+    plain, _ = run(made, (3,), SAMPLED, no_drafts, num_tokens=5)
+    first = oracle(plain, (2,), 1.0)
+    found, num_steps = run(
+        made, (3,), SAMPLED, lambda n, done: () if done else first(n, done), num_tokens=5
+    )
+    assert found == plain and num_steps == 3
+    if has_states:
+        made.close()
+
+
 def test_scheduler_with_ngram_drafts_leaves_the_output_unchanged(executable: Executable) -> None:
     def outputs(speculative: SpeculativeConfig | None) -> tuple[list[list[int]], int]:
         loop = EngineLoop(executable, policy=SchedulerConfig(speculative=speculative))

@@ -93,7 +93,8 @@ class DraftSteps:
     def settle(self, step: Step | None = None) -> None:
         """Read all drafts in flight if ``step`` uses a slot with drafts. None: always read.
 
-        Flush the slots if ``step`` copies state. Flush slots with a forced token or a prompt.
+        Flush the slots if ``step`` copies state. Flush slots with a forced token, a prompt, or a
+        token of a step without drafts.
         """
         if not (self._in_flight or self._settled):
             return
@@ -109,7 +110,8 @@ class DraftSteps:
         if moves or step is None:
             self._flush([*self._settled])
         else:
-            self._flush([*step.forced, *(chunk.slot for chunk in step.prompts)])
+            plain = () if step.drafts else step.decode
+            self._flush([*step.forced, *plain, *(chunk.slot for chunk in step.prompts)])
 
     def _read(self) -> None:
         for verification in {id(run): run for run in self._in_flight.values()}.values():
