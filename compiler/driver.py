@@ -25,7 +25,7 @@ from tilewright.compiler.targets.image_encoder import (
 )
 from tilewright.compiler.targets.interface.base import (
     CompileOptions,
-    Executable,
+    LoweredLayer,
     Progress,
     Stage,
     Target,
@@ -106,7 +106,7 @@ def compile_model(
     )
 
 
-def compile_draft_layer(
+def lower_draft_layer(
     model: CompilableModel,
     layer: CompilableModel,
     precision: PrecisionConfig,
@@ -114,14 +114,14 @@ def compile_draft_layer(
     target: str,
     options: CompileOptions,
     progress: Progress = silent,
-) -> Executable:
-    """Compile a model's draft layer with the model's precision and options.
+) -> LoweredLayer:
+    """Lower a model's draft layer with the model's precision and options.
 
     Args:
         model: Result of `load_model`.
         layer: Result of `load_draft_layer`.
         precision: The model's precision. The groups ``draft_*`` are the layer's.
-        target: ``reference`` or ``cpu-native``.
+        target: ``reference``, ``cpu-native`` or ``cuda``.
         options: The model's options.
         progress: Called with ``(step, done, total)``.
 
@@ -131,8 +131,7 @@ def compile_draft_layer(
     backend, resolved = get_target(target), resolve_precision(model, precision)
     how: Any = {"block_axis": backend.block_axis}
     graph_module, _ = lower_model(layer, resolved, backend.stages(), progress, **how)
-    source = weight_source(layer, options.max_context)
-    return backend.compile(graph_module, source, options, progress)
+    return LoweredLayer(graph_module, weight_source(layer, options.max_context))
 
 
 def compile_virtual(

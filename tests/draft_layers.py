@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.tiny import FakeCheckpoint, precision_of
-from tilewright.compiler.driver import compile_draft_layer
+from tilewright.compiler.driver import lower_draft_layer
 from tilewright.compiler.targets.host.executable import HostExecutable
 from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.compiled import silent
+from tilewright.compiler.targets.table import get_target
 from tilewright.models.architectures.table import architecture_of
 from tilewright.models.sources import stored_shapes
 
@@ -47,7 +49,9 @@ def attach(
         compute="exact",
         num_threads=1,
     )
-    made = compile_draft_layer(model, layer, precision_of(), target=target, options=options)
+    lowered = lower_draft_layer(model, layer, precision_of(), target=target, options=options)
+    how = lowered.graph_module, lowered.get_weight, options, silent
+    made = get_target(target).compile(*how)
     assert isinstance(made, HostExecutable)
     executable.attach(made)
     return made

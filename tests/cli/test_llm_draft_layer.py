@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.draft_layers import SHARED, tiny_layer
 from tests.images.tiny_vl import save_vl, tiny_vl
-from tilewright.errors import CheckpointError
+from tilewright.errors import CheckpointError, ConfigError
 from tilewright.llm import LLM
 from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
 
@@ -72,6 +72,12 @@ def test_a_file_without_the_layer_is_refused(folder: Path, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"= 1, and no tensor mtp\.fc\.weight; allowed: "):
         LLM(tmp_path, speculative_config=CONFIG, target="reference", **HOW)
+
+
+def test_a_layer_with_two_ranks_is_refused_before_compilation(folder: Path) -> None:
+    how = {**HOW, "target": "cpu", "tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match="method mtp with several ranks; allowed: a single rank"):
+        LLM(folder, speculative_config=CONFIG, **how)
 
 
 def test_a_target_without_draft_layers_decodes_without_drafts(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,9 @@ def executable(request: pytest.FixtureRequest) -> Iterator[HostExecutable]:
     made.close()
 
 
-def final_states(tokens: list[int]) -> torch.Tensor:
+def final_states(tokens: list[int], model: SimpleNamespace = MODEL) -> torch.Tensor:
     """Return the reference's final hidden states."""
-    reference: Any = compiled(MODEL, "reference", max_context=64)
+    reference: Any = compiled(model, "reference", max_context=64)
     reference.step(Step(edits=(OpenSlot(Slot(0), SamplingParams()),)))
     count = len(tokens)
     every, ends = np.arange(count), np.array([0, count])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tilewright.compiler.targets.interface.compiled import Compiled
 
-_LAYER_TARGETS = ("reference", "cpu-native")
+_LAYER_TARGETS = ("reference", "cpu-native", "cuda")
 _MAX_SEQS = 8
 """Maximum requests with drafts at a time. Drafts pay for few requests."""
 
@@ -27,40 +27,50 @@ def has_draft_layer(resolved: ResolvedConfig) -> bool:
     return speculative is not None and speculative.method == MTP
 
 
-def attach_draft_layer(
-    source: ModelHandle,
-    resolved: ResolvedConfig,
-    compiled: Compiled,
-    options: CompileOptions,
-    progress: Progress,
-) -> None:
-    """Compile the draft layer of a model and give it to the model's executable.
+def with_draft_layer(
+    source: ModelHandle, resolved: ResolvedConfig, options: CompileOptions, progress: Progress
+) -> CompileOptions:
+    """Return options with the model's draft layer, if the target runs draft layers.
 
-    Targets without draft layers do nothing.
-
-    The program cache excludes the layer, with its copies of embedding and head.
+    Call this before the compilation. The program cache excludes the layer.
 
     Raises:
         ConfigError: for several ranks or a compiled directory.
         CheckpointError: for a file without a draft layer.
+        CompileError: for a layer without kernels.
     """
     where = "speculative_config: method mtp"
     if not resolved.grouping.is_alone:
         raise ConfigError(f"{where} with several ranks; allowed: a single rank")
     if source.manifest is not None:
         raise ConfigError(f"{where} with a compiled folder; allowed: a checkpoint")
-    from tilewright.compiler.driver import compile_draft_layer
-    from tilewright.compiler.targets.host.executable import HostExecutable
+    from tilewright.compiler.driver import lower_draft_layer
     from tilewright.models import load_draft_layer
 
     model = source.checkpoint_model()
-    layer, executable = load_draft_layer(model), compiled.executable
-    if compiled.target not in _LAYER_TARGETS:
+    layer = load_draft_layer(model)
+    if resolved.target not in _LAYER_TARGETS:
+        return options
+    assert resolved.precision is not None
+    how: Any = {"target": resolved.target, "options": options}
+    return replace(options, draft_layer=lower_draft_layer(model, layer, resolved.precision, **how))
+
+
+def attach_draft_layer(compiled: Compiled, options: CompileOptions, progress: Progress) -> None:
+    """Compile the draft layer in ``options`` for a host executable.
+
+    Executables on GPUs load the layer with the model.
+    """
+    from tilewright.compiler.targets.host.executable import HostExecutable
+    from tilewright.compiler.targets.table import get_target
+
+    layer, executable = options.draft_layer, compiled.executable
+    if layer is None or not isinstance(executable, HostExecutable):
         return
     progress("preparing the draft layer", 0, 1)
-    assert resolved.precision is not None and isinstance(executable, HostExecutable)
-    how: Any = {"target": compiled.target, "options": options, "progress": progress}
-    made = compile_draft_layer(model, layer, resolved.precision, **how)
+    target = get_target(compiled.target)
+    options = replace(options, draft_layer=None)
+    made = target.compile(layer.graph_module, layer.get_weight, options, progress)
     assert isinstance(made, HostExecutable)
     executable.attach(made)
 

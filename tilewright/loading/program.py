@@ -45,13 +45,14 @@ def compile_program(
         CompileError, CheckpointError, ConfigError: for conflicting parts.
     """
     resolved = settle_backend(resolved, progress)
+    if draft.has_draft_layer(resolved):
+        options = draft.with_draft_layer(source, resolved, options, progress)
     if resolved.grouping.is_alone:
         compiled = compile_alone(source, resolved, options, progress)
     else:
         compiled = _compile_ranks(source, resolved, options, progress, ends_process=ends_process)
     notes = (*compiled.notes, *compiled.executable.notes)
-    if draft.has_draft_layer(resolved):
-        draft.attach_draft_layer(source, resolved, compiled, options, progress)
+    draft.attach_draft_layer(compiled, options, progress)
     return replace(compiled, notes=notes)
 
 

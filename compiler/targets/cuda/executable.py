@@ -17,18 +17,21 @@ from tilewright.compiler.targets.cuda.collectives.exchange import PROMPT_WIRE
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup, meet
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets, prepared_rows_of
 from tilewright.compiler.targets.cuda.graphs.capture import CapturedSlots, prompt_buckets
+from tilewright.compiler.targets.cuda.graphs.draft_layer import CudaDraftLayer
 from tilewright.compiler.targets.cuda.graphs.draft_steps import DraftSteps
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
 from tilewright.compiler.targets.cuda.memory_budget import (
     capabilities_of,
     decode_rows,
     num_marks,
+    prompt_sizes,
 )
 from tilewright.compiler.targets.cuda.numerics import EXACT_IN_BF16
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now, needs_host
 from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingBatch, drawing_of
 from tilewright.compiler.targets.cuda.state.encoded_images import EncodedImages
+from tilewright.compiler.targets.cuda.state.final_states import FinalStates
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.ragged import can_join, one, split
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send
@@ -42,7 +45,9 @@ from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, MemoryUse
 from tilewright.compiler.targets.interface.step import (
+    GOES_ON,
     AssignPages,
+    Chosen,
     CloseSlot,
     CopyState,
     DropImage,
@@ -86,12 +91,14 @@ class CudaExecutable(Executable):
         *,
         num_pages: int | None = None,
         copies: Kinds = NO_COPIES,
+        draft_weights: Weights | None = None,
     ) -> None:
         """Allocate the caches and tables.
 
         Args:
             num_pages: Shared cache pages. None: enough for all contexts at full length.
             copies: Dequantized weight copies.
+            draft_weights: Weights of ``plan.draft_layer``.
         """
         self.contract, self.vocab_size = contract, plan.vocab_size
         rows = decode_rows(options)
@@ -132,6 +139,61 @@ class CudaExecutable(Executable):
         self._joined = Joined(self._steps, *shared, check=self._check, leave=self._leave)
         has_states = self.capabilities.has_sequence_state
         self._drafts = DraftSteps(*shared, has_states=has_states, leave=self._leave)
+        self._draft_weights = draft_weights
+        self._layer = self._make_layer(plan, draft_weights, rows, options)
+
+    def _make_layer(
+        self,
+        program: KernelProgram,
+        weights: Weights | None,
+        sizes: Sequence[int],
+        options: CompileOptions,
+    ) -> CudaDraftLayer | None:
+        layer = program.draft_layer
+        if layer is None or weights is None:
+            return None
+        self._joined.after = self._read_prompts
+        steps = Steps(layer, weights, self._state, max_rows=sizes[-1], exact=self._is_exact)
+        kept = FinalStates(
+            options.max_batch,
+            prompt_sizes(program, options)[1],
+            program.hidden_size,
+            torch.float32 if self._is_exact else torch.bfloat16,
+            self.device,
+        )
+        self._steps.final_states = self._final_states = kept
+        return CudaDraftLayer(steps, kept, self._state, self._device_slots, sizes=sizes)
+
+    def _read_prompts(self, chunks: Sequence[PrefillChunk], block: int) -> None:
+        """Run the draft layer for a prefill. Chunks begin at whole blocks."""
+        if self._layer is None:
+            return
+        first, states = 0, self._final_states.take_prompts()
+        for chunk in chunks:
+            if not self._runs_alone(chunk):
+                self._layer.read_prompt(chunk, states[first : first + len(chunk.tokens)])
+            first += -(-len(chunk.tokens) // block) * block
+
+    def _propose(self, step: Step) -> StepOutput:
+        assert self._layer is not None and not (step.decode or step.prompts)
+        self._leave()
+        self._layer.num_choosable = self.num_choosable
+        lengths = {slot: self._slot_states[slot].length for slot in step.proposes}
+        drafts = self._layer.propose(step.proposes, lengths, self._drafts.next_tokens())
+        tokens = [token for draft in drafts.values() for token in draft]
+        sizes = [len(draft) for draft in drafts.values()]
+        chosen = Chosen(tokens, [GOES_ON] * len(tokens), counts=sizes)
+        self._answers.begin(1)
+        return StepOutput((SamplerOutput(tuple(drafts), lambda: chosen),))
+
+    def _count_layer_tokens(self, step: Step) -> None:
+        """Let the draft layer read decoded tokens before they are overwritten."""
+        if self._layer is None or not step.decode:
+            return
+        if self._layer.count_tokens(1 + max(map(len, step.drafts.values()), default=0)):
+            self._drafts.settle()
+            self._leave()
+            self._layer.read_all({slot: state.length for slot, state in self._slot_states.items()})
 
     def _make_buckets(
         self, plan: KernelProgram, rows: Sequence[int], options: CompileOptions
@@ -166,9 +228,12 @@ class CudaExecutable(Executable):
     def step(self, step: Step) -> StepOutput:
         if self._group is not None:
             self._group.check()
+        self._count_layer_tokens(step)
         self._drafts.settle(step)
         if step.edits:
             self._apply(step.edits)
+        if step.proposes:
+            return self._propose(step)
         if step.forced:
             self._force(step)
         if step.prompts or step.drafts:
@@ -226,6 +291,9 @@ class CudaExecutable(Executable):
         longest = min(limits.max_step_tokens, limits.max_context)
         with self._group.patiently() if self._group else contextlib.nullcontext():
             self._buckets.prepare(longest, runs_long=is_gpu)
+            if self._layer is not None:
+                self._layer.num_choosable = self.num_choosable
+                self._layer.prepare()
 
     @property
     def is_prepared(self) -> bool:
@@ -238,6 +306,8 @@ class CudaExecutable(Executable):
     def reset(self) -> None:
         self._captured_slots = None
         self._drafts.forget()
+        if self._layer is not None:
+            self._layer.forget()
         self._answers.forget()
         self._slot_states.clear()
         self._images.clear()
@@ -256,12 +326,16 @@ class CudaExecutable(Executable):
                 self._slot_states[edit.slot] = SlotState(
                     edit.sampling, edit.prompt, edit.keeps, rotary_delta=edit.rotary_delta
                 )
+                if self._layer is not None:
+                    self._layer.open(edit.slot, edit.keeps)
                 opened[edit.slot] = edit.sampling
                 self._answers.open(edit.slot, edit.sampling.stop_token_ids)
             elif isinstance(edit, CloseSlot):
                 del self._slot_states[edit.slot]
                 self._answers.close(edit.slot)
                 self._state.clear(edit.slot)
+                if self._layer is not None:
+                    self._layer.close(edit.slot)
             elif isinstance(edit, AssignPages):
                 self._state.note(edit)
             else:
@@ -282,6 +356,8 @@ class CudaExecutable(Executable):
             self._images.drop(edit.image)
         elif isinstance(edit, CopyState):
             self._state.copy(edit.source, edit.target, edit.num_positions)
+            if self._layer is not None:
+                self._layer.copy(edit.source, edit.target, edit.num_positions)
             self._slot_states[edit.target].length = edit.num_positions
             self._slot_states[edit.target].images = self._slot_states[edit.source].images
         elif isinstance(edit, SaveState):
@@ -291,6 +367,8 @@ class CudaExecutable(Executable):
         else:
             assert isinstance(edit, SwapOut | SwapIn | DropSwapped), edit
             self._away.apply(edit)
+            if self._layer is not None and isinstance(edit, SwapIn):
+                self._layer.open(edit.slot, self._slot_states[edit.slot].length)
 
     def agreed(self) -> bytes:
         self._drafts.settle()
@@ -377,7 +455,7 @@ class CudaExecutable(Executable):
         return found
 
     def _run_prompt(self, chunk: PrefillChunk, step: Step) -> SamplerOutput | None:
-        """Run a chunk part. Use a CUDA graph if the part is short and has logits for the last token
+        """Run a section. Use a CUDA graph if it is short and has logits for the last token
         at most.
         """
         chosen = [self._slot_states[slot].sampling for slot in (chunk.slot, *chunk.also)]
@@ -396,10 +474,12 @@ class CudaExecutable(Executable):
             from_start = chunk.start == 0
             found = self._steps.prefill(placed, logit_rows=wanted, from_start=from_start)
             if found is None:
+                self._read_prompts((chunk,), len(chunk.tokens))
                 return None
             logits = found
             of = (chunk.slot,), (chunk.end,), self.num_choosable, logits[-1:]
             choice = choose_now(self._device_slots, *of, chosen if not is_late else (), self._group)
+        self._read_prompts((chunk,), len(chunk.tokens))
         return self._end_prompt(chunk, step, logits, choice, is_late)
 
     def _runs_alone(self, chunk: PrefillChunk) -> bool:
@@ -443,6 +523,8 @@ class CudaExecutable(Executable):
         slots = (chunk.slot, *chunk.also) if chunk.chooses else ()
         for slot in slots[1:]:
             self._state.copy(chunk.slot, slot, chunk.end)
+            if self._layer is not None:
+                self._layer.copy(chunk.slot, slot, chunk.end)
             self._slot_states[slot].length = chunk.end
             self._slot_states[slot].images = self._slot_states[chunk.slot].images
         if is_late:
@@ -485,7 +567,10 @@ class CudaExecutable(Executable):
     def memory(self) -> MemoryUse:
         copies = self._steps.copies.num_bytes
         state = self._state.num_used_bytes() + self._images.num_bytes
-        return MemoryUse(self._weights.num_bytes + copies, state, copies)
+        weights = self._weights.num_bytes
+        if self._draft_weights is not None:
+            weights += self._draft_weights.bytes_beside(self._weights)
+        return MemoryUse(weights + copies, state, copies)
 
     @property
     def image_value_bytes(self) -> int:
@@ -501,7 +586,8 @@ class CudaExecutable(Executable):
     def close(self) -> None:
         self._captured_slots = None
         group = self._group if "_steps" in vars(self) else None
-        for name in ("_joined", "_drafts", "_buckets", "_steps", "_state", "_weights", "_images"):
+        names = ("_joined", "_layer", "_draft_weights", "_drafts", "_buckets", "_steps", "_state")
+        for name in (*names, "_weights", "_images"):
             vars(self).pop(name, None)  # it may be closed twice
         if self.device.type == "cuda":
             gc.collect()  # captured steps and their functions reference each other

@@ -16,6 +16,7 @@ from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import s
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.plan import far_of, has_mixers
 from tilewright.compiler.targets.cuda.state.encoded_images import TILE_UNIT
+from tilewright.compiler.targets.cuda.state.final_states import final_state_bytes
 from tilewright.compiler.targets.cuda.state.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state.snapshot_positions import MOST_MARKS
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
@@ -23,7 +24,7 @@ from tilewright.compiler.targets.cuda.state.token_batch import MAX_ROWS
 from tilewright.compiler.targets.cuda.steps.mixers import draft_input_bytes, mixer_bytes
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
 from tilewright.compiler.targets.cuda.weights.experts import packed_sizes
-from tilewright.compiler.targets.cuda.weights.stream import wanted_by
+from tilewright.compiler.targets.cuda.weights.stream import draft_wanted_by, wanted_by
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.program.instructions import (
@@ -196,6 +197,7 @@ def capabilities_of(
         hidden_size=plan.hidden_size,
         invariant_rows=small,
         max_drafts=min(max_drafts(plan, options), small - 1 if small else MAX_DRAFTS),
+        max_proposals=0 if plan.draft_layer is None else MAX_DRAFTS,
     )
 
 
@@ -364,7 +366,7 @@ def _what_fits(plan: KernelProgram, options: CompileOptions, free: int) -> str:
 def weight_bytes(plan: KernelProgram) -> int:
     """Weight bytes on the device."""
     total = 0
-    for wanted in wanted_by(plan):
+    for wanted in (*wanted_by(plan), *draft_wanted_by(plan)):
         recipe = wanted.recipe
         if wanted.kind == "fp32":
             total += 4 * torch.Size(recipe.shape).numel()
@@ -401,15 +403,35 @@ def work_bytes(plan: KernelProgram, options: CompileOptions) -> int:
 
     The largest captured prompt or mixed batch counts twice because graphs have separate memory.
     """
-    tokens = min(options.max_context, most_prompt_tokens(options))
-    sizes = prompt_buckets(plan, options.parallel.tensor)
-    passes = _passes(plan, options) if options.compute == "fast" else ()
-    longest = next((each for each in sizes if each >= tokens), sizes[-1])
-    captured = max([longest, *(width + most[-1] for width, most in passes)])
-    prompt = sum(_pass_bytes(plan, options, each) for each in (max(tokens, captured), captured))
+    longest, captured = prompt_sizes(plan, options)
+    prompt = sum(_pass_bytes(plan, options, each) for each in (longest, captured))
     states = num_marks(plan, options) * sequence_bytes(plan.sequence_states)
-    states += _draft_bytes(plan, options)
+    states += _draft_bytes(plan, options) + _draft_layer_bytes(plan, options)
     return _WORKSPACE + options.tower_bytes + prompt + states + _decode_bytes(plan, options)
+
+
+def prompt_sizes(program: KernelProgram, options: CompileOptions) -> tuple[int, int]:
+    """Return the maximum tokens in a prefill, and in a captured prefill."""
+    tokens = min(options.max_context, most_prompt_tokens(options))
+    sizes = prompt_buckets(program, options.parallel.tensor)
+    passes = _passes(program, options) if options.compute == "fast" else ()
+    longest = next((size for size in sizes if size >= tokens), sizes[-1])
+    captured = max([longest, *(width + totals[-1] for width, totals in passes)])
+    return max(tokens, captured), captured
+
+
+def _draft_layer_bytes(program: KernelProgram, options: CompileOptions) -> int:
+    """Return a draft layer's working memory in bytes, without weights and pages.
+
+    Its prefill reuses the model's working memory.
+    """
+    layer = program.draft_layer
+    if layer is None:
+        return 0
+    num_tokens, size = sum(prompt_sizes(program, options)), 4 if options.compute == "exact" else 2
+    kept = final_state_bytes(options.max_batch, num_tokens, program.hidden_size, size)
+    width = layer.vocab_size + sum(buffer.width for buffer in layer.buffers)
+    return kept + decode_rows(options)[-1] * (4 * width + 2 * size * program.hidden_size)
 
 
 def _pass_bytes(plan: KernelProgram, options: CompileOptions, tokens: int) -> int:

@@ -176,6 +176,7 @@ class CudaTarget(Target):
             lambda plan, device: read_weights(plan, folder, device, progress),
             options,
             self.contract,
+            progress,
         )
 
     def compile(
@@ -193,6 +194,7 @@ class CudaTarget(Target):
             lambda plan, device: load_weights(plan, get_weight, device, progress),
             options,
             self.contract,
+            progress,
         )
 
 
@@ -201,6 +203,7 @@ def _place(
     get_weights: Callable[[KernelProgram, torch.device], Weights],
     options: CompileOptions,
     contract: Callable[[GraphModule, CompileOptions], NumericContract],
+    progress: Progress,
 ) -> Executable:
     """Return a graph's executable on this machine's GPU, with its contract.
 
@@ -213,28 +216,42 @@ def _place(
         check_room,
         most_shared,
         open_device,
+        weight_bytes,
         with_passes_that_fit,
     )
     from tilewright.compiler.targets.cuda.plan import make_plan
     from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES
-    from tilewright.compiler.targets.cuda.weights.stream import wanted_by
+    from tilewright.compiler.targets.cuda.weights.stream import load_draft_weights
 
     check_environment()
-    plan = make_plan(graph_module)
-    wanted_by(plan)  # report an unsupported format before a missing GPU
-    if can_promise(plan, options):
+    program, layer = make_plan(graph_module), options.draft_layer
+    if layer is not None:
+        program = replace(program, draft_layer=make_plan(layer.graph_module))
+    weight_bytes(program)  # report an unsupported format before a missing GPU
+    if can_promise(program, options):
         withhold_workspace()
     device = open_device(options)
-    options = with_batch_that_fits(plan, options, device)
-    requested, options = most_shared(plan, options), with_passes_that_fit(plan, options, device)
-    room = check_room(plan, options, device)
-    kept = replace(options, copies="none") if room.copies == NO_COPIES else options
-    weights = get_weights(plan, device)
+    options = with_batch_that_fits(program, options, device)
+    requested = most_shared(program, options)
+    options = with_passes_that_fit(program, options, device)
+    budget = check_room(program, options, device)
+    kept = replace(options, copies="none") if budget.copies == NO_COPIES else options
+    weights = get_weights(program, device)
+    drafting = None
+    if layer is not None:
+        drafting = load_draft_weights(program, weights, layer.get_weight, device, progress)
     promised = contract(graph_module, kept)
     executable = CudaExecutable(
-        plan, weights, options, promised, device, num_pages=room.num_pages, copies=room.copies
+        program,
+        weights,
+        options,
+        promised,
+        device,
+        num_pages=budget.num_pages,
+        copies=budget.copies,
+        draft_weights=drafting,
     )
-    found = most_shared(plan, options)
+    found = most_shared(program, options)
     if found < requested:
         note = f"prompts share passes of up to {found:,} tokens: memory is short for {requested:,}"
         executable.notes = (*executable.notes, note)

@@ -35,6 +35,19 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
+class LoweredLayer:
+    """A draft layer for a target.
+
+    Attributes:
+        graph_module: The lowered graph.
+        get_weight: Returns a tensor of the layer's checkpoint.
+    """
+
+    graph_module: GraphModule
+    get_weight: Callable[[str], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class CompileOptions:
     """User options in addition to model, target and precision.
 
@@ -62,6 +75,8 @@ class CompileOptions:
         max_drafts: Draft tokens per slot and step for which buffers are reserved.
             `Capabilities.max_drafts` is the effective limit. Targets without buffers ignore it.
         tower_bytes: Device memory to reserve for a vision tower.
+        draft_layer: The model's draft layer, for targets that load it with the model. None: no
+            draft layer.
     """
 
     max_batch: int = 1
@@ -79,6 +94,7 @@ class CompileOptions:
     strict_rows: int = 0
     max_drafts: int = 0
     tower_bytes: int = 0
+    draft_layer: LoweredLayer | None = None
 
     @property
     def max_strict_rows(self) -> int:

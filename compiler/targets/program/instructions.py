@@ -324,16 +324,19 @@ class KernelProgram:
     """A kernel program: instructions in order. The last instruction writes the logits.
 
     ``logit_columns`` is the logit column count per rank. Empty: each rank has all columns.
+    ``draft_layer`` is the draft layer's program. None: no draft layer.
     """
 
     instructions: tuple[Instruction, ...]
     buffers: tuple[Buffer, ...]
     logit_columns: tuple[int, ...] = ()
+    draft_layer: KernelProgram | None = None
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """Return the KV caches in layer order."""
-        return tuple(each.state for each in self.instructions if isinstance(each, AttentionOp))
+        """Return the KV caches in layer order, then the draft layer's."""
+        own = tuple(op.state for op in self.instructions if isinstance(op, AttentionOp))
+        return own + (() if self.draft_layer is None else self.draft_layer.states)
 
     @property
     def sequence_states(self) -> tuple[StateSpec, ...]:

@@ -202,8 +202,8 @@ class Bucket:
         kept = [(each, each.clone()) for each in (self.choice.tokens, self.choice.why)]
         run = self.captured(lambda: self.choice.draw(self.logits, drawing))
         self._draws[drawing] = run
-        for place, values in kept:  # sampling starts from the greedy token
-            place.copy_(values)
+        for target, values in kept:  # sampling starts from the greedy token
+            target.copy_(values)
 
 
 class DecodeBucket(Bucket):
@@ -236,7 +236,11 @@ class DecodeBucket(Bucket):
         self._tiles: ImageTiles | None = None
 
     def admit(
-        self, table: SlotTable, slots: Sequence[Slot], positions: np.ndarray, offsets: np.ndarray
+        self,
+        device_slots: SlotTable,
+        slots: Sequence[Slot],
+        positions: np.ndarray,
+        offsets: np.ndarray,
     ) -> Tensor:
         """Assign slots to this bucket's rows. The rows read their tokens at ``positions``.
 
@@ -246,7 +250,7 @@ class DecodeBucket(Bucket):
         assert self.rows.words is not None
         staged, count = np.zeros((4, self.num_rows), dtype=np.int64), len(slots)
         staged[0, :count] = staged[2, :count] = slots
-        staged[0, count:] = table.padding
+        staged[0, count:] = device_slots.padding
         staged[1, :count], staged[1, count:] = positions, -1
         staged[3, :count] = offsets
         self._has_offsets = bool(offsets.any())
@@ -254,8 +258,8 @@ class DecodeBucket(Bucket):
         self.rows.words[1:3].copy_(sent[1:3])
         if self._has_offsets:
             self._offsets.copy_(sent[3])
-        torch.index_select(table.tokens, 0, sent[0], out=self.rows.tokens)
-        self.choice.gather(table, sent[0])
+        torch.index_select(device_slots.tokens, 0, sent[0], out=self.rows.tokens)
+        self.choice.gather(device_slots, sent[0])
         return sent[0]
 
     def show(self, images: EncodedImages, seen: Sequence[tuple[ImageId, ...]]) -> None:

@@ -139,6 +139,10 @@ class DraftSteps:
             bucket = self._buckets.drafts(max(2, len(some)))
             bucket.replay(some, lengths, [settled[slot].num_accepted for slot in some])
 
+    def next_tokens(self) -> dict[Slot, int]:
+        """Return the next tokens of slots whose drafts were read, if the device lacks them."""
+        return {slot: settled.token for slot, settled in self._settled.items()}
+
     def divide(self, step: Step, max_rows: int) -> tuple[tuple[Slot, ...], list[tuple[Slot, ...]]]:
         """Return the slots for plain decode passes, and slots by pass with drafts.
 
@@ -214,7 +218,7 @@ class DraftSteps:
 def _slots_of(step: Step) -> set[Slot]:
     """Return the slots in a step's work."""
     chunks = {slot for chunk in step.prompts for slot in (chunk.slot, *chunk.also)}
-    return {*step.decode, *step.forced, *chunks}
+    return {*step.decode, *step.forced, *step.proposes, *chunks}
 
 
 def _moves_state(step: Step) -> bool:

@@ -10,7 +10,7 @@ from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now
 from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import drawing_of
-from tilewright.compiler.targets.cuda.state.ragged import join, num_tokens_of
+from tilewright.compiler.targets.cuda.state.ragged import SHORT_BLOCK, join, num_tokens_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.steps.run import Steps
@@ -38,6 +38,8 @@ class Joined:
         self._steps, self._state, self._device_slots = steps, state, table
         self._buckets, self._answers, self._slot_states = buckets, answers, slot_states
         self._check, self._leave = check, leave
+        self.after: Callable[[Sequence[PrefillChunk], int], None] = lambda chunks, block: None
+        """Called with the chunks of a forward, and the block at which each of them begins."""
 
     def run(
         self, chunks: Sequence[PrefillChunk], step: Step, decoding: tuple[Slot, ...] = ()
@@ -58,6 +60,7 @@ class Joined:
         now = None if step.masked else drawing
         bucket.run(size, chunks, positions, ends, now, self._state.marks(chunks))
         self._state.keep(chunks)
+        self.after(chunks, SHORT_BLOCK)
         slots = tuple(ends)
         if not slots:
             return []
@@ -91,6 +94,7 @@ class Joined:
             decoding=ragged.decoding,
         )
         self._state.keep(chunks)
+        self.after(chunks, ragged.block)
         if logits is None:
             return []
         slots = tuple(ends)

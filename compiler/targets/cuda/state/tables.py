@@ -117,6 +117,10 @@ class PagedState:
         room = int(self._room[slot])
         assert end <= room or not self.pages, f"slot {slot} has pages up to {room}, not {end}"
 
+    def capacity(self, slot: Slot) -> int:
+        """Return the number of positions in a slot's pages."""
+        return int(self._room[slot])
+
     def check_all(self, slots: Sequence[Slot], ends: np.ndarray) -> int:
         """Apply :meth:`check` to several slots. Return the minimum free position count."""
         if not self.pages:

@@ -41,6 +41,7 @@ class TokenBatch:
         offsets: Rotary position minus position, ``[R]`` or by rotated pair. None: zeros.
         image_rows: Indices and their image embeddings, float32. None: no images.
         tiles: Image tiles for cross-attention layers. None: the step skips them.
+        hidden: A draft layer's input: hidden states ``[R, hidden]``. None: not a draft layer.
     """
 
     tokens: Tensor
@@ -52,6 +53,7 @@ class TokenBatch:
     offsets: Tensor | None = None
     image_rows: tuple[Tensor, Tensor] | None = None
     tiles: ImageTiles | None = None
+    hidden: Tensor | None = None
 
     @classmethod
     def padding(cls, num_rows: int, device: torch.device) -> Self:

@@ -22,6 +22,7 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu_a
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
 from tilewright.compiler.targets.cuda.outputs.pooled_states import pool_rows
+from tilewright.compiler.targets.cuda.state.final_states import FinalStates
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.attention import AttentionRunner
@@ -55,6 +56,7 @@ from tilewright.compiler.targets.program.instructions import (
     NormHeads,
     NormOp,
     Plain,
+    ReadHiddenOp,
     SwiGLUOp,
     TopKRouteOp,
 )
@@ -97,6 +99,7 @@ class Steps:
     ) -> None:
         """``gpu``: for the op tables. None: the state's GPU. ``max_drafts``: per slot."""
         self.group: RankGroup | None = None  # set when ranks connect
+        self.final_states: FinalStates | None = None  # set for a draft layer
         self.device = state.tables.device
         self.exact, self._strict_rows = exact, strict_rows
         self._gpu = gpu = gpu or nvrtc.gpu_of(self.device)
@@ -189,6 +192,8 @@ class Steps:
         kernels = self._kernels(is_strict=num_rows <= self._strict_rows)
         for each in self._cross.instructions_of(rows):
             if isinstance(each, GatherOp):
+                if self.final_states is not None:
+                    self.final_states.keep(self._normed(step.view(each.x)), rows)
                 step.alias(each.out, each.x)
             elif isinstance(each, AttentionOp):
                 kernels.attention.decode(
@@ -252,6 +257,14 @@ class Steps:
         assert pooled is not None, "the plan gathers no rows"
         return pooled
 
+    def _normed(self, x: Tensor) -> Tensor:
+        """Return final hidden states after the norm."""
+        norm = self._plan.final_norm
+        if norm is None:
+            return x
+        weight, eps = self._weights.constant(norm[0]), norm[1]
+        return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
+
     def _pool_rows(self, x: Tensor) -> Tensor:
         norm = self._plan.final_norm
         return pool_rows(x, norm and (self._weights.constant(norm[0]), norm[1]))
@@ -275,6 +288,9 @@ class Steps:
             if isinstance(each, GatherOp):
                 if pools:
                     return self._pool_rows(step.view(each.x))
+                if self.final_states is not None:
+                    states = self._normed(step.view(each.x))
+                    self.final_states.keep_prompts(states, rows, decoding)
                 if logit_rows is None:
                     return None
                 x = step.view(each.x)
@@ -330,6 +346,9 @@ class Steps:
                 embed(out, rows.tokens, weight.data)
             if rows.image_rows is not None:
                 out.index_copy_(0, *rows.image_rows)
+        elif isinstance(each, ReadHiddenOp):
+            assert rows.hidden is not None, "a draft layer has no hidden states"
+            step.view(each.out).copy_(rows.hidden)
         elif isinstance(each, SwiGLUOp):
             swiglu_apart(step.view(each.out), step.view(each.gate), step.view(each.up))
         elif isinstance(each, NormHeads):

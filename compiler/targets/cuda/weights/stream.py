@@ -41,6 +41,8 @@ from tilewright.compiler.targets.program.instructions import (
 from tilewright.errors import CheckpointError, one_line
 
 _DATA, _SCALE = "data", "scale"
+_SHARED = frozenset(("model.embed_tokens.weight", "lm_head.weight"))
+"""Tensors of a model that its draft layer has, too. Other equal names are different tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,14 @@ class CudaTensorSpec:
 def wanted_by(plan: KernelProgram) -> dict[CudaTensorSpec, None]:
     """Return every tensor in a program once, in first-use order."""
     return dict.fromkeys(_wanted(plan))
+
+
+def draft_wanted_by(program: KernelProgram) -> dict[CudaTensorSpec, None]:
+    """Return the draft layer's tensors that the model lacks."""
+    if program.draft_layer is None:
+        return {}
+    shared = [spec for spec in wanted_by(program) if _SHARED.issuperset(spec.recipe.names)]
+    return {spec: None for spec in wanted_by(program.draft_layer) if spec not in shared}
 
 
 def product_of(linear: LinearOp | ExpertLinearOp | ExpertSum) -> CudaTensorSpec:
@@ -126,6 +136,10 @@ class Weights:
         self._by_instruction: dict[int, tuple[object, PackedWeight]] = {}
         self._by_recipe: dict[int, tuple[WeightRecipe, Tensor]] = {}
 
+    def placed(self, wanted: CudaTensorSpec) -> Placed:
+        """Return a tensor."""
+        return self._placed[wanted]
+
     def packed(self, wanted: CudaTensorSpec) -> PackedWeight:
         """Return a packed weight or table."""
         found = self._placed[wanted]
@@ -166,10 +180,17 @@ class Weights:
     @property
     def num_bytes(self) -> int:
         """Size on the device in bytes. A table shared with the LM head counts once."""
-        tensors = [
-            each.data if isinstance(each, PackedWeight) else each for each in self._placed.values()
-        ]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        return sum(self._sizes().values())
+
+    def bytes_beside(self, other: Weights) -> int:
+        """Return the size in bytes without tensors in ``other``."""
+        sizes = self._sizes()
+        return sum(sizes[key] for key in sizes.keys() - other._sizes().keys())
+
+    def _sizes(self) -> dict[int, int]:
+        values = self._placed.values()
+        tensors = [value.data if isinstance(value, PackedWeight) else value for value in values]
+        return {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
 
 
 def load_weights(
@@ -189,6 +210,28 @@ def load_weights(
     for done, each in enumerate(wanted):
         placed[each] = _place(each, get_weight, device)
         progress("weights", done + 1, len(wanted))
+    return Weights(placed)
+
+
+def load_draft_weights(
+    program: KernelProgram,
+    weights: Weights,
+    get_weight: Callable[[str], Tensor],
+    device: torch.device,
+    progress: Progress,
+) -> Weights:
+    """Read a draft layer's tensors, without tensors in ``weights``.
+
+    Raises:
+        CheckpointError, CompileError: see :func:`load_weights`.
+    """
+    assert program.draft_layer is not None
+    wanted, own = wanted_by(program.draft_layer), draft_wanted_by(program)
+    placed: dict[CudaTensorSpec, Placed] = {}
+    for done, spec in enumerate(wanted):
+        is_own = spec in own
+        placed[spec] = _place(spec, get_weight, device) if is_own else weights.placed(spec)
+        progress("draft layer", done + 1, len(wanted))
     return Weights(placed)
 
 

@@ -1,0 +1,67 @@
+"""Final hidden states for a draft layer, in device memory. Excludes the layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
+
+RING = 64
+"""Retained positions per slot."""
+
+
+class FinalStates:
+    """A model's final hidden states after the norm, with decode tokens.
+
+    A slot stores position p at entry ``p % RING``. Padding uses the last slot.
+
+    Attributes:
+        states: ``[S + 1, RING, hidden]``.
+        tokens: Input tokens, int64 ``[S + 1, RING]``.
+    """
+
+    def __init__(
+        self, num_slots: int, num_tokens: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """``num_tokens``: Maximum tokens in a captured prefill."""
+        self.states = torch.zeros(num_slots + 1, RING, width, dtype=dtype, device=device)
+        self.tokens = torch.zeros(num_slots + 1, RING, dtype=torch.int64, device=device)
+        self._prompts = torch.zeros(num_tokens, width, dtype=dtype, device=device)
+        self._large: Tensor | None = None  # a longer prefill
+
+    def keep(self, states: Tensor, batch: TokenBatch) -> None:
+        """Store states and tokens from a decode step."""
+        slots = torch.where(batch.positions < 0, len(self.states) - 1, batch.slots)
+        at = slots * RING + batch.positions % RING
+        self.states.view(-1, states.shape[1]).index_copy_(0, at, states.to(self.states.dtype))
+        self.tokens.view(-1).index_copy_(0, at, batch.tokens)
+
+    def keep_prompts(self, states: Tensor, batch: TokenBatch, decoding: slice) -> None:
+        """Store states from a prefill, with ``decoding`` as in :meth:`keep`."""
+        if len(states) > len(self._prompts):
+            self._large = states.to(self._prompts.dtype)
+        else:
+            self._prompts[: len(states)].copy_(states)
+        if decoding.stop > decoding.start:
+            self.keep(states[decoding], batch.part(decoding))
+
+    def take_prompts(self) -> Tensor:
+        """Return the last prefill's states, ``[T, hidden]``."""
+        large, self._large = self._large, None
+        return self._prompts if large is None else large
+
+    def clear(self, slot: int) -> None:
+        """Set a slot's states to zero."""
+        self.states[slot].zero_()
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a slot's states and tokens to another slot."""
+        self.states[target].copy_(self.states[source])
+        self.tokens[target].copy_(self.tokens[source])
+
+
+def final_state_bytes(num_slots: int, num_tokens: int, width: int, value_bytes: int) -> int:
+    """Return the memory for :class:`FinalStates` in bytes."""
+    entries = (num_slots + 1) * RING
+    return value_bytes * width * (entries + num_tokens) + 8 * entries

@@ -1,0 +1,162 @@
+"""The draft layer on the CUDA target: drafts as in plain torch, memory, and unchanged outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.draft_layers import plain_drafts, tiny_layer
+from tests.models.test_qwen3_5 import ON_CUDA
+from tests.targets.test_draft_layer import final_states, run_operations
+from tests.tiny import (
+    compiled,
+    leave_slot,
+    lowered,
+    precision_of,
+    random_tokens,
+    take_slot,
+    tiny_model,
+)
+from tilewright.compiler.driver import lower_draft_layer
+from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.targets.cuda import memory_budget
+from tilewright.compiler.targets.cuda.graphs import draft_layer
+from tilewright.compiler.targets.cuda.memory_budget import weight_bytes, work_bytes
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable, LoweredLayer
+from tilewright.compiler.targets.interface.step import PrefillChunk, Step
+from tilewright.errors import CompileError
+from tilewright.runtime.loop import EngineLoop
+from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
+from tilewright.runtime.speculative.config import MTP, SpeculativeConfig
+
+MODEL = tiny_model(std=0.3, model_type="qwen3_5", **ON_CUDA)
+LAYER = tiny_layer(MODEL)
+for _tensors in (MODEL.checkpoint.tensors, LAYER.checkpoint.tensors):
+    _tensors.update({name: each.bfloat16().float() for name, each in _tensors.items()})
+OPTIONS = CompileOptions(max_batch=4, max_context=64, compute="exact", max_drafts=3)
+
+
+def lowered_layer() -> LoweredLayer:
+    return lower_draft_layer(MODEL, LAYER, precision_of("bf16"), target="cuda", options=OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def executable() -> Iterator[Executable]:
+    made = compiled(
+        MODEL, "cuda", precision=precision_of("bf16"), max_drafts=3, draft_layer=lowered_layer()
+    )
+    yield made
+    made.close()
+
+
+def test_drafts_equal_plain_torch_after_chunks_and_steps(executable: Any) -> None:
+    """Drafts follow a prompt, a step without drafts, and a step with a right and a wrong draft."""
+    prompt, start = random_tokens(9, seed=5), 0
+    other, slot = (take_slot(executable) for _ in range(2))
+    tokens = list(prompt)
+    for size in (1, 5, 3):
+        chunk = PrefillChunk(slot, start, tuple(prompt[start : start + size]), start + size == 9)
+        output, start = executable.step(Step(prompts=(chunk,))), start + size
+    tokens += output.parts[0].read().tokens
+    for turn in range(3):
+        drafts = executable.step(Step(proposes={slot: 4})).parts[0].read().tokens
+        expected, logits = plain_drafts(LAYER, tokens, final_states(tokens[:-1], MODEL), 4)
+        assert drafts == expected, f"margin {logits.topk(2).values}"
+        given = {} if turn == 0 else {slot: (drafts[0], drafts[1] ^ 1)}
+        tokens += executable.step(Step(decode=(slot,), drafts=given)).parts[0].read().tokens
+    for used in (slot, other):
+        leave_slot(executable, used)
+
+
+def test_steps_without_drafts_reach_the_layer_before_they_are_overwritten(
+    executable: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer has read all tokens but the last few."""
+    monkeypatch.setattr(draft_layer, "_MAX_UNREAD", 4)
+    slot = take_slot(executable)
+    chunk = PrefillChunk(slot, 0, tuple(random_tokens(4, seed=2)), chooses=True)
+    tokens = [*chunk.tokens, *executable.step(Step(prompts=(chunk,))).parts[0].read().tokens]
+    for _ in range(10):
+        tokens += executable.step(Step(decode=(slot,))).parts[0].read().tokens
+    assert executable._layer._ends[slot] > 8
+    drafts = executable.step(Step(proposes={slot: 2})).parts[0].read().tokens
+    assert drafts == plain_drafts(LAYER, tokens, final_states(tokens[:-1], MODEL), 2)[0]
+    leave_slot(executable, slot)
+
+
+def test_drafts_end_with_the_pages_of_a_slot(executable: Any) -> None:
+    """A slot has pages for 64 positions."""
+    slot = take_slot(executable)
+    chunk = PrefillChunk(slot, 0, tuple(random_tokens(63, seed=3)), chooses=True)
+    executable.step(Step(prompts=(chunk,)))
+    assert executable.step(Step(proposes={slot: 3})).parts[0].read().counts == [2]
+    leave_slot(executable, slot)
+
+
+@pytest.mark.slow
+def test_a_wrong_layer_changes_no_output(executable: Any) -> None:
+    executable.reset()
+    run_operations(executable, 8, seed=3)
+
+
+@pytest.mark.gpu
+def test_captured_layer_changes_no_output() -> None:
+    """Requests come and go, with graphs for all steps. Float32 arithmetic gives equal tokens."""
+    how: Any = {"precision": precision_of("bf16"), "draft_layer": lowered_layer()}
+    made = compiled(MODEL, "cuda", max_drafts=5, **how)
+    made.prepare()
+    assert run_operations(made, 2_000, seed=7)
+    made.close()
+
+
+def test_memory_budget_counts_the_layer() -> None:
+    """Embedding and head are the model's own, with equal formats."""
+    plan = make_plan(compiled_graph())
+    layer = make_plan(lowered_layer().graph_module)
+    whole = replace(plan, draft_layer=layer)
+    assert weight_bytes(whole) > weight_bytes(plan)
+    assert weight_bytes(whole) - weight_bytes(plan) < weight_bytes(layer)
+    assert len(whole.states) == len(plan.states) + 1
+    hidden, rows = plan.hidden_size, memory_budget.prompt_sizes(plan, OPTIONS)
+    assert work_bytes(whole, OPTIONS) - work_bytes(plan, OPTIONS) > 4 * hidden * sum(rows)
+
+
+def compiled_graph() -> Any:
+    return lowered(MODEL, target="cuda", precision=precision_of("bf16"))[0]
+
+
+def test_too_little_memory_is_refused_before_the_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = make_plan(compiled_graph())
+    with_layer = replace(plan, draft_layer=make_plan(lowered_layer().graph_module))
+    needed = [
+        weight_bytes(each) + work_bytes(each, OPTIONS) + memory_budget.state_bytes(each, OPTIONS)
+        for each in (plan, with_layer)
+    ]
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda *_: sum(needed) // 2)
+
+    def read(name: str) -> torch.Tensor:
+        raise AssertionError(f"{name} was read")
+
+    layer = LoweredLayer(lowered_layer().graph_module, read)
+    with pytest.raises(CompileError, match="GB are needed"):
+        compiled(MODEL, "cuda", precision=precision_of("bf16"), max_drafts=3, draft_layer=layer)
+
+
+def test_sampled_requests_have_drafts_and_the_same_output(executable: Any) -> None:
+    executable.reset()
+    config = SpeculativeConfig(method=MTP, max_drafts=3, schedule=((1, 9, 3),))
+    outputs = []
+    for speculative in (None, config):
+        loop = EngineLoop(executable, policy=SchedulerConfig(speculative=speculative))
+        params = SamplingParams(temperature=0.8, seed=3, max_tokens=6)
+        request = RequestState(0, (3, 1, 4, 1, 5), params)
+        loop.generate([request])
+        outputs.append(request.output)
+    assert outputs[0] == outputs[1] and request.num_draft_tokens
