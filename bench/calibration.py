@@ -77,13 +77,20 @@ def main(argv: list[str]) -> int:
 
 
 def _precision_of(checkpoint: str) -> str:
-    """Return the precision of a calibrated folder; other checkpoints keep their stored values."""
+    """Return a calibrated folder's precision, or ``stored`` for other checkpoints."""
     calibrated = calibrated_precision(find_model(checkpoint))
     return "stored" if calibrated is None else str(calibrated)
 
 
 def line_of(name: str, found: object, base: object, names: Sequence[str]) -> str:
-    """Return a row: top-1, KL, paired points with their standard error, top-1 by text."""
+    """Return a row: top-1, KL, paired points with standard errors, and top-1 by text.
+
+    Args:
+        name: First column.
+        found: Agreement with these weights.
+        base: Agreement with the first row's weights.
+        names: Text name by position.
+    """
     import torch
 
     from tilewright.evaluate.tracing.logits import Observed

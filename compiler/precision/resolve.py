@@ -115,7 +115,7 @@ class ResolvedPrecision:
         """Return a tensor group's format, for a layer and a qualified name.
 
         An unset group in ``FOLLOWS`` has its leader's format. ``activation`` may be ``mixed``:
-        see `output_format`. An unset ``block_output`` is ``mixed``.
+        see :func:`output_format`. An unset ``block_output`` is ``mixed``.
         """
         assert group in TENSOR_GROUPS, f"no tensor group {group!r}"
         follows = group in FOLLOWS and group not in self.settings
@@ -358,7 +358,7 @@ def _explain(
 
 
 def _followers(scope: str, key: str, value: str, table: Mapping[str, _Set]) -> Iterator[ExplainRow]:
-    """Yield a row for each group that follows ``key`` and is unset in ``table``."""
+    """Yield a row per group that follows ``key`` and is unset in ``table``."""
     for follower, leader in FOLLOWS.items():
         if leader != key or follower in table:
             continue
