@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 
 
 def _precision_of(checkpoint: str) -> str:
-    """Return a calibrated folder's precision, or ``stored`` for other checkpoints."""
+    """Return a calibrated folder's precision, else ``stored``."""
     calibrated = calibrated_precision(find_model(checkpoint))
     return "stored" if calibrated is None else str(calibrated)
 
