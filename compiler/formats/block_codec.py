@@ -118,7 +118,7 @@ def map_rows(
     num_blocks = -(-length // BLOCK)
     exponents = x_RK.new_empty(num_rows, num_blocks, dtype=torch.uint8)
     mantissas = x_RK.new_empty(num_rows, length, dtype=torch.int8)
-    for rows in row_chunks(num_rows, length):
+    for rows in row_chunks(x_RK):
         chunk = pad_blocks(x_RK[rows].float(), BLOCK).contiguous()
         exponents[rows], padded = encoder(chunk, mantissa_bits)
         mantissas[rows] = padded[:, :length]
@@ -131,7 +131,7 @@ def decode_rows(
     """Run :func:`decode` over rows of any length, chunk by chunk."""
     num_rows, length = mantissas.shape
     values = mantissas.new_empty(num_rows, length, dtype=torch.float32)
-    for rows in row_chunks(num_rows, length):
+    for rows in row_chunks(mantissas):
         chunk = pad_blocks(mantissas[rows], BLOCK)
         values[rows] = decode(exponents[rows], chunk, mantissa_bits)[:, :length]
     return values
@@ -141,7 +141,7 @@ def round_trip_rows(x_RK: torch.Tensor, mantissa_bits: int, encoder: RowEncoder)
     """Encode and decode chunk by chunk, without memory for the whole encoded tensor."""
     num_rows, length = x_RK.shape
     values = x_RK.new_empty(num_rows, length, dtype=torch.float32)
-    for rows in row_chunks(num_rows, length):
+    for rows in row_chunks(x_RK):
         chunk = pad_blocks(x_RK[rows].float(), BLOCK).contiguous()
         encoded = encoder(chunk, mantissa_bits)
         values[rows] = decode(*encoded, mantissa_bits)[:, :length]

@@ -74,7 +74,7 @@ def encode_rows(
     codes = x_RK.new_empty(num_rows, length, dtype=dtype)
     scales = x_RK.new_empty(num_rows, -(-length // BLOCK), dtype=torch.float16)
     minimums = torch.empty_like(scales) if has_minimums else None
-    for rows in row_chunks(num_rows, length):
+    for rows in row_chunks(x_RK):
         chunk = pad_blocks(x_RK[rows].float(), BLOCK)
         encoded, chunk_scales, chunk_minimums = encoder(chunk.reshape(-1, BLOCK))
         codes[rows] = encoded.view(chunk.shape)[:, :length]
@@ -90,7 +90,7 @@ def decode_rows(
     """Return float32 ``[R, K]``: ``(code - zero point) * scale + minimum``, chunk by chunk."""
     num_rows, length = codes.shape
     values = codes.new_empty(num_rows, length, dtype=torch.float32)
-    for rows in row_chunks(num_rows, length):
+    for rows in row_chunks(codes):
         chunk = pad_blocks(codes[rows].float().sub_(zero_point), BLOCK)
         chunk = chunk.view(chunk.shape[0], -1, BLOCK) * scales[rows].float().unsqueeze(-1)
         if minimums is not None:

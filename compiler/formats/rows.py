@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 
 CHUNK_ELEMENTS = 1 << 17
+"""Elements of a chunk on a CPU: a chunk's intermediates fit in a cache."""
+
+GPU_CHUNK_ELEMENTS = 1 << 22
+"""Elements of a chunk on a GPU: a launch's work exceeds its cost."""
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -18,9 +22,11 @@ def pad_blocks(x_RK: torch.Tensor, block: int) -> torch.Tensor:
     return torch.nn.functional.pad(x_RK, (0, missing)) if missing else x_RK
 
 
-def row_chunks(num_rows: int, length: int) -> list[slice]:
-    """Slices of whole rows, each of about ``CHUNK_ELEMENTS`` elements; none of empty rows."""
+def row_chunks(x_RK: torch.Tensor) -> list[slice]:
+    """Return slices of whole rows, each with about a chunk's elements. Empty rows give no slice."""
+    num_rows, length = x_RK.shape
     if length == 0:
         return []
-    step = max(1, CHUNK_ELEMENTS // length)
+    elements = CHUNK_ELEMENTS if x_RK.device.type == "cpu" else GPU_CHUNK_ELEMENTS
+    step = max(1, elements // length)
     return [slice(start, start + step) for start in range(0, num_rows, step)]

@@ -60,7 +60,7 @@ class ScaledCodes(DataFormat):
         num_blocks = -(-length // self.block)
         codes = torch.empty(num_rows, length, dtype=torch.uint8, device=x.device)
         scales = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=x.device)
-        for rows in row_chunks(num_rows, length):
+        for rows in row_chunks(values):
             blocks = pad_blocks(values[rows].float(), self.block).unflatten(-1, (-1, self.block))
             scales[rows] = blocks.abs().amax(-1) / blocks.new_tensor(LARGEST)
             scaled = blocks / scales[rows].unsqueeze(-1)
