@@ -28,7 +28,7 @@ _START_SECONDS, _LOOK_SECONDS = 1800.0, 0.1
 _HOP_BY_HOP = frozenset(("connection", "content-length", "host", "keep-alive", "transfer-encoding"))
 
 
-class Served:
+class ServedApp:
     """A ``tilewright serve`` process on a free port, until `close`.
 
     Args:
@@ -64,11 +64,11 @@ class Served:
         raise TilewrightError(f"tilewright serve did not start: {self._child.stop().last}")
 
 
-class Replica:
+class RayReplica:
     """A Ray actor that passes requests to its own server."""
 
     def __init__(self, argv: list[str]) -> None:
-        self._served = Served(argv)
+        self._served = ServedApp(argv)
         self._session: Any = None
 
     async def __call__(self, request: Any) -> Any:
@@ -141,7 +141,7 @@ def main(argv: list[str]) -> int:
         ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": arguments.gpus},
         graceful_shutdown_timeout_s=600,
         health_check_period_s=5,
-    )(Replica)
+    )(RayReplica)
     serve.run(deployment.bind(options), name="tilewright")
     where = f"http://{arguments.ray_host}:{arguments.ray_port}"
     print(f"serving on {where}, cluster {ray.get_runtime_context().gcs_address}", flush=True)

@@ -1,12 +1,14 @@
-"""Words that the project replaces: their number of uses may only fall.
+"""Words that the project replaces: their number of uses may only fall. Class names are unique.
 
 ``tests/vocabulary.txt`` has a word and its number of uses in each line. Identifiers are split at
-underscores and capitals. The phrases of `ALLOWED` do not count. ``TILEWRIGHT_UPDATE_GOLDENS=1``
-writes lower numbers, never higher ones.
+underscores and capitals. The phrases of `ALLOWED` do not count. C++, CUDA and page sources have
+none of the words with the count 0. ``TILEWRIGHT_UPDATE_GOLDENS=1`` writes lower numbers, never
+higher ones.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections import Counter
@@ -15,8 +17,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ROOT / "tests" / "vocabulary.txt"
 ROOMS = ("compiler", "models", "tilewright", "bench", "demo")
+OTHER_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".inl", ".js", ".css", ".html")
+FAMILIES = {
+    "models/architectures/": "modules have the names of torch and of the published models",
+    "compiler/targets/cuda/engine_generator/parts/": "text of a standalone file, in its own words",
+    "bench/": "each command has its Options",
+}
+"""Directories with class names of other modules, each with its reason."""
 ALLOWED = {
     'tag="asked"': "tag of records in sweep journals, which keep their names",
+    "--max-seats": "hidden alias of an old flag",
     "held-out": "text without influence on a search or a fit, as in machine learning",
     "held_out": "the same, in identifiers",
     '"dealt"': "key of records in compiled folders, which keep their names",
@@ -26,23 +36,42 @@ _ALLOWED = re.compile("|".join(map(re.escape, ALLOWED)))
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
-def word_counts() -> Counter[str]:
-    """Return the uses of every word in identifiers, strings and comments of the Python files."""
+def word_counts(*suffixes: str) -> Counter[str]:
+    """Return the uses of every word in identifiers, strings and comments."""
     counts: Counter[str] = Counter()
     for room in ROOMS:
-        for path in (ROOT / room).rglob("*.py"):  # does not follow the links of the package
-            text = _ALLOWED.sub("", path.read_text("utf-8"))
-            counts.update(part.lower() for part in _PART.findall(text))
+        for path in (ROOT / room).rglob("*"):  # does not follow the links of the package
+            if path.suffix in suffixes and path.is_file():
+                text = _ALLOWED.sub("", path.read_text("utf-8"))
+                counts.update(part.lower() for part in _PART.findall(text))
     return counts
 
 
 def test_vocabulary_replaced_words_only_fall() -> None:
     listed = {word: int(n) for word, n in map(str.split, COUNTS.read_text("utf-8").splitlines())}
-    counts = word_counts()
+    counts = word_counts(".py")
     more = {word: (counts[word], n) for word, n in listed.items() if counts[word] > n}
     assert not more, f"more uses than {COUNTS.name} allows (uses, allowed): {more}"
     if os.environ.get("TILEWRIGHT_UPDATE_GOLDENS"):
         COUNTS.write_text("".join(f"{word} {counts[word]}\n" for word in listed), "utf-8")
+
+
+def test_vocabulary_other_sources_have_no_removed_words() -> None:
+    listed = {word: int(n) for word, n in map(str.split, COUNTS.read_text("utf-8").splitlines())}
+    counts = word_counts(*OTHER_SUFFIXES)
+    assert not {word: counts[word] for word, n in listed.items() if n == 0 and counts[word]}
+
+
+def test_vocabulary_class_names_are_unique() -> None:
+    places: dict[str, list[str]] = {}
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("*.py"):
+            name = path.relative_to(ROOT).as_posix()
+            if not name.startswith(tuple(FAMILIES)):
+                for node in ast.parse(path.read_text("utf-8")).body:
+                    if isinstance(node, ast.ClassDef):
+                        places.setdefault(node.name.lstrip("_"), []).append(name)
+    assert not {name: paths for name, paths in places.items() if len(paths) > 1}
 
 
 def test_vocabulary_identifiers_are_split() -> None:

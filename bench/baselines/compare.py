@@ -129,7 +129,7 @@ Sizes = tuple[int | None, int | None]
 
 
 @dataclass(slots=True)
-class Engine:
+class ComparedEngine:
     """An engine with its weights, its endpoint and its rates by measure."""
 
     engine: str
@@ -194,13 +194,15 @@ async def _ask(url: str, measure: Measure, prompts: list[list[int]]) -> list[Hea
         return heard
 
 
-def engines_of(options: Options) -> tuple[list[Engine], list[tuple[Engine, Engine]]]:
+def engines_of(
+    options: Options,
+) -> tuple[list[ComparedEngine], list[tuple[ComparedEngine, ComparedEngine]]]:
     """Return all engines, and the pairs with a baseline."""
     measures, threads = measures_of(options), options.num_threads
     users = max(each.num_users for each in measures)
     context = max(each.prompt_length + each.num_tokens for each in measures) + 8
     sizes: dict[str, Any] = {"users": users, "context": context, "threads": threads}
-    found: dict[str, Engine] = {}
+    found: dict[str, ComparedEngine] = {}
     versus = []
     find_model(options.model)
     if "llama.cpp" in options.baselines:
@@ -213,11 +215,11 @@ def engines_of(options: Options) -> tuple[list[Engine], list[tuple[Engine, Engin
             more = ("--backend", backend, "--no-prefix-cache")
             server = Server(_OWN_NAMES[backend], (*server.command, *more))
             own = step_bytes(path, pair.precision, CPU_BACKENDS[backend], context)
-            ours.append(Engine(server.name, pair.precision, server, own))
+            ours.append(ComparedEngine(server.name, pair.precision, server, own))
         for name in options.baselines:
             if name == "llama.cpp":
                 server = llama_cpp(options.llama_server, copy, **sizes)
-                others.append(Engine(name, pair.gguf_type, server, gguf_sizes(copy)))
+                others.append(ComparedEngine(name, pair.gguf_type, server, gguf_sizes(copy)))
                 continue
             folder = options.onnx_genai_folder
             if name == "openvino" and pair.gguf_type not in _OPENVINO_KINDS:
@@ -229,7 +231,7 @@ def engines_of(options: Options) -> tuple[list[Engine], list[tuple[Engine, Engin
             words = (*PYTHON, "-m", "bench.baselines.genai_server", name, str(source))
             server = Server(name, (*words, "--threads", str(threads)))
             file_sizes: Sizes = gguf_sizes(copy) if name == "openvino" else (None, None)
-            others.append(Engine(name, weights, server, file_sizes, serves_many=False))
+            others.append(ComparedEngine(name, weights, server, file_sizes, serves_many=False))
         ours, others = (
             [found.setdefault(e.name, e) for e in engines] for engines in (ours, others)
         )
@@ -254,7 +256,7 @@ def step_bytes(path: Path, precision: str, target: str, context: int) -> tuple[i
     return file_sizes, read
 
 
-def measure_all(engines: Sequence[Engine], options: Options) -> list[float]:
+def measure_all(engines: Sequence[ComparedEngine], options: Options) -> list[float]:
     """Fill in all rates. Return the memory read rate before and after every round."""
     from tilewright.evaluate.measure.ceilings import read_bandwidth
 
@@ -298,8 +300,8 @@ def spinning(num_processes: int) -> Iterator[None]:
 
 def record_of(
     options: Options,
-    engines: Sequence[Engine],
-    versus: Sequence[tuple[Engine, Engine]],
+    engines: Sequence[ComparedEngine],
+    versus: Sequence[tuple[ComparedEngine, ComparedEngine]],
     bandwidths: Sequence[float],
 ) -> dict[str, Any]:
     """Return the record for `rates_table`."""

@@ -35,7 +35,7 @@ _WIDTH, _HOST_CONTEXT = 132, 1200
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
+class StepBench:
     """The checked command line."""
 
     rows: tuple[BenchRow, ...]
@@ -78,12 +78,12 @@ def main(argv: Sequence[str]) -> int:
     if options.results is not None:
         check_writable(options.results)
     repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
-    choices = Choices(rows, repeats, options.results, options.profile)
+    choices = StepBench(rows, repeats, options.results, options.profile)
     ranks, host_time = options.tensor_parallel, options.host_time
     return bench(replace(choices, num_ranks=ranks, shows_host_time=host_time))
 
 
-def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
+def bench(choices: StepBench, *, measured: Ceilings | None = None) -> int:
     """Measure rows and print them. ``measured``: known ceilings."""
     if choices.target == "cuda":
         check_gpu()
@@ -119,7 +119,7 @@ class _Session:
     """A run with the values, or the reason for missing values, by row name."""
 
     screen: Console
-    choices: Choices
+    choices: StepBench
     ceilings: Ceilings
     found: dict[str, Figures] = field(default_factory=dict)
     missed: dict[str, str] = field(default_factory=dict)

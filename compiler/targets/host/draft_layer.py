@@ -22,7 +22,7 @@ _MAX_PENDING = 16
 
 
 @dataclass(slots=True)
-class _SlotRows:
+class _PendingDraftRows:
     """A slot's rows. Token s is at position s - 1, with the hidden state of s - 1.
 
     Attributes:
@@ -59,14 +59,14 @@ class DraftLayer:
     def __init__(self, executable: HostExecutable) -> None:
         executable.keeps_hidden = True
         self.executable = executable
-        self._slots: dict[Slot, _SlotRows] = {}
+        self._slots: dict[Slot, _PendingDraftRows] = {}
 
     def note(
         self, slot: Slot, start: int, tokens: Sequence[int] | np.ndarray, hidden: np.ndarray
     ) -> None:
         """Take the tokens that the model has read from ``start``, and their hidden states."""
         if slot not in self._slots:
-            self._slots[slot] = _SlotRows(np.zeros_like(hidden[0]))
+            self._slots[slot] = _PendingDraftRows(np.zeros_like(hidden[0]))
         rows = self._slots[slot]
         if start != rows.end:
             rows.truncate(start)
@@ -83,7 +83,7 @@ class DraftLayer:
         if rows is None:
             return
         self.executable.copy_state(source, target, max(0, num_positions - 1))
-        copied = _SlotRows(rows.last, rows.end, [*rows.tokens], [*rows.hidden])
+        copied = _PendingDraftRows(rows.last, rows.end, [*rows.tokens], [*rows.hidden])
         if num_positions != rows.end:
             copied.truncate(num_positions)
         self._slots[target] = copied
@@ -122,7 +122,7 @@ class DraftLayer:
             lines = following
         return drafts
 
-    def _flush(self, slot: Slot, rows: _SlotRows) -> None:
+    def _flush(self, slot: Slot, rows: _PendingDraftRows) -> None:
         start = rows.end - 1 - len(rows.tokens)
         self._run({slot: (start, rows.tokens, rows.hidden)}, decodes=False)
         rows.tokens, rows.hidden = [], []

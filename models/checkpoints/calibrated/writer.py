@@ -32,7 +32,7 @@ _CODED = "coded"
 """The metadata key. safetensors writes several keys in random order."""
 
 
-class CodedRows(Protocol):
+class StoredCodes(Protocol):
     """Tensor rows as bytes; see `compiler.calibration.CodedMatrix`."""
 
     @property
@@ -90,7 +90,7 @@ class CalibrationWriter:
             return False
 
     def write(
-        self, segment: str, matrices: Iterable[CodedRows], floats: Mapping[str, Tensor]
+        self, segment: str, matrices: Iterable[StoredCodes], floats: Mapping[str, Tensor]
     ) -> None:
         """Write a segment's file atomically.
 

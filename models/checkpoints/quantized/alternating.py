@@ -69,7 +69,7 @@ class _Bias(_ExpertTensor):
         return read(self.names[0], (experts, stored))[:, taken].unsqueeze(-1)[..., columns]
 
 
-class _Blocks(_ExpertTensor):
+class _AlternatingBlocks(_ExpertTensor):
     """Codes ``[E, out, blocks, 16]``, the low nibble first, and exponents ``[E, out, blocks]``."""
 
     __slots__ = ()
@@ -107,7 +107,9 @@ def read_mxfp4(config: Mapping[str, object], where: str, model: RawModel) -> Non
         model.take(name, ("U8",), shape)
         model.take(f"{stem}_scales", ("U8",), shape[:3])
         names = name, f"{stem}_scales"
-        _add(model, _Blocks, stem, (*shape[:2], shape[2] * MXFP4), names, _LABEL, "weight")
+        _add(
+            model, _AlternatingBlocks, stem, (*shape[:2], shape[2] * MXFP4), names, _LABEL, "weight"
+        )
 
 
 def take_alternating(model: RawModel) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.cuda import step_times
-from bench.cuda.command import COLUMNS, Choices, bench
+from bench.cuda.command import COLUMNS, StepBench, bench
 from bench.cuda.measure import Bench, Figures, _figure, run_options
 from bench.cuda.rows import (
     DECODE,
@@ -45,8 +45,8 @@ def run(ttft_ms: float, decode_tsu: float) -> TimedRun:
     return TimedRun(Repeat(ttft_ms=ttft_ms, decode_tsu=decode_tsu), ())
 
 
-def choices(rows: Sequence[BenchRow], results: Path | None = None, **changes: Any) -> Choices:
-    return Choices(tuple(rows), 2, results, changes.pop("is_profiled", False), "cpu")
+def choices(rows: Sequence[BenchRow], results: Path | None = None, **changes: Any) -> StepBench:
+    return StepBench(tuple(rows), 2, results, changes.pop("is_profiled", False), "cpu")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.cuda import command as bench_cuda
-from bench.cuda.command import Choices, main, programs
+from bench.cuda.command import StepBench, main, programs
 from bench.cuda.rows import (
     DECODE,
     DECODE_SHARE,
@@ -122,7 +122,7 @@ def test_the_list_says_all(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_quick_rows_are_no_table_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Choices] = []
+    seen: list[StepBench] = []
     monkeypatch.setattr(bench_cuda, "bench", lambda asked: seen.append(asked) or 0)
     assert main(["--rows", "8b-bf16-b1", "--quick"]) == 0
     assert main(["--rows", "8b-bf16-b1", "--repeats", "7"]) == 0

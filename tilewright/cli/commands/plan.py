@@ -17,7 +17,7 @@ from tilewright.utils.json_lines import check_writable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
+class _EstimateArgs:
     model: str | None = option("checkpoint, or shape:NAME (default: smollm2)", "model", nargs="?")
     boards: str | None = option(
         "boards to compare, separated by commas (default: all)", metavar="LIST"
@@ -51,7 +51,7 @@ class _Options:
 def main(argv: list[str]) -> int:
     """Run ``tilewright plan`` with its arguments. Return the exit code."""
     options = parse(
-        _Options,
+        _EstimateArgs,
         argv,
         prog="tilewright plan",
         description="Compare Tenstorrent boards for a model: memory, predicted speed, emulated "
@@ -110,7 +110,7 @@ def _print(rows: Any, targets: Any, users: int) -> None:
     _print_targets(targets, rows, users)
 
 
-def _write_files(options: _Options, model: Any, precisions: Any, rows: Any) -> None:
+def _write_files(options: _EstimateArgs, model: Any, precisions: Any, rows: Any) -> None:
     """Write the vendor's files. Print the settings that a file cannot express."""
     from tilewright.cli.terminal.console import err, note
     from tilewright.compiler.driver import resolve_precision

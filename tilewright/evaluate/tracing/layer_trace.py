@@ -76,7 +76,7 @@ class _Stream:
     row: int | None = None
 
 
-class _Pair:
+class _TracedPair:
     """The same graph with exact weights and with weights in formats, run in step."""
 
     def __init__(
@@ -130,7 +130,7 @@ def trace(
     original = original or model
     if original.config.hidden_size != model.config.hidden_size:
         raise ConfigError(f"{original.name}: another shape than {model.name}")
-    pair = _Pair(model, original, precision, tokens_ST)
+    pair = _TracedPair(model, original, precision, tokens_ST)
     run = _TraceRun(pair, restores=restores)
     segments = pair.lossy.segments
     for index, segment in enumerate(segments):
@@ -142,7 +142,7 @@ def trace(
 class _TraceRun:
     """Runs in fp32, in the formats, and with a restored operation, layer after layer."""
 
-    def __init__(self, pair: _Pair, *, restores: bool) -> None:
+    def __init__(self, pair: _TracedPair, *, restores: bool) -> None:
         assert len(pair.exact.groups) >= 1
         self._pair, self._restores = pair, restores
         self._truth = [dict(group) for group in pair.exact.groups]

@@ -22,7 +22,7 @@ from tilewright.runtime.scheduling.request_state import RequestState
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _DraftSequence:
     """A request in the draft model.
 
     Attributes:
@@ -52,7 +52,7 @@ class DraftModel:
         """Discard all sequences."""
         self.executable.reset()
         self._in_flight: deque[StepOutput] = deque()
-        self._sequences: dict[RequestState, _Sequence] = {}
+        self._sequences: dict[RequestState, _DraftSequence] = {}
         count = self.executable.capabilities.max_num_seqs
         self._free = [Slot(number) for number in reversed(range(count))]
 
@@ -98,11 +98,11 @@ class DraftModel:
                 for slot, token in zip(sampled.slots, sampled.read().tokens, strict=True):
                     drafts[slot].append(token)
 
-    def _sequence(self, request: RequestState, updates: list[StateUpdate]) -> _Sequence | None:
+    def _sequence(self, request: RequestState, updates: list[StateUpdate]) -> _DraftSequence | None:
         """Return a request's sequence. None: no slot is free."""
         if request not in self._sequences and self._free:
             limits, slot = self.executable.capabilities, self._free.pop()
-            self._sequences[request] = _Sequence(slot)
+            self._sequences[request] = _DraftSequence(slot)
             updates.append(OpenSlot(slot, SamplingParams()))
             if limits.page_size:
                 size = -(-limits.max_context // limits.page_size)

@@ -172,7 +172,7 @@ def _pair_values(format_name: str, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class CodedBlocks:
     """A program's K parts, rows and tokens, its warps, and its pipeline stages."""
 
     parts: int
@@ -182,17 +182,17 @@ class Blocks:
     num_stages: int
 
 
-def choose_blocks(num_tokens: int, *, is_small_m: bool | None = None) -> Blocks:
+def choose_blocks(num_tokens: int, *, is_small_m: bool | None = None) -> CodedBlocks:
     """Return the blocks for ``num_tokens``. ``is_small_m`` is as in `linear`."""
     small_m, large_m = _TUNING["small_m"], _TUNING["large_m"]
     if num_tokens <= small_m["max_rows"] if is_small_m is None else is_small_m:
         tokens = 8 if num_tokens <= 8 else 16
         parts = small_m["parts"]
-        return Blocks(parts, small_m["rows"], tokens, parts, small_m["num_stages"])
+        return CodedBlocks(parts, small_m["rows"], tokens, parts, small_m["num_stages"])
     is_large = is_small_m is None and num_tokens >= large_m["min_large"]
     rows, tokens, num_warps, num_stages = large_m["large" if is_large else "small"]
     tokens = tokens if is_small_m is False else min(tokens, block_of(num_tokens))
-    return Blocks(1, rows, tokens, num_warps, num_stages)
+    return CodedBlocks(1, rows, tokens, num_warps, num_stages)
 
 
 def linear(
