@@ -31,12 +31,12 @@ class _Options:
     )
     model: str | None = option("the original checkpoint (default: smollm2)", metavar="PATH")
     weights: tuple[str, ...] = option(
-        "calibrated folders, other checkpoints of the same model, or names of configurations for "
-        "round to nearest; the first is the base of paired figures",
+        "calibrated folders, checkpoints, or configuration names for "
+        "round to nearest. Paired values compare with the first checkpoint",
         default=("performance",),
         metavar="NAME",
     )
-    length: int = option("tokens of a sequence", default=512, type=integer(16, 1 << 16))
+    length: int = option("tokens per sequence", default=512, type=integer(16, 1 << 16))
 
 
 def main(argv: list[str]) -> int:

@@ -270,7 +270,7 @@ def _index_overrides(scopes: Iterable[Fragment], num_layers: int) -> list[dict[s
 def _effective(
     table: Mapping[str, _Set], overrides: Iterable[Mapping[str, _Set]], in_layers: Layers
 ) -> list[dict[str, _Set]]:
-    """Return each layer's settings with an effect on its modules."""
+    """Return the settings per layer with an effect on modules."""
     found = []
     for layer, override in enumerate(overrides):
         reached = reached_keys(in_layers.get(layer, ()), table.keys() | override.keys())
@@ -319,8 +319,7 @@ def _kept(
     def follows(follower: str, leader: str) -> bool:
         if follower not in table and not any(follower in override for override in overrides):
             return True
-        # The group is set to its leader's value. That is no difference, unless a pattern changes
-        # the leader.
+        # The group is set to its leader's value. A later pattern may change the leader only.
         return not has_patterns and all(
             layer[follower] == layer.get(leader, table[leader].value) for layer in layers
         )
