@@ -118,7 +118,7 @@ class Engine:
         """
         tokens = token_ids.tolist()
         self._check_decode(request_ids, tokens)
-        live = [self._live[each] for each in request_ids]
+        live = [self._live[request_id] for request_id in request_ids]
         if not live:
             return torch.empty(0, self.executable.vocab_size)
         with self._undone_by_failure():
@@ -195,8 +195,8 @@ class Engine:
         output = self.executable.step(
             Step(step.decode, step.prompts, edits, step.forced, want_logits=True)
         )
-        found = [part.logits() for part in output.parts if part.logits is not None]
-        return torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0)
+        logits = [part.logits() for part in output.parts if part.logits is not None]
+        return torch.cat(logits) if len(logits) > 1 else logits[0] if logits else torch.empty(0)
 
     def _again(self, old: _Sequence) -> _Sequence:
         """Return a new sequence with a lost sequence's tokens."""

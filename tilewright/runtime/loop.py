@@ -248,7 +248,7 @@ class EngineLoop:
         sampling = SamplingParams(max_tokens=min(_STREAMED, limits.max_context))
         for _ in range(min(_STREAMS, limits.max_num_seqs - 1)):
             self.add(RequestState(-1, (0,), sampling, is_private=True))
-        while any(each.prompt_left for each in self.scheduler.running) or self.scheduler.line:
+        while any(request.prompt_left for request in self.scheduler.running) or self.scheduler.line:
             self.step()
         last = SamplingParams(max_tokens=1)
         self.generate([RequestState(-1, (0,) * length, last, is_private=True)])

@@ -36,15 +36,15 @@ class Pooling:
 
         A prompt that lost its state is computed again: later chunks are dropped first.
         """
-        self._chunks = [each for each in self._chunks if each[0] < start]
+        self._chunks = [chunk for chunk in self._chunks if chunk[0] < start]
         self._chunks.append((start, pooled))
         if start + pooled.count < num_tokens:
             return False
         total = pooled.last.astype("f8")
         if self.kind == MEAN:
             total = pooled.total.astype("f8")
-            for _, each in self._chunks[:-1]:
-                total += each.total
+            for _, chunk in self._chunks[:-1]:
+                total += chunk.total
             total /= num_tokens
         self.vector = normalized(total)
         self._chunks.clear()

@@ -155,9 +155,9 @@ class EngineService:
             assert isinstance(message, Shutdown), message
             self._is_stopped = True
 
-    def _salt(self, given: str) -> str:
+    def _salt(self, salt: str) -> str:
         """Return a cache salt that changes when the prefix cache is reset."""
-        return f"{self._era} {given}"
+        return f"{self._era} {salt}"
 
     def _step(self, said: list[FromEngine]) -> None:
         began = time.perf_counter()
@@ -309,9 +309,9 @@ class QueueTransport:
 
     def receive(self, seconds: float) -> list[ToEngine]:
         """Return the messages in ``inbox``. Never wait, because no other thread fills it."""
-        found = list(self.inbox)
+        messages = list(self.inbox)
         self.inbox.clear()
-        return found
+        return messages
 
     def send(self, messages: list[FromEngine]) -> None:
         """Append the engine's messages to ``outbox``."""

@@ -71,7 +71,7 @@ class Front(JobMaker):
         self.metrics = self._metrics("")
 
     def _metrics(self, model: str) -> Metrics:
-        pids = [partial(getattr, each, "pid") for each in self.client.engines]
+        pids = [partial(getattr, engine, "pid") for engine in self.client.engines]
         return Metrics(self.settings.metrics_names, model, pids)
 
     async def close(self) -> None:

@@ -60,16 +60,16 @@ def fingerprint_of(facts: Mapping[str, str]) -> str:
 
 
 def template_variables(
-    given: Mapping[str, Any], requested: Mapping[str, Any] | None, effort: str | None
+    defaults: Mapping[str, Any], requested: Mapping[str, Any] | None, effort: str | None
 ) -> dict[str, Any]:
     """Return the variables for a chat template.
 
     Args:
-        given: the operator's variables.
+        defaults: the operator's variables.
         requested: the request's variables. They replace equal names.
         effort: the request's reasoning effort. ``none`` disables thinking.
     """
-    variables = {**given, **(requested or {})}
+    variables = {**defaults, **(requested or {})}
     if effort is not None:
         variables.setdefault("reasoning_effort", effort)
         if effort == "none":

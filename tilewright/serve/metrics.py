@@ -70,7 +70,7 @@ class Metrics:
         self._refused = made.counter("requests_refused", "answered with an error", "code")
         # A refused request has no engine.
         self._nobody = {"model_name": model, "engine": "0" if len(engine_pids) == 1 else ""}
-        self._counts = _EngineCounts(prefix, [each.labels for each in self._engines])
+        self._counts = _EngineCounts(prefix, [engine.labels for engine in self._engines])
         self.registry.register(self._counts)
 
     def of(self, engine: int) -> EngineMetrics:
@@ -231,8 +231,8 @@ class _Families:
     def _once(self, name: str, make: Callable[[str], _T]) -> _T:
         if name not in self._made:
             self._made[name] = make(f"{self._prefix}:{name}")
-        found: _T = self._made[name]
-        return found
+        family: _T = self._made[name]
+        return family
 
 
 class _FastHistogram:
@@ -266,10 +266,10 @@ class _Histograms(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """See `Collector`."""
-        found = HistogramMetricFamily(self._name, self._text, labels=_LABELS)
+        family = HistogramMetricFamily(self._name, self._text, labels=_LABELS)
         for values, own in self._children:
-            found.add_metric(values, _buckets(self._bounds, own.histogram), own.histogram.total)
-        yield found
+            family.add_metric(values, _buckets(self._bounds, own.histogram), own.histogram.total)
+        yield family
 
 
 def _buckets(bounds: Sequence[float], histogram: HistogramCounts) -> list[tuple[str, int]]:
@@ -290,16 +290,16 @@ class _EngineProcesses(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """See `Collector`."""
-        found: dict[str, Metric] = {}
+        families: dict[str, Metric] = {}
         for number, source in enumerate(self._sources):
             labels = {"engine": str(number)} if len(self._sources) > 1 else {}
             for metric in source.collect():
-                kept = found.setdefault(
+                kept = families.setdefault(
                     metric.name, Metric(metric.name, metric.documentation, metric.type)
                 )
                 for sample in metric.samples:
                     kept.add_sample(sample.name, labels, sample.value)
-        return found.values()
+        return families.values()
 
 
 class _EngineCounts(Collector):
@@ -366,15 +366,17 @@ class _EngineCounts(Collector):
     def _histogram(self, name: str, kind: str) -> Metric:
         full = f"{name}_total" if name == SIZE else name
         labels = (*_LABELS, kind) if kind else _LABELS
-        found = HistogramMetricFamily(self._name(full), full, labels=labels)
+        family = HistogramMetricFamily(self._name(full), full, labels=labels)
         for own, engine in zip(self._labels, self.engines, strict=False):
             values = tuple(own.values())
             for key, histogram in engine.beat.stats.items():
                 counted, _, which = key.partition("/")
                 if counted == name:
                     buckets = _buckets(bounds_of(name), histogram)
-                    found.add_metric((*values, which) if kind else values, buckets, histogram.total)
-        return found
+                    family.add_metric(
+                        (*values, which) if kind else values, buckets, histogram.total
+                    )
+        return family
 
     def _name(self, name: str) -> str:
         return f"{self._prefix}:{name}"

@@ -59,9 +59,9 @@ class Masks:
 
     def forget(self, request: RequestState) -> None:
         """Drop the compilation of a request."""
-        found = self._compiling.pop(request, None)
-        if found is not None:
-            found.cancel()
+        future = self._compiling.pop(request, None)
+        if future is not None:
+            future.cancel()
 
     def compiled(self, *, waits: bool) -> list[tuple[RequestState, str]]:
         """Return requests with finished compilations, and an error or an empty text for each.
@@ -71,7 +71,7 @@ class Masks:
         if waits and self._compiling:
             wait(self._compiling.values(), _PATIENCE, return_when=FIRST_COMPLETED)
         done = [request for request, made in self._compiling.items() if made.done()]
-        found = []
+        finished = []
         for request in done:
             error = ""
             try:
@@ -80,14 +80,16 @@ class Masks:
                 error = one_line(reason)
             except Exception as reason:  # an error of the library fails only this request
                 error = f"the grammar cannot be compiled: {one_line(reason)}"
-            found.append((request, error))
-        return found
+            finished.append((request, error))
+        return finished
 
     def begin(self, rows: Mapping[Slot, RequestState]) -> None:
         """Start the masks of rows with a known last token."""
         wait(self._jobs)  # jobs of a failed step
         self._jobs.clear()
-        self._wanted = [(slot, each) for slot, each in rows.items() if each.matcher is not None]
+        self._wanted = [
+            (slot, request) for slot, request in rows.items() if request.matcher is not None
+        ]
         count = len(self._wanted)
         if not count:
             return

@@ -281,7 +281,7 @@ def _source(spec: GrammarSpec) -> str:
     if spec.kind == REGEX:
         return LLMatcher.grammar_from_regex(spec.text)
     if spec.kind == CHOICE:
-        texts = [json.dumps(each, ensure_ascii=False) for each in json.loads(spec.text)]
+        texts = [json.dumps(load, ensure_ascii=False) for load in json.loads(spec.text)]
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts))
     if "::=" in spec.text:
         raise RequestError("grammar: this is GBNF; allowed: Lark, which writes `rule: ...`")

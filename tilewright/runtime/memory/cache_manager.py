@@ -101,11 +101,11 @@ class CacheManager(ABC):
         """Return a prompt's common positions with a running request."""
 
     @abstractmethod
-    def fits(self, request: RequestState, found: PrefixMatch) -> bool:
+    def fits(self, request: RequestState, match: PrefixMatch) -> bool:
         """Return whether the cache has capacity for a request. A slot is free."""
 
     @abstractmethod
-    def admit(self, request: RequestState, found: PrefixMatch) -> None:
+    def admit(self, request: RequestState, match: PrefixMatch) -> None:
         """Give a slot to a request, which must fit."""
 
     @abstractmethod
@@ -155,7 +155,7 @@ class CacheManager(ABC):
         """Add pages for a swapped request, if the cache has pages."""
 
     def waits_for(
-        self, request: RequestState, found: PrefixMatch, pending: Iterable[RequestState]
+        self, request: RequestState, match: PrefixMatch, pending: Iterable[RequestState]
     ) -> bool:
         """Return whether a request should wait for a prompt that is being computed.
 
@@ -169,7 +169,7 @@ class CacheManager(ABC):
             if other.priority > request.priority:
                 continue
             shared = self.shared_with(request, other)
-            if shared > other.num_computed and shared - found.length >= self.capabilities.cell:
+            if shared > other.num_computed and shared - match.length >= self.capabilities.cell:
                 if self._has_state:
                     other.saves.add(shared)
                     other.branch_points.add(shared)
@@ -184,12 +184,12 @@ class CacheManager(ABC):
             return ()
         passed = sorted(at for at in running.saves if start < at <= end)
         running.saves.difference_update(passed)
-        found, keys = [], []
+        positions, keys = [], []
         for at in passed:
             key = running.page_keys[at // self.grain - 1]
             snapshot = self.snapshots.take(key)
             if snapshot is not None:
-                found.append((at, snapshot))
+                positions.append((at, snapshot))
                 keys.append(key)
             if key not in self.snapshots:
                 continue
@@ -200,7 +200,7 @@ class CacheManager(ABC):
             elif at % spacing(self.grain) == 0:
                 self.snapshots.supersede(key)
         self.snapshots.fill(keys)
-        return tuple(found)
+        return tuple(positions)
 
     def _go_on(self, running: RequestState, key: bytes) -> None:
         """Replace a sequence's latest snapshot by a later snapshot."""
@@ -231,18 +231,18 @@ class CacheManager(ABC):
         prompt = request.prompt if wants_prompt else ()
         self.edits.append(OpenSlot(slot, sampling, prompt, keeps, request.rotary_delta))
 
-    def _load(self, running: RequestState, found: PrefixMatch) -> None:
+    def _load(self, running: RequestState, match: PrefixMatch) -> None:
         """Load the matched snapshot, if any, into a slot."""
-        if found.snapshot is not None:
-            self.edits.append(LoadState(running.slot, found.snapshot))
-            running.latest = running.page_keys[found.length // self.grain - 1]
+        if match.snapshot is not None:
+            self.edits.append(LoadState(running.slot, match.snapshot))
+            running.latest = running.page_keys[match.length // self.grain - 1]
             self.snapshots.use(running.latest)
 
-    def _begin(self, request: RequestState, slot: Slot, found: PrefixMatch) -> None:
-        request.take_slot(slot, num_cached=found.length, max_num_computed=found.reached)
+    def _begin(self, request: RequestState, slot: Slot, match: PrefixMatch) -> None:
+        request.take_slot(slot, num_cached=match.length, max_num_computed=match.reached)
         request.page_capacity = self.capabilities.max_context
         if self._has_state and request.page_keys and not self.snapshots.is_empty:
-            known, branch_point = found.length, found.branch_point
+            known, branch_point = match.length, match.branch_point
             ends = request.sampling.stop_token_ids
             request.saves = places_worth(
                 request.prompt, self.grain, ends, known=known, branch_point=branch_point

@@ -44,11 +44,11 @@ class ContiguousCacheManager(CacheManager):
             if common <= best.length:
                 continue
             is_whole = is_kept and common == len(tokens)
-            found = self._use_of(request, slot, common, reached, is_whole=is_whole)
-            if found.length > best.length or (
-                not best.length and found.branch_point > best.branch_point
+            match = self._use_of(request, slot, common, reached, is_whole=is_whole)
+            if match.length > best.length or (
+                not best.length and match.branch_point > best.branch_point
             ):
-                best = found
+                best = match
         return best
 
     def _holders(self, salt: str) -> Iterator[tuple[Slot, tuple[int, ...], int, bool]]:
@@ -59,10 +59,13 @@ class ContiguousCacheManager(CacheManager):
         for slot, kept in reversed(list(self.kept)):
             if kept.salt == salt:
                 yield slot, kept.tokens, kept.reached, True
-        for each in self.running:
-            if not each.is_private and each.cache_salt == salt:
-                tokens, reached = each.cache_tokens[: each.num_computed], self._reached(each)
-                yield each.slot, tokens, reached, False
+        for request in self.running:
+            if not request.is_private and request.cache_salt == salt:
+                tokens, reached = (
+                    request.cache_tokens[: request.num_computed],
+                    self._reached(request),
+                )
+                yield request.slot, tokens, reached, False
 
     def _use_of(
         self, request: RequestState, slot: Slot, common: int, reached: int, *, is_whole: bool
@@ -72,14 +75,14 @@ class ContiguousCacheManager(CacheManager):
         if is_whole or not self._has_state:
             is_reusable = is_whole or can_cut(reached, common)
             return PrefixMatch(common, slot=slot, reached=reached) if is_reusable else NOTHING
-        found = self.snapshots.find(request.page_keys, common // self.grain)
+        snapshot = self.snapshots.find(request.page_keys, common // self.grain)
         branch_point = common // self.grain * self.grain
-        if found is None or not can_cut(reached, found[0] * self.grain):
+        if snapshot is None or not can_cut(reached, snapshot[0] * self.grain):
             return PrefixMatch(branch_point=branch_point)
-        length = found[0] * self.grain
+        length = snapshot[0] * self.grain
         branch_point = branch_point if branch_point > length else 0
         return PrefixMatch(
-            length, slot=slot, snapshot=found[1], branch_point=branch_point, reached=reached
+            length, slot=slot, snapshot=snapshot[1], branch_point=branch_point, reached=reached
         )
 
     @staticmethod
@@ -95,35 +98,35 @@ class ContiguousCacheManager(CacheManager):
             return common
         return 0 if self.snapshots.is_empty else common // self.grain * self.grain
 
-    def fits(self, request: RequestState, found: PrefixMatch) -> bool:
+    def fits(self, request: RequestState, match: PrefixMatch) -> bool:
         return True
 
-    def admit(self, request: RequestState, found: PrefixMatch) -> None:
-        source = found.slot
-        slot, is_copied = self._choose(request, found)
+    def admit(self, request: RequestState, match: PrefixMatch) -> None:
+        source = match.slot
+        slot, is_copied = self._choose(request, match)
         if source is not None and not is_copied and slot != source:
-            found = NOTHING
-        in_place = found.length > 0 and not is_copied
-        self._open(slot, request, found.length if in_place else 0)
+            match = NOTHING
+        in_place = match.length > 0 and not is_copied
+        self._open(slot, request, match.length if in_place else 0)
         if is_copied:
             assert source is not None
-            self.edits.append(CopyState(source, slot, found.length))
-        self._begin(request, slot, found)
-        self._load(request, found)
+            self.edits.append(CopyState(source, slot, match.length))
+        self._begin(request, slot, match)
+        self._load(request, match)
 
-    def _choose(self, request: RequestState, found: PrefixMatch) -> tuple[Slot, bool]:
+    def _choose(self, request: RequestState, match: PrefixMatch) -> tuple[Slot, bool]:
         """Return a slot, and whether the match is copied into it."""
-        source = found.slot
+        source = match.slot
         if source is None:
             return self._fresh_slot(), False
         kept = dict(self.kept)
         if source in kept:
-            is_end = len(kept[source].tokens) == found.length
+            is_end = len(kept[source].tokens) == match.length
             is_alone = not self._free and len(kept) == 1
             if is_end or is_alone:
                 return self.kept.take(source), False
             self.kept.touch(source)
-        is_worth = found.length >= min(_WORTH_COPYING, len(request.prompt) // 2)
+        is_worth = match.length >= min(_WORTH_COPYING, len(request.prompt) // 2)
         return self._fresh_slot(besides=source), is_worth
 
     def _fresh_slot(self, besides: Slot | None = None) -> Slot:

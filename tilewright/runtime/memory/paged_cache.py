@@ -54,19 +54,19 @@ class PagedCacheManager(CacheManager):
         usable = (len(request.prompt) - 1) // self.grain
         return min(common_keys(request.page_keys, other.page_keys), usable) * self.grain
 
-    def fits(self, request: RequestState, found: PrefixMatch) -> bool:
-        return self._has_room(found.pages, self._num_fresh(request, found))
+    def fits(self, request: RequestState, match: PrefixMatch) -> bool:
+        return self._has_room(match.pages, self._num_fresh(request, match))
 
-    def admit(self, request: RequestState, found: PrefixMatch) -> None:
-        fresh = self._num_fresh(request, found)
+    def admit(self, request: RequestState, match: PrefixMatch) -> None:
+        fresh = self._num_fresh(request, match)
         slot = self._take_slot()
-        self._open(slot, request, found.length)
-        self.pool.hold(found.pages)
-        self._begin(request, slot, found)
-        self._give_pages(request, [*found.pages, *self.pool.take(fresh)])
-        request.num_named = len(found.pages)
-        request.is_invariant = self.pool.are_invariant(found.pages)
-        self._load(request, found)
+        self._open(slot, request, match.length)
+        self.pool.hold(match.pages)
+        self._begin(request, slot, match)
+        self._give_pages(request, [*match.pages, *self.pool.take(fresh)])
+        request.num_named = len(match.pages)
+        request.is_invariant = self.pool.are_invariant(match.pages)
+        self._load(request, match)
 
     def follow(self, leader: RequestState, request: RequestState) -> bool:
         num_full = len(request.prompt) // self.grain
@@ -158,8 +158,8 @@ class PagedCacheManager(CacheManager):
         num_now = pages_of(min(running.max_positions, running.num_computed + 1), self.grain)
         return max(num_now, self._num_first(running))
 
-    def _num_fresh(self, request: RequestState, found: PrefixMatch) -> int:
-        return self._num_first(request) - len(found.pages)
+    def _num_fresh(self, request: RequestState, match: PrefixMatch) -> int:
+        return self._num_first(request) - len(match.pages)
 
     def _has_room(self, shared: tuple[int, ...], num_fresh: int) -> bool:
         """Return whether the pages are available, with a reserve for every growing request."""

@@ -143,13 +143,13 @@ class PagePool:
         """Return the pages for a chain's longest cached prefix. ``is_invariant``: only
         invariant pages.
         """
-        found = []
+        pages = []
         for key in keys:
             page = self._page_of.get(key)
             if page is None or (is_invariant and page in self._variant):
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     def are_invariant(self, pages: Iterable[int]) -> bool:
         """Return whether the bits of all hashed ``pages`` depend on their hashes only."""

@@ -47,10 +47,10 @@ class Snapshots:
         Only the first ``most`` hashes are considered.
         """
         for count in range(min(most, len(keys)), 0, -1):
-            found = self._of_key.get(keys[count - 1])
-            if found is not None:
+            snapshot = self._of_key.get(keys[count - 1])
+            if snapshot is not None:
                 self._of_key.move_to_end(keys[count - 1])
-                return count, found
+                return count, snapshot
         return None
 
     def use(self, key: bytes, count: int = 1) -> None:
@@ -140,9 +140,9 @@ def places_worth(
     - a position every `spacing` tokens.
     """
     last = (len(prompt) - 1) // grain * grain
-    found = {last, branch_point, *range(spacing(grain), last, spacing(grain))}
+    positions = {last, branch_point, *range(spacing(grain), last, spacing(grain))}
     turns = [at for at, token in enumerate(prompt) if token in ends] if ends else []
     if len(turns) > _FIRST_TURNS + _LAST_TURNS:
         turns = turns[:_FIRST_TURNS] + turns[-_LAST_TURNS:]
-    found |= {at // grain * grain for at in turns}
-    return {at for at in found if known < at <= last}
+    positions |= {at // grain * grain for at in turns}
+    return {at for at in positions if known < at <= last}

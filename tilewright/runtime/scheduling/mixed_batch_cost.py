@@ -58,16 +58,16 @@ class PassCost:
         rows, tokens = _about(num_rows), _about(num_tokens)
         count = num_rows + num_tokens
         near = min(self._sizes, key=lambda each: abs(each[0] - rows) + abs(each[1] - tokens))
-        found = self._sizes[near]
-        in_proportion = found.ms * count / found.count
+        size = self._sizes[near]
+        in_proportion = size.ms * count / size.count
         if near == (rows, tokens):
             expected = in_proportion
         else:
-            least, most = sorted((found.ms, in_proportion))
-            more = a_row * (num_rows - found.rows) + a_token * (num_tokens - found.tokens)
-            expected = min(max(found.ms + more, least), most) if a_token else most
+            least, most = sorted((size.ms, in_proportion))
+            more = a_row * (num_rows - size.rows) + a_token * (num_tokens - size.tokens)
+            expected = min(max(size.ms + more, least), most) if a_token else most
         bounds = [each for (more, _), each in self._sizes.items() if more >= rows]
-        return min([expected, *(each.ms * max(1.0, count / each.count) for each in bounds)])
+        return min([expected, *(bound.ms * max(1.0, count / bound.count) for bound in bounds)])
 
 
 def _about(count: float) -> int:

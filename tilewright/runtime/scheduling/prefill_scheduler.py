@@ -134,12 +134,12 @@ class PrefillScheduler:
             several = min(num_pieces, len(order)) > 1 and is_short
             may_share = room >= shared and (num_decoding or several)
             if may_share and (sizes := self._sizes(num_rows)):
-                waiting = sum(self._rows_of(each.prompt_left) for each in order[:num_pieces])
+                waiting = sum(self._rows_of(request.prompt_left) for request in order[:num_pieces])
                 room = min(room, self._pass_of(sizes, waiting, is_alone=not num_decoding))
             return room, math.inf
         if not (sizes := self._sizes(num_rows)):
             return self.budget(num_decoding, start), self._weight_beside(num_decoding)
-        whole = sum(each.num_computed + each.prompt_left for each in order)
+        whole = sum(request.num_computed + request.prompt_left for request in order)
         room = self.shared(num_decoding, sizes, whole, start)
         return room, _SLACK * weight_of(start, room, self._limits.far)
 
@@ -153,11 +153,11 @@ class PrefillScheduler:
 
         Includes the larger sizes of batches for more rows.
         """
-        found: tuple[int, ...] = ()
+        merged: tuple[int, ...] = ()
         for rows, sizes in self._passes:
             if rows >= num_rows:
-                found += tuple(each for each in sizes if not found or each > found[-1])
-        return found
+                merged += tuple(size for size in sizes if not merged or size > merged[-1])
+        return merged
 
     def _pass_of(self, sizes: Sequence[int], num_waiting: int, *, is_alone: bool) -> int:
         """Select a batch size for ``num_waiting`` tokens without a time limit.
@@ -167,12 +167,12 @@ class PrefillScheduler:
         costs another cell, because the weights are read twice.
         """
         at = min(bisect_left(sizes, num_waiting), len(sizes) - 1)
-        found, before = sizes[at], sizes[at - 1] if at else 0
-        if before < self._limits.cell or num_waiting >= found:
-            return found
+        size, before = sizes[at], sizes[at - 1] if at else 0
+        if before < self._limits.cell or num_waiting >= size:
+            return size
         rest = sizes[bisect_left(sizes, num_waiting - before)]
         again = self._limits.cell if is_alone else 0
-        return before if before + rest + again < found else found
+        return before if before + rest + again < size else size
 
     def shared(
         self, num_decoding: int, sizes: Sequence[int], num_waiting: int, start: int = 0
@@ -184,15 +184,15 @@ class PrefillScheduler:
         """
         policy = self._policy
         allowed = _WHOLE * max(policy.step_ms, self._cost.decode(num_decoding))
-        found = sizes[0]
+        size = sizes[0]
         for tokens in sizes[1:]:
-            if found * _TURNS >= num_waiting:
+            if size * _TURNS >= num_waiting:
                 break
             ms = self._cost.shared(num_decoding, weight_of(start, tokens, self._limits.far))
             if tokens > self._limits.cell if ms is None else ms > allowed:
                 break
-            found = tokens
-        return min(self._most, found)
+            size = tokens
+        return min(self._most, size)
 
     def budget(self, num_decoding: int, start: int = 0) -> int:
         """Return the prompt token count in the next step. The first is at ``start``.

@@ -338,13 +338,13 @@ class Scheduler:
             return None
         if request.images and not self.images.fits(request.images, self._running_images()):
             return False
-        found = cache_manager.find(request)
+        match = cache_manager.find(request)
         pending = [each for each in cache_manager.running if each.prompt_left]
-        if pending and cache_manager.waits_for(request, found, pending):
+        if pending and cache_manager.waits_for(request, match, pending):
             return None
-        if not cache_manager.fits(request, found):
+        if not cache_manager.fits(request, match):
             return False
-        cache_manager.admit(request, found)
+        cache_manager.admit(request, match)
         if request.num_preemptions:
             self._forget_rows()  # see above
         return True
@@ -375,11 +375,11 @@ class Scheduler:
     def _decode_rows(self) -> list[RequestState]:
         """Return the decoding requests by slot, each with a page for its token."""
         if self.policy.prompts_first and any(
-            each.prompt_left for each in self.cache_manager.by_slot
+            request.prompt_left for request in self.cache_manager.by_slot
         ):
             return []
         decoding = self._wanting()
-        growing = [each for each in decoding if each.num_computed == each.page_capacity]
+        growing = [request for request in decoding if request.num_computed == request.page_capacity]
         if not growing:
             return decoding
         for running in growing:
@@ -391,11 +391,11 @@ class Scheduler:
         """Return the requests with a computed prompt that need another token."""
         waits = self.speculator.must_wait
         return [
-            each
-            for each in self.cache_manager.by_slot
-            if not each.prompt_left
-            and (each.num_scheduled < each.max_output or each.replay_tokens)
-            and not waits(each)
+            request
+            for request in self.cache_manager.by_slot
+            if not request.prompt_left
+            and (request.num_scheduled < request.max_output or request.replay_tokens)
+            and not waits(request)
         ]
 
     def _preempt(self, request: RequestState) -> None:
@@ -422,7 +422,7 @@ class Scheduler:
         return handle
 
     def _chunks(self, num_decoding: int) -> list[_ChunkOutput]:
-        pending = [each for each in self.cache_manager.running if each.prompt_left]
+        pending = [request for request in self.cache_manager.running if request.prompt_left]
         if not pending:
             return []
         chunks = self._prefill.deal(pending, num_decoding)
@@ -473,13 +473,13 @@ def _rank(running: RequestState) -> tuple[int, int]:
 
 def _any_masked(rows: Mapping[Slot, RequestState]) -> bool:
     """Return whether a row with a new token has a grammar."""
-    return any(each.matcher is not None for each in rows.values())
+    return any(request.matcher is not None for request in rows.values())
 
 
 def _most_logprobs(
     rows: Mapping[Slot, RequestState], echoes: Sequence[RequestState] = ()
 ) -> int | None:
     """Return the maximum log probability count for the rows and echoes."""
-    asks = [each.sampling.logprobs for each in rows.values()]
-    asks += [each.sampling.prompt_logprobs for each in echoes]
+    asks = [request.sampling.logprobs for request in rows.values()]
+    asks += [request.sampling.prompt_logprobs for request in echoes]
     return max((count for count in asks if count is not None), default=None)

@@ -92,7 +92,7 @@ class EngineClient:
         ``loading`` lasts until all engines have started, or while a restart is the only chance.
         ``ready`` needs a running engine. ``down`` is final.
         """
-        states = [each.state for each in self.engines]
+        states = [engine.state for engine in self.engines]
         if self.ended.done() or not {LOADING, READY}.intersection(states):
             return DOWN
         return READY if self._has_begun and READY in states else LOADING
@@ -100,12 +100,12 @@ class EngineClient:
     @property
     def is_healthy(self) -> bool:
         """Return whether requests are accepted and an engine has sent a recent heartbeat."""
-        return self.state == READY and any(each.is_healthy for each in self.engines)
+        return self.state == READY and any(engine.is_healthy for engine in self.engines)
 
     @property
     def missing(self) -> list[int]:
         """Return the numbers of engines that are not ready or have no recent heartbeat."""
-        return [each.number for each in self.engines if not each.is_healthy]
+        return [engine.number for engine in self.engines if not engine.is_healthy]
 
     @property
     def num_live(self) -> int:
@@ -120,7 +120,7 @@ class EngineClient:
     @property
     def num_restarts(self) -> int:
         """Return the number of restarts of all engines."""
-        return sum(each.num_restarts for each in self.engines)
+        return sum(engine.num_restarts for engine in self.engines)
 
     def start(self) -> None:
         """Start the engines. Requests are accepted after all are ready."""
@@ -130,7 +130,7 @@ class EngineClient:
     async def close(self) -> None:
         """End the engine processes, first by message, and remove their directory."""
         self._status.clear()
-        await asyncio.gather(*(each.close() for each in self.engines))
+        await asyncio.gather(*(engine.close() for engine in self.engines))
         self._folder.remove()
 
     def submit(self, requests: Sequence[EngineRequest], *, client: str = "") -> RequestHandle:
@@ -167,7 +167,7 @@ class EngineClient:
         """
         async with self._beginning:
             others = [each for each in self.engines if each.number != engine]
-            for known in (each.ready for each in others if each.ready and each.state != DOWN):
+            for known in (other.ready for other in others if other.ready and other.state != DOWN):
                 _check_alike(self.engines[engine].name, ready, known)
             await self._on_ready(engine, folder, ready)
 
@@ -224,8 +224,8 @@ class EngineClient:
 
     def _place(self, request: EngineRequest) -> int | None:
         assert self.ready is not None
-        ready = [each for each in self.engines if each.state == READY]
-        heard = [each for each in ready if each.is_healthy]
+        ready = [engine for engine in self.engines if engine.state == READY]
+        heard = [engine for engine in ready if engine.is_healthy]
         size = self.ready.page_size or _PAGE
         keys: list[bytes] = []
         is_shared = self.ready.shares_prefixes and request.sampling.prompt_logprobs is None
@@ -238,7 +238,7 @@ class EngineClient:
             keys,
             num_prompt=len(request.prompt),
             num_answer=request.sampling.max_tokens,
-            usable=[each.number for each in heard or ready],
+            usable=[engine.number for engine in heard or ready],
             num_slots=self.ready.max_num_seqs // len(self.engines),
             most_keys=num_keys // len(self.engines),
             like=request.like,
@@ -250,12 +250,12 @@ def _together(engines: Sequence[EngineReady]) -> EngineReady:
     first = engines[0]
     return msgspec.structs.replace(
         first,
-        max_num_seqs=sum(each.max_num_seqs for each in engines),
-        max_context=min(each.max_context for each in engines),
-        max_positions=min(each.max_positions for each in engines),
-        num_pages=sum(each.num_pages for each in engines),
-        num_snapshots=sum(each.num_snapshots for each in engines),
-        cache_bytes=sum(each.cache_bytes for each in engines),
+        max_num_seqs=sum(engine.max_num_seqs for engine in engines),
+        max_context=min(engine.max_context for engine in engines),
+        max_positions=min(engine.max_positions for engine in engines),
+        num_pages=sum(engine.num_pages for engine in engines),
+        num_snapshots=sum(engine.num_snapshots for engine in engines),
+        cache_bytes=sum(engine.cache_bytes for engine in engines),
     )
 
 

@@ -113,4 +113,4 @@ def _slices(things: Sequence[_T], count: int) -> list[tuple[_T, ...]]:
 
 
 def _listed(numbers: Sequence[int]) -> str:
-    return ",".join(str(each) for each in numbers)
+    return ",".join(str(number) for number in numbers)

@@ -122,8 +122,8 @@ class RequestHandle:
         if not self._found:
             self._waiter = loop.create_future()
             await self._waiter
-        found, self._found = self._found, []
-        return found
+        messages, self._found = self._found, []
+        return messages
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -135,12 +135,12 @@ class ReplicaRouter:
     def _choose(self, keys: Sequence[bytes], size: int, usable: Sequence[int]) -> int:
         known = self._known
         least = min(usable, key=lambda each: (known[each].load, known[each].turn))
-        depths = {each: known[each].depth(keys) for each in usable}
+        depths = {engine: known[engine].depth(keys) for engine in usable}
         most = max(depths.values())
         if not most:
             return least
         holder = min(
-            (each for each in usable if depths[each] == most),
+            (engine for engine in usable if depths[engine] == most),
             key=lambda each: (known[each].load, known[each].turn),
         )
         is_busy = known[holder].load + size > _TOO_BUSY * (known[least].load + size)

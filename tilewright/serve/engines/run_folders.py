@@ -52,10 +52,10 @@ def remove_stale() -> None:
     """Remove this user's directories with free locks: their servers are gone."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            found = path.lstat()
-            if not path.is_dir() or path.is_symlink() or found.st_uid != os.getuid():
+            status = path.lstat()
+            if not path.is_dir() or path.is_symlink() or status.st_uid != os.getuid():
                 continue
-            is_young = time.time() - found.st_mtime < _YOUNG_SECONDS
+            is_young = time.time() - status.st_mtime < _YOUNG_SECONDS
             if is_young and not (path / _LOCK).exists():
                 continue  # another process creates it
             if (lock := _lock(path)) is not None:

@@ -38,15 +38,15 @@ class SocketTransport:
 
     def receive(self, seconds: float) -> list[ToEngine]:
         """Return the received messages in order. Wait up to ``seconds`` for the first message."""
-        found: list[ToEngine] = []
+        messages: list[ToEngine] = []
         if seconds > 0:
             self._socket.poll(int(seconds * 1000) + 1)
         while True:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return found
-            found += to_engine.decode(frame)
+                return messages
+            messages += to_engine.decode(frame)
 
     def send(self, messages: list[FromEngine]) -> None:
         """Send messages to the API server."""

@@ -101,7 +101,7 @@ class ChoiceStream:
         self.num_accepted_tokens = message.num_accepted_tokens
         if self._is_plain and not message.logprobs:
             return self._push_plain(message.tokens)
-        found = [AnswerDelta()]
+        deltas = [AnswerDelta()]
         for at, token in enumerate(message.tokens):
             if self.finish_reason is not None:
                 break
@@ -111,15 +111,15 @@ class ChoiceStream:
             if message.logprobs and (self._scores_prompt or not is_end):
                 self.scored.append(Scored(token, message.logprobs[at], self._num_characters))
             self._num_characters += len(text)
-            found.append(self._split(self.matcher.push(text)))
+            deltas.append(self._split(self.matcher.push(text)))
             if self.matcher.found is not None:
                 self.stop_reason = self.matcher.found
-                found.append(self._finish(STOP))
+                deltas.append(self._finish(STOP))
             elif self.reader is not None and self.reader.is_full:
-                found.append(self._finish(STOP))
+                deltas.append(self._finish(STOP))
             elif is_end and token not in self.coder.eos_ids:
                 self.stop_reason = token
-        return self._kept(found)
+        return self._kept(deltas)
 
     def _push_plain(self, tokens: Sequence[int]) -> AnswerDelta:
         """Push tokens of a plain answer, the most frequent case."""
@@ -231,7 +231,7 @@ def legacy_logprobs(
     scores = [each.scores for each in scored]
     return {
         "tokens": [_named(coder, each.token) for each in scored],
-        "token_logprobs": [None if each is None else _floored(each.chosen) for each in scores],
-        "top_logprobs": [None if each is None else best(each) for each in scores],
+        "token_logprobs": [None if score is None else _floored(score.chosen) for score in scores],
+        "top_logprobs": [None if score is None else best(score) for score in scores],
         "text_offset": [max(0, offset + each.offset) for each in scored],
     }

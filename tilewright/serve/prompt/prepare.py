@@ -78,26 +78,26 @@ def render_chat(
 
 def _plain_message(message: ChatMessage, at: int) -> dict[str, Any]:
     """Return a message for templates: developer becomes system, content becomes a text."""
-    found: dict[str, Any] = msgspec.to_builtins(message)
-    refusal = found.pop("refusal", "")
+    plain: dict[str, Any] = msgspec.to_builtins(message)
+    refusal = plain.pop("refusal", "")
     if message.role != "assistant":
         refusal = ""
     if message.role == "developer":
-        found["role"] = "system"
+        plain["role"] = "system"
     if isinstance(message.content, list) and {"type": "image"} in message.content:
-        found["content"] = [_item_of(item, message.role, at) for item in message.content]
-        return found
+        plain["content"] = [_item_of(item, message.role, at) for item in message.content]
+        return plain
     if isinstance(message.content, list):
-        found["content"] = "".join(_text_of(part, message.role, at) for part in message.content)
+        plain["content"] = "".join(_text_of(part, message.role, at) for part in message.content)
     elif message.content is None:
         if not message.tool_calls and not refusal:
             said = "a text, or a list of text parts; null only beside tool_calls or a refusal"
             raise invalid(f"messages[{at}].content: {said}", f"messages[{at}].content")
-        found["content"] = ""
-    found["content"] = "\n".join(filter(None, (found["content"], refusal)))
+        plain["content"] = ""
+    plain["content"] = "\n".join(filter(None, (plain["content"], refusal)))
     if message.reasoning is not None:
-        found.setdefault("reasoning_content", message.reasoning)
-    return found
+        plain.setdefault("reasoning_content", message.reasoning)
+    return plain
 
 
 def _item_of(item: Mapping[str, Any], role: str, at: int) -> dict[str, str]:
@@ -206,11 +206,11 @@ def _stop_ids(request: Common, ready: EngineReady) -> tuple[int, ...]:
     return tuple(request.stop_token_ids or ())
 
 
-def _bias(given: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    found = {}
-    for key, value in given.items():
+def _bias(requested: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    biases = {}
+    for key, value in requested.items():
         if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab_size):
             said = f"logit_bias: token {key[:20]!r}; allowed: 0 to {vocab_size - 1}"
             raise invalid(said, "logit_bias")
-        found[int(key)] = value
-    return tuple(found.items())
+        biases[int(key)] = value
+    return tuple(biases.items())

@@ -52,13 +52,13 @@ def _of_format(form: ResponseFormat) -> tuple[GrammarSpec, str]:
 
 def _of_outputs(outputs: StructuredOutputs) -> tuple[GrammarSpec, str]:
     names = ("json_object", "regex", "choice", "grammar")
-    given = [name for name in names if getattr(outputs, name) not in (None, False)]
-    given += [] if _is_null(outputs.json) else ["json"]
-    if len(given) != 1:
-        said = f"{', '.join(given) or 'nothing'}; allowed: one of json, {', '.join(names)}"
+    requested = [name for name in names if getattr(outputs, name) not in (None, False)]
+    requested += [] if _is_null(outputs.json) else ["json"]
+    if len(requested) != 1:
+        said = f"{', '.join(requested) or 'nothing'}; allowed: one of json, {', '.join(names)}"
         raise invalid(f"structured_outputs: {said}", "structured_outputs")
-    param = f"structured_outputs.{given[0]}"
-    if given == ["json"]:
+    param = f"structured_outputs.{requested[0]}"
+    if requested == ["json"]:
         return GrammarSpec(kind=JSON_SCHEMA, text=_schema(outputs.json, param)), param
     if outputs.regex is not None:
         return GrammarSpec(kind=REGEX, text=outputs.regex), param

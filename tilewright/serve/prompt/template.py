@@ -75,18 +75,20 @@ class TemplateFacts:
         """
         return self.reads_tools and self.format is not None
 
-    def messages(self, given: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Message]:
+    def messages(self, requested: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Message]:
         """Return the messages in a form that the template can render."""
         names: dict[str, str] = {}
-        found = [self._prepared(message, names) for message in given]
+        adapted = [self._prepared(message, names) for message in requested]
         if not self.writes_calls:
-            found = self._spelled(found)
+            adapted = self._spelled(adapted)
         if tools and not self.tells_tools:
             add = _in_user if self.loses_system else _in_system
-            found = add(found, self.calls.instruction(tools))
+            adapted = add(adapted, self.calls.instruction(tools))
         elif tools and self.tools_in_system:
-            found = _in_system(found, "", tools=json.dumps(_declared(tools), ensure_ascii=False))
-        return found
+            adapted = _in_system(
+                adapted, "", tools=json.dumps(_declared(tools), ensure_ascii=False)
+            )
+        return adapted
 
     def _prepared(self, message: Message, names: dict[str, str]) -> Message:
         """Adapt a message: calls get known ids and arguments, results get their function's name.
@@ -95,22 +97,22 @@ class TemplateFacts:
         """
         known_id = self.calls.known_id
         if message["role"] == "tool":
-            given = str(message.get("tool_call_id", ""))
-            named = {"name": names[given]} if given in names else {}
-            return {**named, **message, "tool_call_id": known_id(given)}
+            call_id = str(message.get("tool_call_id", ""))
+            named = {"name": names[call_id]} if call_id in names else {}
+            return {**named, **message, "tool_call_id": known_id(call_id)}
         if "tool_calls" not in message:
             return message
         calls = []
         for call in message["tool_calls"]:
-            given = str(call.get("id", ""))
-            names[given] = _name(call)
-            calls.append({**_with_arguments(call, self.wants_objects), "id": known_id(given)})
+            call_id = str(call.get("id", ""))
+            names[call_id] = _name(call)
+            calls.append({**_with_arguments(call, self.wants_objects), "id": known_id(call_id)})
         kept = {key: value for key, value in message.items() if key != "tool_calls"}
         return {**kept, "tool_calls": calls} if calls else kept
 
     def _spelled(self, messages: Sequence[Message]) -> list[Message]:
         """Return calls as assistant text, and results as user text. Adjacent results are joined."""
-        found: list[Message] = []
+        spelled: list[Message] = []
         is_result = False
         for message in messages:
             was_result, is_result = is_result, message["role"] == "tool"
@@ -118,7 +120,7 @@ class TemplateFacts:
                 calls = [_call(call) for call in message["tool_calls"]]
                 texts = [message.get("content") or "", self.calls.write(calls)]
                 kept = {key: value for key, value in message.items() if key != "tool_calls"}
-                found.append({**kept, "content": "\n".join(filter(None, texts))})
+                spelled.append({**kept, "content": "\n".join(filter(None, texts))})
             elif is_result:
                 if isinstance(message.get("content"), list):
                     raise RequestError(
@@ -127,12 +129,12 @@ class TemplateFacts:
                     )
                 text = result_message(message.get("content") or "")
                 if was_result:
-                    found[-1] = {"role": "user", "content": f"{found[-1]['content']}\n{text}"}
+                    spelled[-1] = {"role": "user", "content": f"{spelled[-1]['content']}\n{text}"}
                 else:
-                    found.append({"role": "user", "content": text})
+                    spelled.append({"role": "user", "content": text})
             else:
-                found.append(message)
-        return found
+                spelled.append(message)
+        return spelled
 
 
 def read_template(coder: TextCoder, tool_format: str | None) -> TemplateFacts:
@@ -184,8 +186,11 @@ def _render(
 
 
 def _called(as_object: bool) -> list[Message]:
-    given: Any = {"probe_key": "probe_value"}
-    function = {"name": "probe_call", "arguments": given if as_object else json.dumps(given)}
+    arguments: Any = {"probe_key": "probe_value"}
+    function = {
+        "name": "probe_call",
+        "arguments": arguments if as_object else json.dumps(arguments),
+    }
     call = {"id": _ID, "type": "function", "function": function}
     return [
         _ASK,
@@ -202,12 +207,12 @@ def _with_arguments(call: Mapping[str, Any], as_object: bool) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict):
         return dict(call)
-    given = function.get("arguments")
-    if as_object and isinstance(given, str):
-        given = _decoded(given)
-    elif not as_object and given is not None and not isinstance(given, str):
-        given = json.dumps(given, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": given}}
+    arguments = function.get("arguments")
+    if as_object and isinstance(arguments, str):
+        arguments = _decoded(arguments)
+    elif not as_object and arguments is not None and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _decoded(text: str) -> Any:
@@ -225,9 +230,9 @@ def _name(call: Mapping[str, Any]) -> str:
 def _call(call: Mapping[str, Any]) -> Call:
     """Return an earlier call for a format. Arguments are empty unless they are an object."""
     function = call.get("function")
-    given = function.get("arguments") if isinstance(function, dict) else None
-    given = _decoded(given) if isinstance(given, str) else given
-    return _name(call), given if isinstance(given, dict) else {}
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    arguments = _decoded(arguments) if isinstance(arguments, str) else arguments
+    return _name(call), arguments if isinstance(arguments, dict) else {}
 
 
 def _declared(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:

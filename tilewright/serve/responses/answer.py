@@ -44,9 +44,9 @@ class ResponseSpelling:
         self._space = ""
         self._status = "in_progress"
 
-    def chunks(self, found: Updates) -> bytes:
+    def chunks(self, updates: Updates) -> bytes:
         """Return the events of new output. A stream begins with two events of the response."""
-        return b"".join(map(self._event, self._begin() + self.take(found)))
+        return b"".join(map(self._event, self._begin() + self.take(updates)))
 
     def tail(self) -> bytes:
         """Return a stream's last events."""
@@ -221,9 +221,9 @@ class ResponseSpelling:
         job = self._job
         if job.num_top is None or not scored:
             return []
-        found = chat_logprobs(job.coder, scored, job.num_top)["content"]
-        assert isinstance(found, list)
-        return found
+        logprobs = chat_logprobs(job.coder, scored, job.num_top)["content"]
+        assert isinstance(logprobs, list)
+        return logprobs
 
 
 def _part(kind: str) -> dict[str, Any]:
@@ -233,19 +233,23 @@ def _part(kind: str) -> dict[str, Any]:
 
 
 def _format_of(request: ResponsesRequest) -> dict[str, Any]:
-    given = request.text.format if request.text is not None else None
-    if given is None or given.type != "json_schema":
-        return {"type": given.type if given is not None else "text"}
-    named = {"name": given.name, "description": given.description, "strict": given.strict}
-    return {"type": given.type, **named, "schema": given.schema}
+    text_format = request.text.format if request.text is not None else None
+    if text_format is None or text_format.type != "json_schema":
+        return {"type": text_format.type if text_format is not None else "text"}
+    named = {
+        "name": text_format.name,
+        "description": text_format.description,
+        "strict": text_format.strict,
+    }
+    return {"type": text_format.type, **named, "schema": text_format.schema}
 
 
 def _usage(job: CompletionTask) -> dict[str, Any]:
-    found = job.usage()
+    counts = job.usage()
     return {
-        "input_tokens": found["prompt_tokens"],
-        "input_tokens_details": found["prompt_tokens_details"],
-        "output_tokens": found["completion_tokens"],
-        "output_tokens_details": found["completion_tokens_details"],
-        "total_tokens": found["total_tokens"],
+        "input_tokens": counts["prompt_tokens"],
+        "input_tokens_details": counts["prompt_tokens_details"],
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": counts["completion_tokens_details"],
+        "total_tokens": counts["total_tokens"],
     }

@@ -59,12 +59,12 @@ def items_of(value: str | Sequence[Mapping[str, Any]] | None) -> list[Item]:
         return []
     if isinstance(value, str):
         value = [{"role": "user", "content": [{"type": "input_text", "text": value}]}]
-    found = []
+    items = []
     for item in value:
         kind = item.get("type") or ("message" if "role" in item else None)
         prefix = _PREFIXES.get(str(kind), "item")
-        found.append({**item, "type": kind, "id": item.get("id") or new_id(prefix)})
-    return found
+        items.append({**item, "type": kind, "id": item.get("id") or new_id(prefix)})
+    return items
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
@@ -81,10 +81,10 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
         elif kind == "function_call":
             turns.take_call(_convert(item, _CallItem, where))
         elif kind == "function_call_output":
-            given = _convert(item, _OutputItem, where)
-            content = _content_of(given.output, f"{where}.output")
+            converted = _convert(item, _OutputItem, where)
+            content = _content_of(converted.output, f"{where}.output")
             turns.end()
-            turns.found.append(ChatMessage("tool", content, tool_call_id=given.call_id))
+            turns.found.append(ChatMessage("tool", content, tool_call_id=converted.call_id))
         elif kind == "reasoning":
             thought = _convert(item, _ReasoningItem, where)
             parts = thought.content or thought.summary
@@ -113,13 +113,13 @@ class _Turns:
     _reasoning: str = ""
     _calls: list[dict[str, Any]] = field(default_factory=list)
 
-    def take_message(self, given: _MessageItem, where: str) -> None:
-        if given.role != "assistant":
-            content = _content_of(given.content, f"{where}.content")
+    def take_message(self, message: _MessageItem, where: str) -> None:
+        if message.role != "assistant":
+            content = _content_of(message.content, f"{where}.content")
             self.end()
-            self.found.append(ChatMessage(given.role, content))
+            self.found.append(ChatMessage(message.role, content))
             return
-        text = _text_of(given.content, f"{where}.content")
+        text = _text_of(message.content, f"{where}.content")
         if self._text is not None or self._calls:
             self.end()
         self._text = text
@@ -129,9 +129,9 @@ class _Turns:
             self.end()
         self._reasoning += text
 
-    def take_call(self, given: _CallItem) -> None:
-        function = {"name": given.name, "arguments": given.arguments}
-        self._calls.append({"id": given.call_id, "type": "function", "function": function})
+    def take_call(self, call: _CallItem) -> None:
+        function = {"name": call.name, "arguments": call.arguments}
+        self._calls.append({"id": call.call_id, "type": "function", "function": function})
 
     def end(self) -> None:
         """End the assistant's turn, unless it is empty."""

@@ -145,33 +145,35 @@ def chat_of(request: ResponsesRequest, items: Sequence[Mapping[str, Any]]) -> Ch
     )
 
 
-def _tools(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _tools(declared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Functions in the nested form of chats."""
-    found = []
-    for at, each in enumerate(given):
+    tools = []
+    for at, each in enumerate(declared):
         if each.get("type") != "function":
             where = f"tools[{at}].type"
             raise invalid(f"{where}: {str(each.get('type'))[:100]!r}; allowed: function", where)
         function = {key: value for key, value in each.items() if key != "type"}
-        found.append({"type": "function", "function": function})
-    return found
+        tools.append({"type": "function", "function": function})
+    return tools
 
 
-def _tool_choice(given: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
-    if not isinstance(given, Mapping):
-        return given
-    if given.get("type") != "function":
-        kind = str(given.get("type"))[:100]
+def _tool_choice(choice: str | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice.get("type") != "function":
+        kind = str(choice.get("type"))[:100]
         said = f"tool_choice.type: {kind!r}; allowed: function"
         raise invalid(said, "tool_choice.type")
-    return {"type": "function", "function": {"name": given.get("name")}}
+    return {"type": "function", "function": {"name": choice.get("name")}}
 
 
 def _format(text: TextOptions | None) -> ResponseFormat | None:
     if text is None or text.format is None:
         return None
-    given = text.format
-    if given.type != "json_schema":
-        return ResponseFormat(given.type)
-    schema = NamedSchema(given.schema, given.name, given.description, given.strict)
-    return ResponseFormat(given.type, schema)
+    text_format = text.format
+    if text_format.type != "json_schema":
+        return ResponseFormat(text_format.type)
+    schema = NamedSchema(
+        text_format.schema, text_format.name, text_format.description, text_format.strict
+    )
+    return ResponseFormat(text_format.type, schema)

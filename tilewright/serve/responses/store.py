@@ -72,17 +72,17 @@ class ResponseStore:
 
     def find(self, client: str, response_id: str) -> Stored | None:
         """Find a client's response, which becomes the newest."""
-        found = self._found.get((client, response_id))
-        if found is not None:
+        stored = self._found.get((client, response_id))
+        if stored is not None:
             self._found.move_to_end((client, response_id))
-        return found
+        return stored
 
     def remove(self, client: str, response_id: str) -> bool:
         """Remove a client's response. Return whether there was one."""
-        found = self._found.pop((client, response_id), None)
-        if found is not None:
-            self._release(found)
-        return found is not None
+        stored = self._found.pop((client, response_id), None)
+        if stored is not None:
+            self._release(stored)
+        return stored is not None
 
     def _release(self, stored: Stored) -> None:
         self._num_bytes -= stored.num_bytes

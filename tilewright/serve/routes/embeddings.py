@@ -86,32 +86,32 @@ async def _prompts(
     """Return a prompt for each input. Raise an ApiError with status 400 for bad input."""
     _, coder = front.up()
     inputs = prompt_list(parsed.input, "input", MAX_INPUTS)
-    found = []
-    for at, given in enumerate(inputs):
+    prompts = []
+    for at, text in enumerate(inputs):
         where = f"input[{at}]" if len(inputs) > 1 else "input"
-        if not given:
+        if not text:
             raise invalid(f"{where}: empty; allowed: a text, or a list of token ids", where)
-        if isinstance(given, str):
-            prompt = await front.aside(len(given), encode, coder, given, ready, add_special=True)
+        if isinstance(text, str):
+            prompt = await front.aside(len(text), encode, coder, text, ready, add_special=True)
         else:
-            prompt = TokenizedPrompt("", tuple(given))
+            prompt = TokenizedPrompt("", tuple(text))
         if len(prompt.tokens) > ready.max_positions:
             said = f"{where}: {len(prompt.tokens)} tokens; allowed: up to {ready.max_positions}"
             raise invalid(said, where, "context_length_exceeded")
         check_prompt(prompt, ready, where)
-        found.append(prompt)
-    return found
+        prompts.append(prompt)
+    return prompts
 
 
 async def _embed(
     front: Front, parsed: EmbeddingRequest, prompts: Sequence[TokenizedPrompt], *, client: str
 ) -> list[bytes]:
     """Return a little-endian float32 vector for each prompt, computed in groups."""
-    found = []
+    vectors = []
     count = min(_AT_A_TIME, front.settings.max_queue)
     for first in range(0, len(prompts), count):
-        found += await _embed_together(front, parsed, prompts[first : first + count], client)
-    return found
+        vectors += await _embed_together(front, parsed, prompts[first : first + count], client)
+    return vectors
 
 
 async def _embed_together(

@@ -50,12 +50,12 @@ async def begin_response(
     front.up()
     before: list[Item] = []
     if parsed.previous_response_id is not None:
-        found = front.responses.find(client, parsed.previous_response_id)
-        if found is None:
+        previous = front.responses.find(client, parsed.previous_response_id)
+        if previous is None:
             name = "previous_response_id"
             said = f"{name}: {parsed.previous_response_id!r} is not stored; allowed: a stored one"
             raise invalid(said, name, "previous_response_not_found")
-        before = found.conversation
+        before = previous.conversation
     items = items_of(parsed.input)
     try:
         job = await front.chat_job(chat_of(parsed, [*before, *items]))
@@ -116,11 +116,11 @@ async def _input_items(request: web.Request) -> web.Response:
 def _stored(request: web.Request) -> Stored:
     """The response that a path names; raises ApiError 404."""
     response_id = request.match_info["id"]
-    found = request.app[FRONT].responses.find(request[CLIENT], response_id)
-    if found is None:
+    stored = request.app[FRONT].responses.find(request[CLIENT], response_id)
+    if stored is None:
         said = f"response {response_id[:100]!r} is not stored"
         raise ApiError(404, "not_found", said, param="id")
-    return found
+    return stored
 
 
 ROUTES: list[Route] = [

@@ -72,8 +72,8 @@ def document(routes: list[Route]) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for method, path, handler in routes:
         plain = path.replace("{id:.+}", "{id}")
-        found = _operation(path, handler.__doc__ or handler.__name__.strip("_"), named)
-        paths.setdefault(plain, {})[method.lower()] = found
+        operation = _operation(path, handler.__doc__ or handler.__name__.strip("_"), named)
+        paths.setdefault(plain, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tilewright", "version": __version__},
@@ -91,15 +91,15 @@ def _operation(path: str, summary: str, named: dict[type, Any]) -> dict[str, Any
     for status, said in _REFUSALS.items():
         schema = {"schema": named[Error]}
         answers[str(status)] = {"description": said, "content": {_JSON: schema}}
-    found: dict[str, Any] = {"summary": summary, "responses": answers}
+    operation: dict[str, Any] = {"summary": summary, "responses": answers}
     if path in _BODIES:
         body = {_JSON: {"schema": named[_BODIES[path]]}}
-        found["requestBody"] = {"required": True, "content": body}
+        operation["requestBody"] = {"required": True, "content": body}
     if "{id" in path:
-        found["parameters"] = [
+        operation["parameters"] = [
             {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
         ]
-    return found
+    return operation
 
 
 def schema_route(routes: list[Route]) -> Route:

@@ -86,10 +86,10 @@ class ToolParser:
 
     def push(self, text: str) -> list[Event]:
         """Take the next text and return the events that are certain."""
-        found: list[Event] = []
+        events: list[Event] = []
         while text:
-            text = self._scan(text, found) if self._region is None else self._read(text, found)
-        return found
+            text = self._scan(text, events) if self._region is None else self._read(text, events)
+        return events
 
     def flush(self, *, must_call: bool = False) -> list[Event]:
         """Return the delayed events at the text's end.
@@ -97,23 +97,23 @@ class ToolParser:
         The beginning of a call is dropped after a call, or if ``must_call`` allows no other text.
         Else it is content.
         """
-        found: list[Event] = []
+        events: list[Event] = []
         is_cut = self._follows_call or must_call
         if self._region is not None:
-            found += self._region.flush()
+            events += self._region.flush()
             self._has_called |= self._region.is_call
             if not self._region.is_call and not is_cut:
-                self._say("".join(self._raw), found)
+                self._say("".join(self._raw), events)
             self._region, self._raw = None, []
         rest = self._matcher.flush()
         if not is_cut:
-            self._say(rest, found)
+            self._say(rest, events)
         if not self._has_called and self._space:
-            found.append(ContentDelta(self._space))
+            events.append(ContentDelta(self._space))
         self._space = ""
-        return found
+        return events
 
-    def _scan(self, text: str, found: list[Event]) -> str:
+    def _scan(self, text: str, events: list[Event]) -> str:
         """Search a call's beginning. Return the text from there."""
         if self._first and self._is_at_start:
             begun = text.lstrip(SPACE)
@@ -122,7 +122,7 @@ class ToolParser:
                 self._open("")
                 return begun
             self._is_at_start = not begun
-        self._say(self._matcher.push(text), found)
+        self._say(self._matcher.push(text), events)
         if self._matcher.found is None:
             return ""
         marker, rest = self._matcher.found, self._matcher.rest
@@ -133,11 +133,11 @@ class ToolParser:
     def _open(self, marker: str) -> None:
         self._region, self._raw, self._is_at_start = self._make(marker), [marker], False
 
-    def _read(self, text: str, found: list[Event]) -> str:
+    def _read(self, text: str, events: list[Event]) -> str:
         region = self._region
         assert region is not None
         was_call = region.is_call
-        found += region.push(text)
+        events += region.push(text)
         if not was_call:
             self._raw.append(text)
         if region.rest is None:
@@ -147,11 +147,11 @@ class ToolParser:
             self._has_called = self._follows_call = True
         else:
             raw = "".join(self._raw)
-            self._say(raw[: len(raw) - len(rest)], found)
+            self._say(raw[: len(raw) - len(rest)], events)
         self._raw = []
         return rest
 
-    def _say(self, text: str, found: list[Event]) -> None:
+    def _say(self, text: str, events: list[Event]) -> None:
         if self._follows_call:
             text = text.lstrip(SPACE)
         if not text:
@@ -161,4 +161,4 @@ class ToolParser:
         kept = whole.rstrip(SPACE)
         self._space = whole[len(kept) :]
         if kept:
-            found.append(ContentDelta(kept))
+            events.append(ContentDelta(kept))

@@ -82,17 +82,17 @@ class _JsonCallParser:
         """Return whether the last brace is read."""
         return self._scanner.is_done
 
-    def step(self, character: str, found: list[Event]) -> bool:
+    def step(self, character: str, events: list[Event]) -> bool:
         """Take a character. Return False without taking it if the object is no call."""
         if self.is_call:
-            return self._take(character, found)
+            return self._take(character, events)
         self.raw.append(character)
-        if self._take(character, found):
+        if self._take(character, events):
             return True
         self.raw.pop()
         return False
 
-    def _take(self, character: str, found: list[Event]) -> bool:
+    def _take(self, character: str, events: list[Event]) -> bool:
         scanner = self._scanner
         was, depth = scanner.at, scanner.depth
         if not scanner.step(character):
@@ -105,21 +105,21 @@ class _JsonCallParser:
                 if self._part is _ObjectField.NONE:
                     return False
         if self._part is _ObjectField.OBJECT:
-            self._argue(escaped(character, was), found)
+            self._argue(escaped(character, was), events)
         elif self._part in (_ObjectField.KEY, _ObjectField.NAME, _ObjectField.TEXT):
             self._text.append(character)
         is_part = self._part is not _ObjectField.NONE
         if is_part and scanner.depth == 1 and scanner.at in (At.COLON, At.BEHIND):
-            return self._end_part(found)
-        return not self.is_whole or self._end(found)
+            return self._end_part(events)
+        return not self.is_whole or self._end(events)
 
     def flush(self) -> list[Event]:
         """Return the events for cut arguments."""
         if self._part is not _ObjectField.TEXT or self._name is None or self._text[0] != '"':
             return []
-        found: list[Event] = []
-        self._argue(_string(_OPEN_ESCAPE.sub(r"\1", "".join(self._text)) + '"'), found)
-        return found
+        events: list[Event] = []
+        self._argue(_string(_OPEN_ESCAPE.sub(r"\1", "".join(self._text)) + '"'), events)
+        return events
 
     def _value_part(self, first: str) -> _ObjectField:
         """Return a value's field from its key and first character. NONE: no call."""
@@ -132,7 +132,7 @@ class _JsonCallParser:
             return _ObjectField.NAME if first == '"' else other
         return _ObjectField.OTHER
 
-    def _end_part(self, found: list[Event]) -> bool:
+    def _end_part(self, events: list[Event]) -> bool:
         part, self._part = self._part, _ObjectField.NONE
         raw = "".join(self._text)
         if part is _ObjectField.KEY:
@@ -146,27 +146,27 @@ class _JsonCallParser:
             ):
                 return False
             if self._early:
-                self._argue("".join(self._early), found)
+                self._argue("".join(self._early), events)
         elif part is _ObjectField.TEXT:
-            self._argue(_string(raw) if raw.startswith('"') else "{}", found)
+            self._argue(_string(raw) if raw.startswith('"') else "{}", events)
         self.has_arguments |= part in (_ObjectField.OBJECT, _ObjectField.TEXT)
         return True
 
-    def _argue(self, text: str, found: list[Event]) -> None:
+    def _argue(self, text: str, events: list[Event]) -> None:
         if self._name is None:
             self._early.append(text)
             return
         if not self.is_call:
             self.is_call = True
-            found.append(ToolCallStart(self._name))
-        found.append(Argued(text))
+            events.append(ToolCallStart(self._name))
+        events.append(Argued(text))
 
-    def _end(self, found: list[Event]) -> bool:
+    def _end(self, events: list[Event]) -> bool:
         if self._name is None:
             return False
         if not self.is_call:
-            self._argue("{}", found)
-        found.append(ToolCallEnd())
+            self._argue("{}", events)
+        events.append(ToolCallEnd())
         return True
 
 
@@ -202,31 +202,31 @@ class JsonRegion:
 
     def push(self, text: str) -> list[Event]:
         """Take the next text and return the events that are certain."""
-        found: list[Event] = []
+        events: list[Event] = []
         for at, character in enumerate(text):
-            if not self._step(character, found):
+            if not self._step(character, events):
                 self.rest = self._back + text[at:]
                 break
         else:
             self.rest = "" if self._state is _State.OVER else None
-        return merged(found)
+        return merged(events)
 
     def flush(self) -> list[Event]:
         """See `CallRegion`."""
-        found: list[Event] = []
+        events: list[Event] = []
         if self._state is _State.RAW:
-            found = [Argued(self._matcher.flush())]
+            events = [Argued(self._matcher.flush())]
         elif self._state is _State.OBJECT:
-            found = self._call.flush()
+            events = self._call.flush()
             self.is_call |= self._call.is_call
-        return merged(found)
+        return merged(events)
 
-    def _step(self, character: str, found: list[Event]) -> bool:
+    def _step(self, character: str, events: list[Event]) -> bool:
         """Take a character. Return False if the region ended before it."""
         if self._state is _State.OBJECT:
-            return self._object(character, found)
+            return self._object(character, events)
         if self._state is _State.RAW:
-            return self._broken(character, found)
+            return self._broken(character, events)
         if self._state is _State.OVER:
             return False
         if character in SPACE and not self._back:
@@ -245,9 +245,9 @@ class JsonRegion:
         self._state, self._back, self._call = _State.OBJECT, "", _JsonCallParser(self._known)
         return self._call.step(character, [])
 
-    def _object(self, character: str, found: list[Event]) -> bool:
+    def _object(self, character: str, events: list[Event]) -> bool:
         call = self._call
-        goes_on = call.step(character, found)
+        goes_on = call.step(character, events)
         self.is_call |= call.is_call
         if goes_on:
             self._state = _State.BETWEEN if call.is_whole else self._state
@@ -256,10 +256,10 @@ class JsonRegion:
             self._back = "".join(call.raw) if self.is_call else ""
             return False
         if call.has_arguments:
-            found.append(ToolCallEnd())
+            events.append(ToolCallEnd())
             return False
         self._state = _State.RAW
-        return self._broken(character, found)
+        return self._broken(character, events)
 
     def _between(self, character: str) -> bool:
         if self._is_list:
@@ -281,10 +281,10 @@ class JsonRegion:
             return True
         return character == "{" and self._begin(character)
 
-    def _broken(self, character: str, found: list[Event]) -> bool:
+    def _broken(self, character: str, events: list[Event]) -> bool:
         """Pass invalid JSON arguments unchanged up to the closing marker."""
-        found.append(Argued(self._matcher.push(character)))
+        events.append(Argued(self._matcher.push(character)))
         if self._matcher.found is not None:
-            found.append(ToolCallEnd())
+            events.append(ToolCallEnd())
             self._state = _State.OVER
         return True

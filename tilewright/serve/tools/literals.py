@@ -78,10 +78,10 @@ class _Reader:
         return self._number()
 
     def _match(self, pattern: re.Pattern[str]) -> re.Match[str]:
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             raise _NoLiteralError
-        return found
+        return match
 
     def _take(self, text: str) -> bool:
         self.blank()
@@ -91,29 +91,29 @@ class _Reader:
 
     def _items(self, end: str, depth: int) -> list[Any]:
         self.at += 1
-        found: list[Any] = []
+        items: list[Any] = []
         while not self._take(end):
-            if found and not self._take(","):
+            if items and not self._take(","):
                 raise _NoLiteralError
-            if found and self._take(end):
+            if items and self._take(end):
                 break
-            found.append(self.value(depth + 1))
-        return found
+            items.append(self.value(depth + 1))
+        return items
 
     def _pairs(self, depth: int) -> dict[str, Any]:
         self.at += 1
-        found: dict[str, Any] = {}
+        pairs: dict[str, Any] = {}
         while not self._take("}"):
-            if found and not self._take(","):
+            if pairs and not self._take(","):
                 raise _NoLiteralError
-            if found and self._take("}"):
+            if pairs and self._take("}"):
                 break
             self.blank()
             key = self._string()
             if not self._take(":"):
                 raise _NoLiteralError
-            found[key] = self.value(depth + 1)
-        return found
+            pairs[key] = self.value(depth + 1)
+        return pairs
 
     def _string(self) -> str:
         match = self._match(_STRING)

@@ -36,22 +36,22 @@ def kinds(schema: object, root: Mapping[str, Any], hops: int = _MAX_HOPS) -> fro
     if isinstance(named, list):
         return frozenset(each for each in named if isinstance(each, str))
     if isinstance(choices := schema.get("enum"), list):
-        return frozenset(kind_of(each) for each in choices)
+        return frozenset(kind_of(choice) for choice in choices)
     if "const" in schema:
         return frozenset((kind_of(schema["const"]),))
     if isinstance(place := schema.get("$ref"), str):
         return kinds(_at(place, root), root, hops - 1)
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(branches := schema.get(key), list):
-            found = [kinds(branch, root, hops - 1) for branch in branches[:64]]
-            return frozenset().union(*found) if all(found) else frozenset()
+            types = [kinds(branch, root, hops - 1) for branch in branches[:64]]
+            return frozenset().union(*types) if all(types) else frozenset()
     return frozenset()
 
 
 def properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema of each property of an object."""
-    found = schema.get("properties")
-    return found if isinstance(found, Mapping) else {}
+    fields = schema.get("properties")
+    return fields if isinstance(fields, Mapping) else {}
 
 
 def parameters(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
@@ -83,9 +83,9 @@ def _refuse(name: str) -> object:
 
 
 def _at(place: str, root: Mapping[str, Any]) -> object:
-    found: object = root
+    node: object = root
     for step in place.removeprefix("#").split("/")[1:]:
-        if not isinstance(found, Mapping):
+        if not isinstance(node, Mapping):
             return None
-        found = found.get(step.replace("~1", "/").replace("~0", "~"))
-    return found
+        node = node.get(step.replace("~1", "/").replace("~0", "~"))
+    return node

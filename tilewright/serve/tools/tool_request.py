@@ -59,7 +59,7 @@ class RequestedTools:
 
 
 def read_tools(
-    given: Sequence[Mapping[str, Any]] | None,
+    declared: Sequence[Mapping[str, Any]] | None,
     choice: str | Mapping[str, Any] | None = None,
     is_parallel: bool | None = None,
 ) -> RequestedTools | None:
@@ -68,7 +68,7 @@ def read_tools(
     Raises:
         ApiError: 400 with the invalid field's name.
     """
-    tools = _tools(given or ())
+    tools = _tools(declared or ())
     only = None
     if isinstance(choice, str) and choice not in _CHOICES:
         said = f"tool_choice {choice[:100]!r}; allowed: {', '.join(_CHOICES)}, or a function"
@@ -85,28 +85,28 @@ def read_tools(
     if not tools or choice == "none":
         return None
     must_call = only is not None or choice == "required"
-    return RequestedTools(tools, given or (), must_call, only, is_parallel is not False)
+    return RequestedTools(tools, declared or (), must_call, only, is_parallel is not False)
 
 
-def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[ToolSpec, ...]:
-    if len(given) > MAX_TOOLS:
-        raise invalid(f"tools: {len(given)}; allowed: up to {MAX_TOOLS}", "tools")
-    found: dict[str, ToolSpec] = {}
-    for at, each in enumerate(given):
+def _tools(declared: Sequence[Mapping[str, Any]]) -> tuple[ToolSpec, ...]:
+    if len(declared) > MAX_TOOLS:
+        raise invalid(f"tools: {len(declared)}; allowed: up to {MAX_TOOLS}", "tools")
+    specs: dict[str, ToolSpec] = {}
+    for at, each in enumerate(declared):
         function = _convert(each, _ToolField, f"tools[{at}]").function
-        if function.name in found:
+        if function.name in specs:
             where = f"tools[{at}].function.name"
             raise invalid(f"{where}: {function.name!r} is there twice", where)
         if _is_deep(function.parameters):
             where = f"tools[{at}].function.parameters"
             raise invalid(f"{where}: nested too deep; allowed: {MAX_DEPTH} levels", where)
-        found[function.name] = ToolSpec(
+        specs[function.name] = ToolSpec(
             function.name,
             function.description or "",
             function.parameters or {},
             bool(function.strict),
         )
-    return tuple(found.values())
+    return tuple(specs.values())
 
 
 def _is_deep(schema: object) -> bool:

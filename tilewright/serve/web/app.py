@@ -27,7 +27,7 @@ from tilewright.serve.web.settings import MAX_IMAGE_BODY
 
 def routes(*, has_admin: bool) -> list[Route]:
     """Every method and path that is answered."""
-    found = [
+    entries = [
         *page.ROUTES,
         *status.ROUTES,
         *models.ROUTES,
@@ -38,16 +38,16 @@ def routes(*, has_admin: bool) -> list[Route]:
         *tokens.ROUTES,
         *(admin.ROUTES if has_admin else ()),
     ]
-    return [*found, schema_route(found)]
+    return [*entries, schema_route(entries)]
 
 
 def make_app(front: Front) -> web.Application:
     """Make the web application; its maker starts and ends ``front``."""
     app = web.Application(middlewares=[guard], client_max_size=MAX_IMAGE_BODY)
     app[FRONT] = front
-    found = routes(has_admin=front.settings.admin)
-    paths = [path for _, path, _ in found]
-    for method, path, handler in found:
+    entries = routes(has_admin=front.settings.admin)
+    paths = [path for _, path, _ in entries]
+    for method, path, handler in entries:
         pattern = _without_names(path, paths)
         app.router.add_route(method, pattern, handler)
         if method == "GET":

@@ -39,13 +39,13 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The error as JSON, in the form that clients expect."""
-        found = {
+        error = {
             "message": self.message,
             "type": _TYPES.get(self.status, "server_error"),
             "param": self.param,
             "code": self.code,
         }
-        return msgspec.json.encode({"error": found})
+        return msgspec.json.encode({"error": error})
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:

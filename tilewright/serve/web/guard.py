@@ -81,9 +81,9 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _request_id(request: web.Request) -> str:
-    given = request.headers.get("x-request-id", "")
-    is_good = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
-    return given if is_good else secrets.token_hex(16)
+    header = request.headers.get("x-request-id", "")
+    is_good = 0 < len(header) <= 128 and header.isascii() and header.isprintable()
+    return header if is_good else secrets.token_hex(16)
 
 
 def _refusal(front: Front, error: ApiError) -> web.Response:
@@ -117,8 +117,8 @@ def _check_key(request: web.Request, front: Front) -> None:
     keys = front.settings.api_key
     if not keys or request.path in _OPEN:
         return
-    given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-    fits = [hmac.compare_digest(given, f"Bearer {key}".encode()) for key in keys]
+    header = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+    fits = [hmac.compare_digest(header, f"Bearer {key}".encode()) for key in keys]
     if not any(fits):
         said = "authorization: not a key of this server; allowed: Bearer and one of its keys"
         raise ApiError(401, "invalid_api_key", said, headers={"www-authenticate": "Bearer"})

@@ -229,23 +229,23 @@ class CompletionRequest(Common, kw_only=True, frozen=True):
 
 
 def prompt_list(
-    given: str | Sequence[str | list[int] | int], where: str, most: int
+    values: str | Sequence[str | list[int] | int], where: str, most: int
 ) -> list[str | list[int]]:
     """Return a field's prompts: text, token ids, or a list with at most ``most`` entries.
 
     Raises:
         ApiError: for a list of mixed types, or too many prompts.
     """
-    if isinstance(given, str):
-        return [given]
-    kinds = {type(each) for each in given}
+    if isinstance(values, str):
+        return [values]
+    kinds = {type(each) for each in values}
     if len(kinds) > 1:
         raise invalid(f"{where}: a list of texts, of ids, or of lists of ids", where)
     if kinds == {int}:
-        return [[each for each in given if isinstance(each, int)]]
-    if len(given) > most:
-        raise invalid(f"{where}: {len(given)}; allowed: up to {most}", where)
-    return [each for each in given if not isinstance(each, int)]
+        return [[each for each in values if isinstance(each, int)]]
+    if len(values) > most:
+        raise invalid(f"{where}: {len(values)}; allowed: up to {most}", where)
+    return [each for each in values if not isinstance(each, int)]
 
 
 class TokenizeRequest(Struct, frozen=True):
@@ -295,7 +295,7 @@ def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
     """
     decoder, known = _reader(kind)
     try:
-        found = decoder.decode(body)
+        record = decoder.decode(body)
         keys = _KEYS.decode(body)
     except msgspec.ValidationError as error:
         text = str(error)
@@ -307,7 +307,7 @@ def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
         raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise invalid("the body is nested too deep", code="invalid_json") from None
-    return found, [key for key in keys if key not in known]
+    return record, [key for key in keys if key not in known]
 
 
 def _reader(kind: type) -> tuple[msgspec.json.Decoder[Any], frozenset[str]]:

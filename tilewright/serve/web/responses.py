@@ -112,7 +112,7 @@ class CompletionTask:
         return {**body, "timings": self.timing()} if self.timings else body
 
     def _choice(self, index: int, choice: ChoiceStream) -> dict[str, Any]:
-        found: dict[str, Any] = {"index": index}
+        body: dict[str, Any] = {"index": index}
         if self.is_chat:
             content = None if choice.calls and not choice.content else choice.content
             message: dict[str, Any] = {"role": "assistant", "content": content}
@@ -120,21 +120,21 @@ class CompletionTask:
                 message["reasoning_content"] = message["reasoning"] = choice.reasoning
             if choice.calls:
                 message["tool_calls"] = [_called(call) for call in choice.calls]
-            found["message"] = message
+            body["message"] = message
         else:
-            found["text"] = choice.echo + choice.content
-        found["logprobs"] = self._logprobs(index, choice.scored)
-        found["finish_reason"] = choice.finish_reason
-        found["stop_reason"] = choice.stop_reason
+            body["text"] = choice.echo + choice.content
+        body["logprobs"] = self._logprobs(index, choice.scored)
+        body["finish_reason"] = choice.finish_reason
+        body["stop_reason"] = choice.stop_reason
         if self.return_token_ids:
-            found["token_ids"] = choice.tokens
-        return found
+            body["token_ids"] = choice.tokens
+        return body
 
     def chunk(self, index: int, piece: AnswerDelta, scored: Sequence[Scored]) -> dict[str, Any]:
         """Return a chunk with new text of a choice. The first chunk has the role."""
         is_first = index not in self.opened
         self.opened.add(index)
-        found: dict[str, Any] = {"index": index}
+        body: dict[str, Any] = {"index": index}
         if self.is_chat:
             delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
             if piece.content or (is_first and not piece.reasoning):
@@ -143,13 +143,13 @@ class CompletionTask:
                 delta["reasoning_content"] = delta["reasoning"] = piece.reasoning
             if piece.calls:
                 delta["tool_calls"] = _call_deltas(piece.calls)
-            found["delta"] = delta
+            body["delta"] = delta
         else:
             echo = self.choices[index].echo if is_first else ""
-            found["text"] = echo + piece.content
-        found["logprobs"] = self._logprobs(index, scored)
-        found["finish_reason"] = None
-        return self._chunk([found])
+            body["text"] = echo + piece.content
+        body["logprobs"] = self._logprobs(index, scored)
+        body["finish_reason"] = None
+        return self._chunk([body])
 
     def plain_chunk(self, index: int, text: str) -> bytes | None:
         """Return `chunk` as JSON for further content of a choice, from a cached frame.
@@ -169,12 +169,12 @@ class CompletionTask:
         """Return a choice's last chunk: no text, and the finish reason."""
         choice = self.choices[index]
         text: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
-        found: dict[str, Any] = {"index": index, **text}
-        found |= {"logprobs": None, "finish_reason": choice.finish_reason}
-        found["stop_reason"] = choice.stop_reason
+        body: dict[str, Any] = {"index": index, **text}
+        body |= {"logprobs": None, "finish_reason": choice.finish_reason}
+        body["stop_reason"] = choice.stop_reason
         if self.return_token_ids:
-            found["token_ids"] = choice.tokens
-        chunk = self._chunk([found])
+            body["token_ids"] = choice.tokens
+        chunk = self._chunk([body])
         return {**chunk, "timings": self.timing(index)} if self.timings else chunk
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -206,14 +206,16 @@ def _called(call: ToolCall) -> dict[str, Any]:
 
 def _call_deltas(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
     """Return the new part of each call. Clients join parts with the same index."""
-    found: dict[int, dict[str, Any]] = {}
+    deltas: dict[int, dict[str, Any]] = {}
     for piece in pieces:
-        delta = found.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+        delta = deltas.setdefault(
+            piece.index, {"index": piece.index, "function": {"arguments": ""}}
+        )
         if piece.name:
             delta |= {"id": piece.id, "type": "function"}
             delta["function"] = {"name": piece.name, "arguments": ""}
         delta["function"]["arguments"] += piece.arguments
-    return list(found.values())
+    return list(deltas.values())
 
 
 def _rate(count: int, milliseconds: float) -> float:

@@ -45,11 +45,11 @@ def _image_limits(text: str) -> ImageLimits:
 
 
 def _variables(text: str) -> dict[str, Any]:
-    found = _json(text)
-    if not isinstance(found, dict):
+    variables = _json(text)
+    if not isinstance(variables, dict):
         name = "--default-chat-template-kwargs"
         raise ConfigError(f"{name} {text[:100]!r}; allowed: a JSON object")
-    return found
+    return variables
 
 
 def _json(text: str) -> Any:

@@ -68,15 +68,15 @@ class AnswerStreamer:
                 if not messages:
                     yield None
                     continue
-                found: Updates = {}
+                updates: Updates = {}
                 for index, message in messages:
                     choice = job.choices[index]
                     if choice.awaits_echo and isinstance(message, NewTokens):
                         size = _CHARACTERS_A_SCORE * len(choice.request.prompt)
                         await self._aside(size, choice.score_prompt, message.echo)
-                    self._take(index, message, handle, found)
-                if found:
-                    yield found
+                    self._take(index, message, handle, updates)
+                if updates:
+                    yield updates
         finally:
             handle.close()
 
@@ -85,7 +85,7 @@ class AnswerStreamer:
         index: int,
         message: Answer,
         handle: RequestHandle,
-        found: Updates,
+        updates: Updates,
     ) -> None:
         choice = self._job.choices[index]
         if choice.finish_reason is not None:
@@ -106,15 +106,15 @@ class AnswerStreamer:
             piece = choice.end(message.reason)
         if choice.finish_reason is not None:
             self._ended(index, choice)
-        if index in found:
-            before, scored = found[index]
+        if index in updates:
+            before, scored = updates[index]
             piece = joined([before, piece])
         else:
             scored = []
         if len(choice.scored) > (known := self._num_shown[index]):
             scored = scored + choice.scored[known:]
             self._num_shown[index] = len(choice.scored)
-        found[index] = piece, scored
+        updates[index] = piece, scored
 
     def _time(self, index: int, count: int) -> None:
         now, last = time.perf_counter(), self._last[index]
@@ -178,7 +178,7 @@ class Spelling(Protocol):
     def whole(self) -> dict[str, Any]:
         """Return the body."""
 
-    def chunks(self, found: Updates) -> bytes:
+    def chunks(self, updates: Updates) -> bytes:
         """Return the events of new output."""
 
     def tail(self) -> bytes:
@@ -201,8 +201,8 @@ class ChunkSpelling:
     def finish(self) -> None:
         """Do nothing: the job has the output."""
 
-    def chunks(self, found: Updates) -> bytes:
-        return _chunks(self._job, found)
+    def chunks(self, updates: Updates) -> bytes:
+        return _chunks(self._job, updates)
 
     def tail(self) -> bytes:
         usage = _event(self._job.usage_chunk()) if self._job.include_usage else b""
@@ -236,13 +236,13 @@ async def answer_stream(
 
     try:
         async with aclosing(follower.updates(front.settings.ping_seconds)) as updates:
-            async for found in updates:
-                if found is None:
+            async for update in updates:
+                if update is None:
                     data = _PING
-                elif job.num_top is not None and (count := _num_scored(found)) > _LONG:
-                    data = await front.aside(_CHARACTERS_A_SCORE * count, spelling.chunks, found)
+                elif job.num_top is not None and (count := _num_scored(update)) > _LONG:
+                    data = await front.aside(_CHARACTERS_A_SCORE * count, spelling.chunks, update)
                 else:
-                    data = spelling.chunks(found)
+                    data = spelling.chunks(update)
                 if data:
                     await (write(data) if response is None else response.write(data))
         await write(spelling.tail())
@@ -261,14 +261,14 @@ async def answer_stream(
     return response
 
 
-def _num_scored(found: Updates) -> int:
-    return sum(len(scored) for _, scored in found.values())
+def _num_scored(updates: Updates) -> int:
+    return sum(len(scored) for _, scored in updates.values())
 
 
-def _chunks(job: CompletionTask, found: Updates) -> bytes:
+def _chunks(job: CompletionTask, updates: Updates) -> bytes:
     """Return the events of new output for a single write."""
     data = b""
-    for index, (piece, scored) in found.items():
+    for index, (piece, scored) in updates.items():
         has_ended = job.choices[index].finish_reason is not None
         if piece.is_content and (plain := job.plain_chunk(index, piece.content)) is not None:
             data += _EVENT + plain + _END

@@ -112,16 +112,16 @@ class _GemmaRegion:
 
     def push(self, text: str) -> list[Event]:
         """See `CallRegion`."""
-        found: list[Event] = []
+        events: list[Event] = []
         for at, character in enumerate(text):
             self._raw.append(character)
-            if not self._step(character, found):
+            if not self._step(character, events):
                 raw = "".join(self._raw[:-1]) if self.is_call else ""
                 self.rest = raw + text[at:]
                 break
         else:
             self.rest = "" if self._state is _GemmaState.OVER else None
-        return merged(found)
+        return merged(events)
 
     def flush(self) -> list[Event]:
         """See `CallRegion`."""
@@ -129,18 +129,18 @@ class _GemmaRegion:
             return []
         return [Argued(self._value.cut_short())]
 
-    def _step(self, character: str, found: list[Event]) -> bool:
+    def _step(self, character: str, events: list[Event]) -> bool:
         """Take a character. Return False if the region ended before it."""
         if self._state is _GemmaState.VALUE:
             if self._value.ends_at(character):
-                found.append(Argued(json_of("".join(self._value.text))))
+                events.append(Argued(json_of("".join(self._value.text))))
                 self._state = _GemmaState.KEY
-                return character == "," or self._end(found)
+                return character == "," or self._end(events)
             return True
         if self._state is _GemmaState.NAME:
             return self._read_name(character)
         if self._state is _GemmaState.KEY:
-            return self._read_key(character, found)
+            return self._read_key(character, events)
         return self._state is not _GemmaState.OVER and self._outside(character)
 
     def _outside(self, character: str) -> bool:
@@ -178,13 +178,13 @@ class _GemmaRegion:
         self._pending += character
         return _is_part(character)
 
-    def _read_key(self, character: str, found: list[Event]) -> bool:
+    def _read_key(self, character: str, events: list[Event]) -> bool:
         if character == ")" and not self._pending:
-            return self._end(found)
+            return self._end(events)
         if character == "=" and self._pending.strip(SPACE).isidentifier():
             key, self._pending = self._pending.strip(SPACE), ""
-            self._say(found)
-            found.append(Argued(f"{', ' if self._num_given else '{'}{json.dumps(key)}: "))
+            self._say(events)
+            events.append(Argued(f"{', ' if self._num_given else '{'}{json.dumps(key)}: "))
             self._num_given += 1
             self._state, self._value = _GemmaState.VALUE, _PythonLiteral()
             return True
@@ -194,18 +194,18 @@ class _GemmaRegion:
             return True
         if self._num_given >= 0:  # an argument without a name ends the call
             pending = self._pending
-            self._end(found)
+            self._end(events)
             self._raw = list(pending)
         return False
 
-    def _say(self, found: list[Event]) -> None:
+    def _say(self, events: list[Event]) -> None:
         if self._num_given < 0:
             self._num_given, self.is_call = 0, True
-            found.append(ToolCallStart(self._name))
+            events.append(ToolCallStart(self._name))
 
-    def _end(self, found: list[Event]) -> bool:
-        self._say(found)
-        found += [Argued("}" if self._num_given else "{}"), ToolCallEnd()]
+    def _end(self, events: list[Event]) -> bool:
+        self._say(events)
+        events += [Argued("}" if self._num_given else "{}"), ToolCallEnd()]
         self._state, self._num_given = _GemmaState.BEHIND, -1
         self._raw, self._pending = [], ""
         return True
@@ -230,30 +230,32 @@ def _instruction(tools: Sequence[ToolSpec]) -> str:
 
 def _write(calls: Sequence[Call]) -> str:
     texts = []
-    for name, given in calls:
-        pairs = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
+    for name, arguments in calls:
+        pairs = [
+            f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items()
+        ]
         texts.append(f"{name}({', '.join(pairs)})")
     return f"[{', '.join(texts)}]"
 
 
-def _shape(given: ToShape) -> CallGrammar:
-    rules = [any_call(given.tools)]
-    for at, tool in enumerate(given.tools):
+def _shape(spec: ToShape) -> CallGrammar:
+    rules = [any_call(spec.tools)]
+    for at, tool in enumerate(spec.tools):
         rules.append(f'call_{at}: {quoted(f"{tool.name}(")} first_{at}_0 ")"')
         rules += _argument_rules(tool, at)
-    return CallGrammar("", (f"region: {list_of_calls(given.is_parallel)}", *rules), first="[")
+    return CallGrammar("", (f"region: {list_of_calls(spec.is_parallel)}", *rules), first="[")
 
 
 def _argument_rules(tool: ToolSpec, at: int) -> list[str]:
     """Return rules for arguments from the Nth on, ``first_AT_N`` and with a comma ``more_AT_N``."""
     rules = []
-    given = [(key, each) for key, each in properties(tool.schema).items() if key.isidentifier()]
-    for place, (key, schema) in enumerate(given):
+    fields = [(key, each) for key, each in properties(tool.schema).items() if key.isidentifier()]
+    for place, (key, schema) in enumerate(fields):
         value = f"{property_term(tool, schema)} more_{at}_{place + 1}"
         for state, comma in (("first", ""), ("more", ", ")):
             skipped = "" if is_needed(tool, key) else f" | {state}_{at}_{place + 1}"
             rules.append(f"{state}_{at}_{place}: {quoted(f'{comma}{key}=')} {value}{skipped}")
-    return [*rules, f'first_{at}_{len(given)}: ""', f'more_{at}_{len(given)}: ""']
+    return [*rules, f'first_{at}_{len(fields)}: ""', f'more_{at}_{len(fields)}: ""']
 
 
 GEMMA = ToolFormat("gemma", ("func_name1(", _FENCE), _parser, _instruction, _write, _shape)

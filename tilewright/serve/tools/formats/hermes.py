@@ -26,15 +26,16 @@ def _instruction(tools: Sequence[ToolSpec]) -> str:
 
 def _write(calls: Sequence[Call]) -> str:
     texts = [
-        json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls
+        json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+        for name, arguments in calls
     ]
     return "\n".join(f"{_OPEN}\n{text}\n{_CLOSE}" for text in texts)
 
 
-def _shape(given: ToShape) -> CallGrammar:
-    rules, close = object_rules(given.tools, "arguments"), given.term(_CLOSE)
-    if f"{_OPEN}[" in given.template:
-        listed_calls = list_of_calls(given.is_parallel)
+def _shape(spec: ToShape) -> CallGrammar:
+    rules, close = object_rules(spec.tools, "arguments"), spec.term(_CLOSE)
+    if f"{_OPEN}[" in spec.template:
+        listed_calls = list_of_calls(spec.is_parallel)
         return CallGrammar(_OPEN, (f'region: {listed_calls} "\\n"? {close}', *rules))
     return CallGrammar(_OPEN, (f'region: "\\n"? call "\\n" {close}', *rules), repeats=True)
 

@@ -33,13 +33,14 @@ def _instruction(tools: Sequence[ToolSpec]) -> str:
 
 def _write(calls: Sequence[Call]) -> str:
     return "; ".join(
-        json.dumps({"name": name, "parameters": given}, ensure_ascii=False) for name, given in calls
+        json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
+        for name, arguments in calls
     )
 
 
-def _shape(given: ToShape) -> CallGrammar:
-    more = ' ("; " call)*' if given.is_parallel else ""
-    rules = object_rules(given.tools, "parameters")
+def _shape(spec: ToShape) -> CallGrammar:
+    more = ' ("; " call)*' if spec.is_parallel else ""
+    rules = object_rules(spec.tools, "parameters")
     return CallGrammar("", (f"region: call{more}", *rules), first="{")
 
 

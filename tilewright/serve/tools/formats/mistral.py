@@ -52,41 +52,41 @@ class _NamedRegion:
 
     def push(self, text: str) -> list[Event]:
         """See `CallRegion`."""
-        found: list[Event] = []
+        events: list[Event] = []
         for at, character in enumerate(text):
             if self._inner is None and not self._head and character in "[{":
                 self._inner = JsonRegion()
             if self._inner is not None:
-                found = self._inner.push(text[at:])
+                events = self._inner.push(text[at:])
                 self.is_call, self.rest = self._inner.is_call, self._inner.rest
-                return found
-            if not self._step(character, found):
+                return events
+            if not self._step(character, events):
                 self.rest = text[at:]
                 break
-        return merged(found)
+        return merged(events)
 
     def flush(self) -> list[Event]:
         """See `CallRegion`."""
         if self._inner is None:
             return []
-        found = self._inner.flush()
+        events = self._inner.flush()
         self.is_call = self._inner.is_call
-        return found
+        return events
 
-    def _step(self, character: str, found: list[Event]) -> bool:
+    def _step(self, character: str, events: list[Event]) -> bool:
         scanner = self._scanner
         if scanner is None:
-            return self._name(character, found)
+            return self._name(character, events)
         if scanner.is_done:
             return False
         was = scanner.at
         self._is_broken = self._is_broken or not scanner.step(character)
-        found.append(Argued(character if self._is_broken else escaped(character, was)))
+        events.append(Argued(character if self._is_broken else escaped(character, was)))
         if scanner.is_done:
-            found.append(ToolCallEnd())
+            events.append(ToolCallEnd())
         return True
 
-    def _name(self, character: str, found: list[Event]) -> bool:
+    def _name(self, character: str, events: list[Event]) -> bool:
         """The name and its markers, up to the arguments' brace."""
         if character != "{":
             self._head += character if self._head else character.lstrip(SPACE)
@@ -100,8 +100,8 @@ class _NamedRegion:
             return False
         self.is_call = True
         self._scanner = JsonScanner()
-        found.append(ToolCallStart(name))
-        return self._step(character, found)
+        events.append(ToolCallStart(name))
+        return self._step(character, events)
 
 
 def _parser(tools: Sequence[ToolSpec]) -> ToolParser:
@@ -121,19 +121,17 @@ def _instruction(tools: Sequence[ToolSpec]) -> str:
 
 
 def _write(calls: Sequence[Call]) -> str:
-    texts = [{"name": name, "arguments": given} for name, given in calls]
+    texts = [{"name": name, "arguments": arguments} for name, arguments in calls]
     return _OPEN + json.dumps(texts, ensure_ascii=False)
 
 
-def _shape(given: ToShape) -> CallGrammar:
-    if _ARGS not in given.template:
-        calls = list_of_calls(given.is_parallel)
-        return CallGrammar(
-            _OPEN, (f'region: " "? {calls}', *object_rules(given.tools, "arguments"))
-        )
-    rules = ["region: call", any_call(given.tools)]
-    for at, tool in enumerate(given.tools):
-        rules.append(f"call_{at}: {quoted(tool.name)} {given.term(_ARGS)} {arguments_term(tool)}")
+def _shape(spec: ToShape) -> CallGrammar:
+    if _ARGS not in spec.template:
+        calls = list_of_calls(spec.is_parallel)
+        return CallGrammar(_OPEN, (f'region: " "? {calls}', *object_rules(spec.tools, "arguments")))
+    rules = ["region: call", any_call(spec.tools)]
+    for at, tool in enumerate(spec.tools):
+        rules.append(f"call_{at}: {quoted(tool.name)} {spec.term(_ARGS)} {arguments_term(tool)}")
     return CallGrammar(_OPEN, tuple(rules), repeats=True)
 
 
@@ -141,10 +139,10 @@ def _new_id() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(_ID_LENGTH))
 
 
-def _known_id(given: str) -> str:
-    if len(given) == _ID_LENGTH and given.isascii() and given.isalnum():
-        return given
-    return hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:_ID_LENGTH]
+def _known_id(call_id: str) -> str:
+    if len(call_id) == _ID_LENGTH and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:_ID_LENGTH]
 
 
 MISTRAL = ToolFormat(

@@ -32,17 +32,17 @@ def _instruction(tools: Sequence[ToolSpec]) -> str:
 
 
 def _write(calls: Sequence[Call]) -> str:
-    texts = [{"name": name, "arguments": given} for name, given in calls]
+    texts = [{"name": name, "arguments": arguments} for name, arguments in calls]
     return f"{_OPEN}{json.dumps(texts, ensure_ascii=False)}{_CLOSE}"
 
 
-def _shape(given: ToShape) -> CallGrammar:
-    rules, calls = object_rules(given.tools, "arguments"), list_of_calls(given.is_parallel)
-    if f"{_WORD}[" in given.template:
+def _shape(spec: ToShape) -> CallGrammar:
+    rules, calls = object_rules(spec.tools, "arguments"), list_of_calls(spec.is_parallel)
+    if f"{_WORD}[" in spec.template:
         return CallGrammar(_WORD, (f"region: {calls}", *rules))
-    if f"{_OPEN}{{" in given.template:
-        return CallGrammar(_OPEN, (f"region: call {given.term(_CLOSE)}", *rules), repeats=True)
-    return CallGrammar(_OPEN, (f"region: {calls} {given.term(_CLOSE)}", *rules))
+    if f"{_OPEN}{{" in spec.template:
+        return CallGrammar(_OPEN, (f"region: call {spec.term(_CLOSE)}", *rules), repeats=True)
+    return CallGrammar(_OPEN, (f"region: {calls} {spec.term(_CLOSE)}", *rules))
 
 
 PHI4 = ToolFormat(

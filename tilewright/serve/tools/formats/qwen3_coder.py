@@ -70,22 +70,22 @@ class _XmlRegion:
 
     def push(self, text: str) -> list[Event]:
         """See `CallRegion`."""
-        found: list[Event] = []
+        events: list[Event] = []
         while text and self.rest is None:
             if self._state is _XmlState.VALUE:
-                text = self._read_value(text, found)
+                text = self._read_value(text, events)
             else:
-                self._step(text[0], text[1:], found)
+                self._step(text[0], text[1:], events)
                 text = text[1:]
-        return merged(found)
+        return merged(events)
 
     def flush(self) -> list[Event]:
         """See `CallRegion`."""
         return [Argued(self._value.flush())] if self._state is _XmlState.VALUE else []
 
-    def _step(self, character: str, behind: str, found: list[Event]) -> None:
+    def _step(self, character: str, behind: str, events: list[Event]) -> None:
         if self._state in (_XmlState.NAME, _XmlState.KEY):
-            self._take_name(character, behind, found)
+            self._take_name(character, behind, events)
             return
         if character in SPACE and not self._pending:
             return
@@ -94,49 +94,49 @@ class _XmlRegion:
         if self._pending in tags:
             self._state, self._pending = tags[self._pending], ""
             if self._state is _XmlState.CLOSED:
-                found += [Argued("}" if self._num_given else "{}"), ToolCallEnd()]
+                events += [Argued("}" if self._num_given else "{}"), ToolCallEnd()]
             elif self._state is _XmlState.OVER:
                 self.rest = behind
         elif not any(tag.startswith(self._pending) for tag in tags):
-            self._leave(self._pending + behind, found)
+            self._leave(self._pending + behind, events)
 
-    def _leave(self, rest: str, found: list[Event]) -> None:
+    def _leave(self, rest: str, events: list[Event]) -> None:
         """End the current call and the region. ``rest`` is no part of a call."""
         if self._state in (_XmlState.INSIDE, _XmlState.KEY):
-            found += [Argued("}" if self._num_given else "{}"), ToolCallEnd()]
+            events += [Argued("}" if self._num_given else "{}"), ToolCallEnd()]
         self.rest = rest
 
-    def _take_name(self, character: str, behind: str, found: list[Event]) -> None:
+    def _take_name(self, character: str, behind: str, events: list[Event]) -> None:
         if character != ">":
             self._pending += character
             if len(self._pending) > 256 or character in "\n<":
-                self._leave_name(character + behind, found)
+                self._leave_name(character + behind, events)
             return
         name, self._pending = self._pending.strip(), self._pending + ">"
         if self._state is _XmlState.NAME and not is_name(name):
-            self._leave_name(character + behind, found)
+            self._leave_name(character + behind, events)
             return
         self._pending = ""
         if self._state is _XmlState.KEY:
-            given = "{" if not self._num_given else ", "
-            found.append(Argued(f"{given}{json.dumps(name, ensure_ascii=False)}: "))
+            separator = "{" if not self._num_given else ", "
+            events.append(Argued(f"{separator}{json.dumps(name, ensure_ascii=False)}: "))
             self._num_given += 1
             self._state = _XmlState.VALUE
             self._value = _XmlValue(self._kinds.get(name, frozenset()))
         else:
             self.is_call, self._num_given, self._state = True, 0, _XmlState.INSIDE
             self._kinds = self._known.get(name, {})
-            found.append(ToolCallStart(name))
+            events.append(ToolCallStart(name))
 
-    def _leave_name(self, there: str, found: list[Event]) -> None:
+    def _leave_name(self, there: str, events: list[Event]) -> None:
         """Leave the region within a name. ``there`` begins with an invalid character."""
         if self.is_call:  # restore the tag, which a region without calls has not consumed
             tag = _FUNCTION if self._state is _XmlState.NAME else _PARAMETER
             there = tag + self._pending[:-1] + there
-        self._leave(there, found)
+        self._leave(there, events)
 
-    def _read_value(self, text: str, found: list[Event]) -> str:
-        found.append(Argued(self._value.push(text)))
+    def _read_value(self, text: str, events: list[Event]) -> str:
+        events.append(Argued(self._value.push(text)))
         if self._value.rest is None:
             return ""
         self._state = _XmlState.INSIDE
@@ -203,18 +203,18 @@ def _instruction(tools: Sequence[ToolSpec]) -> str:
 
 def _write(calls: Sequence[Call]) -> str:
     texts = []
-    for name, given in calls:
+    for name, arguments in calls:
         lines = [_OPEN, f"{_FUNCTION}{name}>"]
-        for key, value in given.items():
+        for key, value in arguments.items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             lines += [f"{_PARAMETER}{key}>", text, _END_PARAMETER]
         texts.append("\n".join([*lines, _END_FUNCTION, _CLOSE]))
     return "\n".join(texts)
 
 
-def _shape(given: ToShape) -> CallGrammar:
-    rules = [any_call(given.tools)]
-    for at, tool in enumerate(given.tools):
+def _shape(spec: ToShape) -> CallGrammar:
+    rules = [any_call(spec.tools)]
+    for at, tool in enumerate(spec.tools):
         terms = ['"\\n"?', quoted(f"{_FUNCTION}{tool.name}>\n")]
         for key, schema in properties(tool.schema).items():
             term = f"({quoted(f'{_PARAMETER}{key}>')} {_value_term(schema, tool)})"
@@ -222,7 +222,7 @@ def _shape(given: ToShape) -> CallGrammar:
         rules.append(f"call_{at}: {' '.join(terms)} {quoted(_END_FUNCTION)}")
     end = quoted(f"\n{_END_PARAMETER}\n")
     rules += [f"text[lazy]: /(.|\\n)*/ {end}", f"end: {end}"]
-    return CallGrammar(_OPEN, (f'region: call "\\n" {given.term(_CLOSE)}', *rules), repeats=True)
+    return CallGrammar(_OPEN, (f'region: call "\\n" {spec.term(_CLOSE)}', *rules), repeats=True)
 
 
 def _value_term(schema: object, tool: ToolSpec) -> str:
@@ -231,7 +231,7 @@ def _value_term(schema: object, tool: ToolSpec) -> str:
     if allowed and "string" not in allowed:
         return f'"\\n" {property_term(tool, schema)} end'
     choices = schema.get("enum") if isinstance(schema, Mapping) else None
-    if isinstance(choices, list) and choices and all(isinstance(each, str) for each in choices):
+    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
         return f'"\\n" ({" | ".join(map(quoted, choices))}) end'
     return '"\\n" text'
 
