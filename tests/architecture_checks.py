@@ -1,5 +1,5 @@
-"""What must hold of every architecture on every target: transformers' logits, however the tokens
-come. Each architecture's own test file calls these with its tiny models.
+"""Checks for every architecture on every target: logits equal transformers' for any order of
+tokens. The test file of an architecture calls the checks with tiny models.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NotRead: TypeAlias = list[tuple[dict[str, Any], str]]
 
 
 def check_logits(model: SimpleNamespace, target: str, **options: Any) -> None:
-    """fp32 logits are transformers', and the same token by token and in chunks of odd sizes."""
+    """Compare fp32 logits with transformers, token by token and in chunks with odd sizes."""
     tokens = random_tokens(23, vocab_size=model.config.vocab_size)
     expected = their_logits(model, tokens)
     executable = compiled(model, target, **options)
@@ -56,7 +56,7 @@ def check_logits(model: SimpleNamespace, target: str, **options: Any) -> None:
 
 
 def their_logits(model: SimpleNamespace, tokens: list[int]) -> Tensor:
-    """What transformers' twin makes of one sequence, at every position."""
+    """Return the logits of transformers' model for a sequence, at every position."""
     with torch.no_grad():
         found = twin_of(model.config, model.checkpoint.tensors)(torch.tensor([tokens])).logits[0]
     assert isinstance(found, Tensor)
@@ -64,7 +64,7 @@ def their_logits(model: SimpleNamespace, tokens: list[int]) -> Tensor:
 
 
 def check_mixed_lengths(model: SimpleNamespace, target: str) -> None:
-    """Sequences of different lengths decode together, in any order, as each does alone."""
+    """Decode sequences with different lengths together, in any order, and compare with single runs."""
     executable = compiled(model, target)
     prompts = [random_tokens(count, seed=count) for count in (5, 1, 17, 9)]
     tails = [random_tokens(3, seed=100 + index) for index in range(4)]
@@ -81,7 +81,7 @@ def check_mixed_lengths(model: SimpleNamespace, target: str) -> None:
 
 
 def check_random_operations(model: SimpleNamespace, target: str, seed: int = 0) -> None:
-    """100 random calls of an engine leave every sequence as if it were alone and fresh."""
+    """Make 100 random engine calls. Every sequence must equal a fresh run."""
     engine = Engine(compiled(model, target, max_context=32), step_tokens=5)
     operations = Operations(engine, oracle_of(model), seed)
     operations.run(100)
@@ -90,8 +90,9 @@ def check_random_operations(model: SimpleNamespace, target: str, seed: int = 0) 
 
 
 def check_snapshots(model: SimpleNamespace, target: str) -> None:
-    """A copy of a whole history goes its own way; one of less is refused when it is read, since
-    state that is rewritten in place cannot be cut back.
+    """Copy a whole history and continue both.
+
+    A truncated copy must fail: state has no truncation.
     """
     start, tails = random_tokens(9), [random_tokens(count, seed=count) for count in (4, 5)]
     executable = compiled(model, target)
@@ -113,7 +114,7 @@ def oracle_of(model: SimpleNamespace) -> Executable:
 
 
 def check_formats(model: SimpleNamespace) -> None:
-    """In blocks, too, the cpu target computes what the reference does."""
+    """Compare the cpu target with the reference for block formats."""
     tokens = random_tokens(19, vocab_size=model.config.vocab_size)
     for name, axis in (("bf16", "in"), ("bfp8", "in"), ("bfp4", "out")):
         precision = precision_of(name, block_axis=axis)
@@ -124,7 +125,7 @@ def check_formats(model: SimpleNamespace) -> None:
 
 
 def check_rewrites(model: SimpleNamespace) -> None:
-    """Every pass of every target fires as often as `expected_rewrites` says, where it says."""
+    """Compare the rewrite counts with `expected_rewrites`."""
     expected = expected_rewrites(model.config)
     for target in (*TARGETS, "cuda"):
         _, ctx = lowered(model, target=target, precision=precision_of("bf16"))
@@ -135,7 +136,7 @@ def check_rewrites(model: SimpleNamespace) -> None:
 
 
 def check_folder(model: SimpleNamespace, folder: Path) -> None:
-    """What transformers saves is read as the configuration and the tensors it was made of."""
+    """Save with transformers, read the folder, and compare configuration and tensors."""
     twin_of(model.config, model.checkpoint.tensors).save_pretrained(folder)
     _check_checkpoint(model, open_checkpoint(folder))
 
@@ -149,10 +150,10 @@ def check_gguf(
     adjacent: bool = False,
     prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> None:
-    """So is a file with the names of llama.cpp's own library; ``extra`` writes further keys.
+    """Read a file with names from llama.cpp's library.
 
-    ``adjacent``: The file has adjacent rotation pairs in q and k. ``prepare`` converts tensors to
-    names known by llama.cpp's library.
+    ``extra`` writes further keys. ``adjacent``: The file has adjacent rotation pairs in q and k.
+    ``prepare`` converts tensors to names known by llama.cpp's library.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])

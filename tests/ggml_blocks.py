@@ -1,4 +1,4 @@
-"""Random blocks of ggml's types, what the format library makes of them, and a model of them."""
+"""Random ggml blocks, their values from the format library, and a model with these blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.conftest import add_tokenizer, to_gguf_name
 from tilewright.compiler.formats.ggml_blocks import SIZES
 from tilewright.models import LoadedModel
 
-# Where a block has its float16 numbers; every other byte of a block may be anything.
+# Offsets of float16 values in a block. All other bytes are random.
 SCALES_AT = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
@@ -55,12 +55,15 @@ SHAPES = {
 
 
 def random_blocks(dtype: str, num_blocks: int, seed: int = 0) -> np.ndarray:
-    """Any bytes, with scales of both signs from 2**-10 to 2**-5, so that all values are finite."""
+    """Return random bytes with scales between 2**-10 and 2**-5, with both signs.
+
+    All values are finite.
+    """
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (num_blocks, SIZES[dtype][1]), dtype=np.uint8)
     if dtype == "MXFP4":
         blocks[:, 0] = rng.integers(119, 124, num_blocks)
-    if dtype == "IQ1_M":  # of the nibbles of its scale, those of sign and exponent
+    if dtype == "IQ1_M":  # scale nibbles for sign and exponent
         blocks[:, 55] = blocks[:, 55] & 0x0F | 0x20
     for at in SCALES_AT[dtype]:
         sign = rng.choice([-1.0, 1.0], (num_blocks, 1))
@@ -75,7 +78,7 @@ def library_values(blocks: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def assert_same_bits(got: torch.Tensor, expected: np.ndarray) -> None:
-    """Equal words, the sign of zero included, but for what kind of NaN a NaN is."""
+    """Compare words. All NaN values are equal."""
     values = got.numpy().reshape(expected.shape)
     nan = np.isnan(expected)
     assert np.array_equal(np.isnan(values), nan)
@@ -83,7 +86,7 @@ def assert_same_bits(got: torch.Tensor, expected: np.ndarray) -> None:
 
 
 def write_llama(path: Path, types: Mapping[str, str], *, embedding: str) -> Path:
-    """A Llama of one layer whose matrices are random values of these types, by `SHAPES`' names."""
+    """Write a Llama with a single layer and random matrices in these types, by `SHAPES` names."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(64)
@@ -118,13 +121,13 @@ def write_llama(path: Path, types: Mapping[str, str], *, embedding: str) -> Path
 
 @cache
 def _tensors(path: Path) -> dict[str, gguf.ReaderTensor]:
-    """A file's tensors by name; the library takes seconds to read a vocabulary."""
+    """Return a file's tensors by name. Cached because the library reads vocabularies slowly."""
     return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
 
 
 def file_values(model: LoadedModel, names: Iterable[str]) -> torch.Tensor:
-    """These tensors of a Llama's file, one below the other, as the format's own library reads and
-    dequantises them, with the rows of q and k in Hugging Face's order.
+    """Return a Llama file's tensors in sequence, dequantized by the format's library. q and k have
+    Hugging Face's row order.
     """
     (path,) = model.checkpoint.files
     tensors = _tensors(path)

@@ -1,6 +1,6 @@
-"""Tiny mixtures and hybrids as llama.cpp's converter writes them, built apart from the reader.
+"""Tiny mixtures and hybrids in the form of llama.cpp's converter, independent of the reader.
 
-It works on whole tensors, tensor by tensor, as the converter does.
+Converts whole tensors, like the converter.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def write(
     extra: Callable[[gguf.GGUFWriter], None] = lambda _: None,
     changed: Mapping[str, np.ndarray | None] | None = None,
 ) -> Path:
-    """``kind``: the type of matrices whose rows have whole blocks. ``fused``: gate and up of the
-    experts in one tensor. ``changed``: tensors by GGUF's name, None for those to leave out.
+    """``kind``: the type for matrices with whole blocks.
+
+    ``fused``: experts have gate and up in a single tensor. ``changed``: tensors by GGUF name, None
+    to omit them.
     """
     config = model.config
     arch = ARCHITECTURES[config.model_type]
@@ -101,7 +103,7 @@ def _write_keys(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def converted(model: SimpleNamespace, *, fused: bool = False) -> dict[str, Tensor]:
-    """The tensors that the converter writes, under names that llama.cpp's own map knows."""
+    """Return the converter's tensors with names from llama.cpp's map."""
     config, tensors = model.config, dict(model.checkpoint.tensors)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -155,7 +157,7 @@ def _changed(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor]:
 
 
 def _split(name: str, tensor: Tensor, delta: Any) -> dict[str, Tensor]:
-    """q, k, v of all heads, and z, of rows that lie key head by key head."""
+    """Split rows in key head order into q, k, v and z."""
     wide = delta.num_value_heads // delta.num_key_heads * delta.value_dim
     sizes = [delta.key_dim, delta.key_dim, wide, wide]
     by_head = tensor.view(delta.num_key_heads, sum(sizes), -1)
@@ -167,7 +169,7 @@ def _split(name: str, tensor: Tensor, delta: Any) -> dict[str, Tensor]:
 
 
 def _tiled(name: str, tensor: Tensor, delta: Any) -> Tensor:
-    """The first value heads of all key heads, then the second ones."""
+    """Order value heads by their index within the key head."""
 
     def tile(rows: Tensor, width: int) -> Tensor:
         grouped = rows.reshape(delta.num_key_heads, -1, width, *rows.shape[1:])

@@ -1,7 +1,7 @@
-"""Boards that are not there, for ttnn to check a program against: what UMD calls a mock cluster.
+"""Mock boards for ttnn, in UMD's format for mock clusters.
 
-Runs in the Python that has ttnn and needs nothing of Tilewright. A mock chip has one harvested row
-of cores, like the boards on sale, which leaves a grid of 8 x 8 for workers.
+Runs in a Python with ttnn and needs no Tilewright. A mock chip has a harvested core row, like
+retail boards. This leaves an 8 x 8 worker grid.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import os
 import sys
 from pathlib import Path
 
-HARVESTED_ROW = 32  # a mask: one row of tensix cores
+HARVESTED_ROW = 32  # mask of a tensix row
 
-# Where each chip of a T3K stands: (column, row) of a 4 x 2 sheet. Chips 0 to 3 sit on the host's
-# PCIe, chip i + 4 is the other one of board i.
+# Positions of T3K chips: (column, row) on the sheet. Chips 0 to 3 are on the host's PCIe. Board i
+# also has chip i + 4.
 T3K_SLOTS = [(1, 0), (1, 1), (2, 1), (2, 0), (0, 0), (0, 1), (3, 1), (3, 0)]
 
-# Cables between boards: (chip, chip, the first of two channels on each side).
+# Cables between boards: (chip, chip, first channel of two on both sides).
 T3K_CABLES = [
     (0, 1, 14, 14),
     (2, 3, 14, 14),
@@ -29,7 +29,7 @@ T3K_CABLES = [
 
 
 def cluster_text(board: str) -> str:
-    """The description of ``n150``, ``n300`` or ``t3k``, in UMD's YAML (JSON is a part of it)."""
+    """Return the description for ``n150``, ``n300`` or ``t3k`` as JSON, which UMD reads as YAML."""
     import json
 
     slots, boards = {
@@ -74,7 +74,7 @@ def cluster_text(board: str) -> str:
 
 
 def _yaml(value: object) -> str:
-    """Flow style, with keys of digits unquoted: UMD reads them as numbers."""
+    """Write flow style with unquoted number keys, because UMD reads them as numbers."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_yaml(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
@@ -85,10 +85,10 @@ def _yaml(value: object) -> str:
 
 
 def environment(board: str, scratch: Path) -> dict[str, str]:
-    """Variables under which ttnn, imported afterwards, opens ``board``.
+    """Return the variables for a later import of ttnn.
 
-    ``scratch`` receives the description, a cache, and a root that has a compiler which compiles
-    nothing: kernels are never run.
+    ``scratch`` receives the description, a cache, and a root with a dummy compiler: kernels never
+    run.
     """
     spec = importlib.util.find_spec("ttnn")
     assert spec is not None and spec.origin is not None, "ttnn is not installed here"
@@ -99,7 +99,7 @@ def environment(board: str, scratch: Path) -> dict[str, str]:
     links = {"tt_metal": package / "tt_metal", "ttnn": package / "ttnn"}
     links["runtime/hw"] = package / "runtime/hw"
     for name, target in links.items():
-        (root / name).unlink(missing_ok=True)  # of another Python, perhaps
+        (root / name).unlink(missing_ok=True)  # possibly another Python
         (root / name).symlink_to(target)
     source = Path(__file__).with_name("stub_compiler.py").read_text()
     compiler.write_text(f"#!{sys.executable} -IS\n{source}")
@@ -115,6 +115,6 @@ def environment(board: str, scratch: Path) -> dict[str, str]:
 
 
 def use(board: str, scratch: Path) -> None:
-    """Set :func:`environment` in this process; call it before ttnn is imported."""
+    """Set :func:`environment` in this process before the import of ttnn."""
     assert "ttnn" not in sys.modules
     os.environ.update(environment(board, scratch))

@@ -1,4 +1,4 @@
-"""A tiny random Llama as a GGUF file and as a Hugging Face folder, for commands to run on."""
+"""A tiny random Llama for commands, as a GGUF file and as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiny_llama() -> transformers.LlamaForCausalLM:
 
 @pytest.fixture(scope="session")
 def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In F32, with a byte-level vocabulary and a chat template."""
+    """F32 with a byte-level vocabulary and a chat template."""
     path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
     model = tiny_llama()
     config = model.config
@@ -60,7 +60,7 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny_folder(tmp_path: Path) -> Path:
-    """Config, safetensors and tokenizer.json; without a chat template. Tests may damage it."""
+    """Config, safetensors and tokenizer.json without a chat template. Tests may damage them."""
     folder = tmp_path / "tiny"
     folder.mkdir()
     model = tiny_llama()
@@ -78,7 +78,7 @@ def tiny_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def board_folder(tiny_folder: Path, tmp_path: Path) -> Path:
-    """With heads as wide as boards want them, and as many as two chips share."""
+    """Heads have the width for boards. Two chips can share them."""
     heads = tiny_hf_config(num_attention_heads=2, num_key_value_heads=2, head_dim=32)
     transformers.LlamaForCausalLM(heads).save_pretrained(tmp_path / "heads")
     shutil.copy(tiny_folder / "tokenizer.json", tmp_path / "heads")
@@ -89,21 +89,21 @@ Refused = Callable[..., str]
 
 
 def main_of(verb: str) -> Callable[[list[str]], int]:
-    """``python -m bench`` or ``tilewright``, whichever has the command."""
+    """Return the main function of ``python -m bench`` or ``tilewright`` for a command."""
     return bench if verb in COMMANDS else main
 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """Where a refused command must have written nothing."""
+    """Directory for results. A refused command must not write to it."""
     return tmp_path / "out" / "results.jsonl"
 
 
 @pytest.fixture
 def refused(capfd: pytest.CaptureFixture[str], results: Path) -> Refused:
-    """Runs ``tilewright bench`` in this process; its only line on standard error, without the name.
+    """Run ``tilewright bench`` and return its only error line, without the program name.
 
-    Checks what is true of every user error: exit code 2, one line, nothing printed or written.
+    Check the rules for user errors: exit code 2, a single line, no output and no files.
     """
 
     def run(*argv: str, verb: str = "bench") -> str:
@@ -124,7 +124,7 @@ def refused(capfd: pytest.CaptureFixture[str], results: Path) -> Refused:
 
 @pytest.fixture
 def checkpoint(tiny_gguf: Path, tmp_path: Path) -> Path:
-    """A copy that a test may remove."""
+    """A copy for tests that remove it."""
     return Path(shutil.copy(tiny_gguf, tmp_path / "tiny.gguf"))
 
 
@@ -133,7 +133,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command that must succeed; its standard output."""
+    """Run a command with exit code 0 and return its standard output."""
 
     def succeed(*argv: str | Path) -> str:
         assert main_of(str(argv[0]))([str(argument) for argument in argv]) == 0

@@ -1,4 +1,4 @@
-"""The examples of README and docs do what they are there for, on tiny models."""
+"""Examples in README and docs run on tiny models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHORT = "stream=True, max_tokens=4"
 
 
 def blocks(kind: str, *documents: str) -> list[pytest.ParameterSet]:
-    """The fenced blocks of a kind, with the document's name and which of its blocks it is."""
+    """Return the fenced blocks for a language, with document name and index."""
     found = []
     for name in documents or DOCUMENTS:
         text = (ROOT / name).read_text(encoding="utf-8")
@@ -40,9 +40,10 @@ def blocks(kind: str, *documents: str) -> list[pytest.ParameterSet]:
 
 
 def commands_on_a_checkpoint(block: str) -> list[list[str]]:
-    """The commands of a block that name a checkpoint, or the folder that an earlier one made of it,
-    or run the default model, in whose place is the checkpoint; boards and GPUs want other shapes,
-    or a device, and measuring takes its time.
+    """Return the block's commands with a checkpoint, a folder made from it, or the default model.
+
+    The checkpoint replaces the default model. Commands for boards, GPUs and measurements are
+    excluded.
     """
     lines = [shlex.split(line, comments=True) for line in block.splitlines()]
     return [
@@ -59,7 +60,7 @@ def commands_on_a_checkpoint(block: str) -> list[list[str]]:
 
 
 def without_model(words: list[str]) -> list[str]:
-    """A command without its ``--model``."""
+    """Return the command without ``--model``."""
     at = words.index("--model") if "--model" in words else len(words)
     return words[:at] + words[at + 2 :]
 
@@ -76,7 +77,7 @@ def test_python(block: str, tiny_gguf: Path) -> None:
 
 @pytest.mark.parametrize("block", blocks("python", "docs/http_api.md"))
 def test_python_of_a_client(block: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Against the front with the engine that has no model; it may say much, so it is cut short."""
+    """Run against the fake engine, with a short output limit."""
     with running_front() as running:
         for old, new in (("http://127.0.0.1:8000", running.url), ("stream=True", SHORT)):
             assert old in block
@@ -89,7 +90,7 @@ def test_python_of_a_client(block: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_yaml(block: str) -> None:
     name = block.splitlines()[0].removeprefix("# ")
     Path(name).write_text(block)
-    if "cases" in parse_yaml(block, name):  # a grid; it names my.yaml
+    if "cases" in parse_yaml(block, name):  # a grid with my.yaml
         Path("my.yaml").write_text("inherits: performance\nprecision: {ff2: bf16}\n")
         assert read_options([name])
     else:

@@ -1,4 +1,4 @@
-"""Both packings against the slow references over thousands of blocks; every code; speed."""
+"""Packings against slow references over thousands of blocks, all codes, and speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilewright.compiler.formats import FORMATS, BlockEncoded, BlockFloat, block
 
 BLOCK_FORMATS = ("bfp8", "bfp4", "bfp2")
 SPECIALS = (0, 1, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000)
-# Where exponents end, and where the arithmetic changes from integers to floats.
+# Exponents at the limits and near the change from integers to floats.
 TOP_EXPONENTS = (0, 1, 2, 6, 7, 22, 23, 24, 25, 126, 127, 128, 252, 253, 254, 255)
 
 SlowPack = Callable[[list[int], int], tuple[int, list[int]]]
@@ -29,7 +29,7 @@ def block_format(name: str) -> BlockFloat:
 
 
 def as_tensor(blocks: list[list[int]]) -> torch.Tensor:
-    # Through integers: a Python float would quieten a signalling NaN.
+    # Use integers: a Python float would quiet a signaling NaN.
     signed = [[w - (1 << 32) if w >> 31 else w for w in block] for block in blocks]
     return torch.tensor(signed, dtype=torch.int32).view(torch.float32)
 
@@ -40,14 +40,14 @@ def as_words(x: torch.Tensor) -> list[list[int]]:
 
 
 def random_block(rng: random.Random) -> list[int]:
-    """Values that meet in one block: exponents near its top, fractions near ties."""
+    """Return values with exponents near the block's maximum and fractions near ties."""
     top = rng.choice(TOP_EXPONENTS) if rng.random() < 0.5 else rng.randrange(256)
     spread = rng.choice((0, 2, 8, 30))
     words = []
     for _ in range(16):
         exponent = max(0, top - rng.randint(0, spread))
         fraction = rng.getrandbits(23)
-        if rng.random() < 0.5:  # a tie, or one unit beside it, in some place
+        if rng.random() < 0.5:  # a tie, or a neighbor, at some position
             place = rng.randrange(23)
             fraction = (fraction >> place | 1) << place
             fraction = min(max(fraction + rng.choice((-1, 0, 0, 1)), 0), 0x7FFFFF)
@@ -58,7 +58,7 @@ def random_block(rng: random.Random) -> list[int]:
 
 
 def check(blocks: list[list[int]], encoder: block_codec.RowEncoder, slow: SlowPack) -> None:
-    """Codes and values, the blocks one under another, so that they share chunks."""
+    """Compare codes and values for stacked blocks, which share chunks."""
     for name in BLOCK_FORMATS:
         bits = block_format(name).mantissa_bits
         expected = [slow(block, bits) for block in blocks]
@@ -86,7 +86,7 @@ def test_thousands_of_values(encoder: block_codec.RowEncoder, slow: SlowPack) ->
 
 @pytest.mark.parametrize(("encoder", "slow"), PACKINGS)
 def test_blocks_one_by_one(encoder: block_codec.RowEncoder, slow: SlowPack) -> None:
-    """Alone in its chunk, a block's arithmetic is chosen by itself."""
+    """Each block selects its own arithmetic in a chunk."""
     rng = random.Random(6)
     for _ in range(200):
         check([random_block(rng)], encoder, slow)
@@ -100,7 +100,7 @@ def test_any_blocks(encoder: block_codec.RowEncoder, slow: SlowPack, rng: random
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_a_neighbour_does_not_change_a_block(name: str) -> None:
-    """One block of zeros, denormals or NaN in a chunk, and all others stay as they were."""
+    """A block with zeros, denormals or NaN does not change other blocks in its chunk."""
     x = torch.randn(64, 32) * torch.logspace(-20, 20, 64).unsqueeze(1)
     before = block_format(name).quantise(x)
     for words in ([0] * 16, [1] * 16, [0x7FC00000] * 16, [0x7F800000] * 16):
@@ -111,7 +111,7 @@ def test_a_neighbour_does_not_change_a_block(name: str) -> None:
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_every_code_there_is(name: str) -> None:
-    """All exponents with all magnitudes: the formula holds, and bf16 has every finite value."""
+    """Check all exponents and magnitudes. bf16 represents every finite value."""
     bits = block_format(name).mantissa_bits
     limit = (1 << bits) - 1
     magnitudes = torch.arange(-limit, limit + 1)
@@ -133,17 +133,16 @@ def test_every_code_there_is(name: str) -> None:
     assert not values[~finite].isfinite().any()
     assert int((~finite).sum()) == 2**bits
     assert torch.equal(values[finite].bfloat16().float(), values[finite])
-    # Where nothing underflows a shorter way is taken: each exponent by itself is the same.
+    # Without underflow the encoder takes a shorter path with equal results.
     for shared in (*range(12), 254, 255):
         row = BlockEncoded(encoded.exponents[shared], encoded.mantissas[shared], -1)
         assert as_words(block_format(name).dequantise(row)[None]) == as_words(values[shared][None])
-    # What the format holds, it keeps; the block's exponent may have been larger than needed.
+    # Decoded values encode exactly. The exponent may be smaller than before.
     kept = block_format(name).round_trip(values[:255])
     assert torch.equal(kept, values[:255])
 
 
 def test_speed_of_an_embedding() -> None:
-    """49,152 x 576, the largest matrix of the default model."""
     x = torch.randn(49_152, 576)
     seconds = []
     for _ in range(2):

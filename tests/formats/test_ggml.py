@@ -1,4 +1,4 @@
-"""ggml's blocks of 32 against the gguf package, bit for bit; some against slow versions too."""
+"""ggml's blocks with 32 values against the gguf package, bit for bit, and against slow versions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def library_bytes(x: torch.Tensor, name: str) -> np.ndarray:
 
 
 def same_bytes(got: torch.Tensor, expected: np.ndarray, name: str) -> bool:
-    """Equal, but for signs of zeros in q41 and q51: which of 0 and -0 is least, machines differ."""
+    """Compare bytes. For q41 and q51, machines differ in the minimum for -0 and 0."""
     found = [data.reshape(-1, BLOCK_BYTES[name]).copy() for data in (got.numpy(), expected)]
     for blocks in found if name in WITH_MINIMUMS else ():
         for at in (0, 2):
@@ -58,7 +58,7 @@ def library_values(data: np.ndarray, name: str) -> torch.Tensor:
 
 
 def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal words, the sign of zero included, but for what kind of NaN a NaN is."""
+    """Compare words. All NaN values are equal."""
     assert got.shape == expected.shape
     nan = expected.isnan()
     assert torch.equal(got.isnan(), nan)
@@ -67,11 +67,11 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def by_row(x: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """``x`` with a power of two from 2**low to 2**(high - 1) on each row."""
+    """Scale each row by a power of two in a range."""
     return torch.ldexp(x, torch.randint(low, high, (x.shape[0], 1)))
 
 
-# From N(0, 1) values [500, 96]; none with a scale so small that its inverse is inf.
+# Normal values. No scale is small enough for an infinite inverse.
 ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal": lambda x: x,
     "half precision": lambda x: x.half().float(),
@@ -108,7 +108,7 @@ def test_bytes_and_values_are_the_librarys(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(("shape", "axis"), SHAPES_AND_AXES)
 def test_odd_sizes_and_other_axes(name: str, shape: tuple[int, ...], axis: int) -> None:
-    """As the library does the moved and zero-padded rows."""
+    """Compare with the library on moved and zero-padded rows."""
     x = torch.randn(shape)
     moved = x.movedim(axis, -1).contiguous()
     padded = torch.nn.functional.pad(moved, (0, -moved.shape[-1] % 32))
@@ -136,7 +136,7 @@ NEAR = st.floats(-4, 4, width=32)
 @pytest.mark.parametrize("name", SLOW)
 @given(block=st.one_of(*(st.lists(some, min_size=32, max_size=32) for some in (FINITE, NEAR))))
 def test_blocks_are_those_of_the_slow_version(name: str, block: list[float]) -> None:
-    """Denormals and scales without a finite inverse included."""
+    """Include denormals and scales without a finite inverse."""
     packed = FORMATS[name].pack(torch.tensor(block))
     assert bytes(packed.tolist()) == SLOW[name](block)
 
@@ -147,9 +147,7 @@ def test_blocks_are_those_of_the_slow_version(name: str, block: list[float]) -> 
     power=st.integers(-8, 4),
 )
 def test_errors_are_within_a_step(name: str, block: list[float], power: int) -> None:
-    """A step is the scale: a share of the block's largest magnitude, or of its spread, plus what
-    float16 makes of scale and minimum.
-    """
+    """A step is the scale, plus the rounding of scale and minimum to float16."""
     x = torch.tensor(block) * 2.0 ** (power - 2 * (name in WITH_MINIMUMS))  # within float16
     error = (FORMATS[name].round_trip(x) - x).abs()
     for start in range(0, len(block), 32):
@@ -158,7 +156,7 @@ def test_errors_are_within_a_step(name: str, block: list[float], power: int) -> 
         largest = part.abs().max()
         spread = padded.max() - padded.min() if name in WITH_MINIMUMS else largest
         step = spread / STEPS[name]
-        # q40 has codes from -8 to 7 and q50 alike, so the far end may miss by a whole step.
+        # q40 and q50 have one more negative code, so the error may be a whole step.
         reach = step if name in ("q40", "q50") else step / 2
         rounding = (spread + largest * (name in WITH_MINIMUMS)) * 2.0**-10
         assert error[start : start + 32].max() <= reach * 1.001 + rounding + 2.0**-17
@@ -219,7 +217,7 @@ def test_the_largest_magnitude_keeps_its_sign_and_the_first_wins() -> None:
 
 
 def test_the_inverse_is_of_the_scale_before_it_is_rounded() -> None:
-    """Dividing by the float16 scale instead gives other codes somewhere; the library's does not."""
+    """Division by the float16 scale gives other codes than the library."""
     x = torch.randn(2000, 32)
     codes = ggml_format("q80").quantise(x).codes
     scales = ggml_format("q80").quantise(x).scales.float()
@@ -250,7 +248,7 @@ def test_a_scale_beyond_float16_is_refused_where_it_is_used(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_what_has_no_inverse_is_zero(name: str) -> None:
-    """1 / scale is inf there; values come back as zeros, and the scale is one too."""
+    """Values and scale are zero."""
     x = torch.randn(4, 32) * 2.0**-135
     assert not (x == 0).any()
     assert not FORMATS[name].round_trip(x).any()

@@ -1,8 +1,8 @@
-"""What every reader of untrusted bytes is held to: our errors only, little memory, little time.
+"""Limits for readers of untrusted bytes: user errors only, bounded memory and time.
 
-`guarded` watches Python's and numpy's memory here; `guarded_apart` runs the reader in a process of
-its own, whose whole address space is limited, so that native code is held to it too. Time is what a
-reader computes, whatever else the machine does; one that waits is ended as well, later.
+`guarded` measures Python's and numpy's memory in this process. `guarded_apart` runs the reader in a
+child process with a limited address space, which includes native code. The time limit is CPU time.
+A longer wall-clock limit ends waiting readers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from tilewright.errors import TilewrightError
 
 CONSTANT_BYTES = 32 << 20
-APART_BYTES = 1 << 30  # threads' stacks and arenas are address space too
+APART_BYTES = 1 << 30  # the address space includes thread stacks and arenas
 MAX_MESSAGE = 1500
 WAITING = 12
 """Seconds on the clock, for each that may be computed, after which a reader is taken to wait."""
@@ -26,12 +26,11 @@ _FAILED = 1
 
 
 class OvertimeError(BaseException):
-    """Not an Exception, so that no reader takes it for a bad file."""
+    """Not an Exception, because readers must not catch this error."""
 
 
 def message_of(read: Callable[[], object]) -> str:
-    """What ``read`` refuses its input with, a message as users may see it; nothing where it does
-    not."""
+    """Return the message if ``read`` refuses its input, else an empty string."""
     try:
         read()
     except TilewrightError as error:
@@ -45,15 +44,13 @@ def message_of(read: Callable[[], object]) -> str:
 def guarded(
     read: Callable[[], object], *, file_size: int, factor: float = 64, seconds: float = 5
 ) -> str:
-    """`message_of` a reader, which computes for no more than ``seconds``, in memory of no more than
-    ``factor`` times its file.
-    """
+    """Run `message_of` with limits: CPU ``seconds``, memory ``factor`` times the file size."""
     tracemalloc.start(1)
     try:
         with _time_limit(seconds):
             message = message_of(read)
         peak = tracemalloc.get_traced_memory()[1]
-    except OvertimeError as late:  # its traceback may end anywhere
+    except OvertimeError as late:  # the traceback may end anywhere
         raise AssertionError(str(late)) from None
     finally:
         tracemalloc.stop()
@@ -65,7 +62,7 @@ def guarded(
 def guarded_apart(
     read: Callable[[], object], *, file_size: int, factor: float = 64, seconds: float = 10
 ) -> str:
-    """As `guarded`, in a forked process; native allocations and loops count."""
+    """Run `guarded` in a forked process, including native allocations and loops."""
     source, sink = os.pipe()
     child = os.fork()
     if child == 0:
@@ -87,7 +84,7 @@ def _run_in_child(read: Callable[[], object], sink: int, num_bytes: int, seconds
         limit = pages * resource.getpagesize() + num_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         for timer, number, limit in _timers(seconds):
-            signal.signal(number, signal.SIG_DFL)  # which ends a process
+            signal.signal(number, signal.SIG_DFL)  # ends the process
             signal.setitimer(timer, limit)
         said, code = message_of(read), 0
     except BaseException as error:
@@ -99,7 +96,7 @@ def _run_in_child(read: Callable[[], object], sink: int, num_bytes: int, seconds
 
 
 def _timers(seconds: float) -> tuple[tuple[int, signal.Signals, float], ...]:
-    """Timers, the signals they send, and after how many seconds."""
+    """Timers with signals and limits in seconds."""
     computing = signal.ITIMER_PROF, signal.SIGPROF, seconds
     return computing, (signal.ITIMER_REAL, signal.SIGALRM, WAITING * seconds)
 

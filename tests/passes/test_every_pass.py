@@ -1,7 +1,5 @@
-"""What holds of every pass: those of the cpu pipeline, and those that make the fused dialect.
-
-It fires as often as the model says, keeps the numbers, and rewrites a layer as expected; that it
-leaves other graphs alone is in the file of its name.
+"""Checks for all passes in the cpu pipeline and the fused dialect: expected rewrite counts, equal
+numbers, and expected rewrites of a layer. A pass's own test file has its near misses.
 """
 
 from __future__ import annotations
@@ -62,13 +60,13 @@ WEIGHTS = 1 + 7 * NUM_LAYERS + 1
 def given_to(
     name: str, model: SimpleNamespace, *, precision: PrecisionConfig | None = None
 ) -> tuple[GraphModule, PassContext]:
-    """The graph that a pass is run on: the cpu pipeline's, or else the fused dialect's."""
+    """Return the input graph of a pass from the cpu pipeline or the fused dialect."""
     target = "cpu" if name in CPU else "cuda"
     return lowered(model, until=name, target=target, precision=precision)
 
 
 def fused(model: SimpleNamespace, *, precision: PrecisionConfig | None = None) -> GraphModule:
-    """The graph after all stages of the fused dialect, each verified."""
+    """Return the graph after all verified stages of the fused dialect."""
     graph_module, ctx = trace_model(model), context_of(model, precision)
     for stage in get_target("cuda").stages():
         run_passes(graph_module, stage.passes, ctx, verify=stage.verify)
@@ -111,7 +109,7 @@ def test_it_fires_as_often_as_expected(name: str, architecture: dict[str, Any]) 
 
 @pytest.mark.parametrize("name", sorted(PASSES.keys() - {"assign_precision", "gather_logit_rows"}))
 def test_it_finds_nothing_the_second_time(name: str) -> None:
-    """Those two describe a graph anew at every run; pipelines have them once."""
+    """Two passes annotate a graph again at every run. Pipelines run them once."""
     graph_module, ctx = given_to(name, tiny_model())
     run_passes(graph_module, [PASSES[name]], ctx)
     assert PASSES[name](graph_module, ctx) == 0
@@ -120,7 +118,6 @@ def test_it_finds_nothing_the_second_time(name: str) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", [name for name in PASSES if name != "canonicalize_graph"])
 def test_the_numbers_stay(name: str, bias: bool) -> None:
-    """canonicalize_graph is compared with the eager module in its own file."""
     model = tiny_model(attention_bias=bias, output_bias=bias, mlp_bias=bias, std=0.2)
     precision = precision_of("bfp8" if name != "assign_precision" else "fp32")
     graph_module, ctx = given_to(name, model, precision=precision)
@@ -135,7 +132,7 @@ def test_the_numbers_stay(name: str, bias: bool) -> None:
 
 @pytest.mark.parametrize("name", sorted(PASSES.keys() - GOLDEN))
 def test_the_rewrite_of_a_layer_is_expected(name: str) -> None:
-    """`REWRITE` of the file of its name; passes for other models change nothing here."""
+    """Compare `REWRITE` in the pass's test file. Passes for other models change nothing."""
     model = tiny_model(num_layers=1)
     graph_module, ctx = given_to(name, model, precision=precision_of("bfp8", "hifi2"))
     text = graph_text(graph_module.graph)
@@ -148,14 +145,14 @@ def test_the_rewrite_of_a_layer_is_expected(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(GOLDEN))
 def test_the_golden_text(name: str) -> None:
-    """Of passes that write nearly every line."""
+    """For passes that rewrite nearly every line."""
     graph_module, ctx = given_to(name, tiny_model(), precision=precision_of("bfp8", "hifi2"))
     run_passes(graph_module, [PASSES[name]], ctx)
     check_golden(f"passes/{name}.txt", graph_text(graph_module.graph))
 
 
 def test_a_layer_of_the_whole_pipeline() -> None:
-    """At most 12 nodes: the gap between a compiler's graph and code written by hand."""
+    """A layer has at most 12 nodes, close to handwritten code."""
     graph_module, _ = lowered(tiny_model(), precision=precision_of("bfp8", "hifi2"))
     text = graph_text(graph_module.graph, layer=0)
     assert len(text.splitlines()) <= 12
@@ -223,7 +220,7 @@ def test_a_fused_graph_comes_back_from_json_and_costs_the_same() -> None:
 
 
 def test_fusing_moves_no_weight_from_its_group() -> None:
-    """Nor are a product's operations others; the few of norms and SwiGLU are not counted."""
+    """Operation counts stay equal, except in norms and SwiGLU."""
     model, precision = tiny_model(attention_bias=True), precision_of("bfp8", "hifi2")
     plain, _ = lowered(model, precision=precision)
     asked = {"num_tokens": 7, "context": 50, "num_logits": 2}

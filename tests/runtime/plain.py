@@ -1,7 +1,7 @@
-"""A plain model of what slots hold, beside a scheduler that is given one operation after another.
+"""A plain model of slots, for random scheduler operations.
 
-Every token that a step writes is checked against the sequence that its request has in truth, and
-every page, slot, snapshot and place against a plain count of who has it.
+Compares every written token with its request's sequence, and every page, slot, snapshot and host
+buffer with a plain count.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ CONTEXT, CELL = 48, 4
 
 
 class Operations:
-    """A scheduler, the model beside it, and the operations that may come in any order.
+    """A scheduler, its plain model, and random operations.
 
-    Attributes:
-        truth: the tokens of each request, chosen ones as steps choose them.
-        flight: steps whose tokens have not been read.
+    Attributes: truth: tokens by request, extended by each step. flight: unread steps.
     """
 
     def __init__(self, rng: random.Random, **changes: Any) -> None:
@@ -71,7 +69,7 @@ class Operations:
         self.oldest: tuple[RequestState, tuple[int, int], int] | None = None
 
     def operate(self) -> None:
-        """One operation, drawn, and then all that must hold."""
+        """Run a random operation and check all invariants."""
         self.num_operations += 1
         self.now += self.rng.random()
         kind = self.rng.random()
@@ -88,7 +86,7 @@ class Operations:
         self.check()
 
     def add(self) -> None:
-        """A request comes: of a few families whose prompts begin alike, at times in choices."""
+        """Add a request. Prompts share prefixes, and some requests have several choices."""
         rng, count = self.rng, 1 if self.rng.random() < 0.85 else self.rng.randint(2, 4)
         size = self.limits.page_size * self.limits.num_pages or CONTEXT
         room = min(CONTEXT, size)
@@ -116,7 +114,7 @@ class Operations:
             self.live.append(request)
 
     def fail(self) -> None:
-        """The device lost all it held; what is under way is never read."""
+        """Lose the device's state and all steps in flight."""
         self.scheduler.evacuate()
         self.device.clear()
         self.flight.clear()
@@ -125,7 +123,7 @@ class Operations:
         self.oldest = None
 
     def launch(self) -> None:
-        """The next step, where at most one is not read yet."""
+        """Schedule and launch a step if at most one step is unread."""
         if len(self.flight) == 2:
             return self.read()
         before = self._first()
@@ -144,7 +142,7 @@ class Operations:
         return None
 
     def _run(self, plan: SchedulerOutput) -> dict[Slot, list[int]]:
-        """The tokens that a step chooses, by slot; what it writes is what it should."""
+        """Return the sampled tokens by slot, after a check of all written tokens."""
         step, found = plan.step, dict[Slot, list[int]]()
         of_slot = {each.slot: each for each in self.scheduler.running}
         for slot in step.decode:
@@ -172,7 +170,7 @@ class Operations:
         return found
 
     def _verify(self, running: RequestState, drafts: tuple[int, ...], chosen: list[int]) -> None:
-        """Read the drafts up to the first wrong one. All of them have room."""
+        """Verify drafts up to the first wrong draft. All drafts must fit."""
         held, size = self.device.slots[running.slot], self.limits.page_size
         end = len(held.tokens) + len(drafts)
         assert len(drafts) <= self.limits.max_drafts and end <= running.max_positions
@@ -209,7 +207,7 @@ class Operations:
         return token
 
     def read(self) -> None:
-        """The tokens of the step that has been under way for longest."""
+        """Read the oldest step in flight."""
         plan, found = self.flight.popleft()
         for slot, running in plan.rows.items():
             request, tokens = running, found[slot]
@@ -227,7 +225,7 @@ class Operations:
                 ), "a token is missing, or came twice"
 
     def drain(self) -> None:
-        """Nobody comes any more: all end, and everything is given back."""
+        """Finish all requests without new requests. All memory must be free."""
         for _ in range(4000):
             if not self.scheduler.has_work() and not self.flight:
                 break
@@ -249,11 +247,11 @@ class Operations:
         return min(running, key=key, default=None)
 
     def _check_progress(self, before: RequestState | None) -> None:
-        """The oldest of the highest priority keeps its slot, and goes on with every second step."""
+        """The oldest request in the highest priority must advance at least every second step."""
         if before is None or before.finish_reason is not None:
             return
         assert before in self.scheduler.cache_manager.running, "the oldest was preempted"
-        if self._first() is not before:  # one of a higher priority has come
+        if self._first() is not before:  # a request with a higher priority arrived
             self.oldest = None
             return
         if self.oldest is not None and self.oldest[0] is before:
@@ -266,21 +264,21 @@ class Operations:
             self.oldest = before, _progress(before), 0
 
     def _check_step(self, step: Step) -> None:
-        """No slot twice, and no more prompts than there may be."""
+        """Check that slots are distinct and the prefill chunks are within the limit."""
         busy = [*step.decode, *(slot for c in step.prompts for slot in (c.slot, *c.also))]
         assert len(set(busy)) == len(busy), "a slot twice in a step"
         assert len(step.prompts) <= self.limits.max_prompts
         tokens = sum(len(chunk.tokens) for chunk in step.prompts)
         most = min(self.policy.step_tokens or 1 << 20, self.limits.max_step_tokens)
         if step.decode and self.policy.step_ms:
-            most = CELL  # nothing was measured: the smallest piece
+            most = CELL  # no measurements: the minimum chunk
         assert tokens <= max(most, CELL), "more tokens of prompts than the budget"
         grain = self.limits.page_size or 1
         ends = {each.slot: not each.prompt_left for each in self.scheduler.running}
         assert all(ends[c.slot] or c.end % grain == 0 for c in step.prompts), "cut within a page"
 
     def check(self) -> None:
-        """Who has what, counted plainly."""
+        """Check all owners with plain counts."""
         scheduler, cache_manager = self.scheduler, self.scheduler.cache_manager
         self.live = [each for each in self.live if each.finish_reason is None]
         if len(self.truth) > 4 * len(self.live) + 40:
@@ -313,7 +311,7 @@ def _progress(running: RequestState) -> tuple[int, int]:
 
 
 def check_pool(pool: PagePool, cache_manager: PagedCacheManager) -> None:
-    """Every page is free, cached or held, by as many as have it."""
+    """Check that every page is free, cached or used, with correct reference counts."""
     counts = Counter(page for each in cache_manager.by_slot for page in each.pages)
     assert all(pool.count(page) == counts[page] for page in range(pool.num_pages))
     free, idle, held = set(pool._free), set(pool._idle), set(counts)
@@ -326,7 +324,7 @@ def check_pool(pool: PagePool, cache_manager: PagedCacheManager) -> None:
 
 
 def check_snapshots(snapshots: Snapshots, cache_manager: CacheManager) -> None:
-    """Every place is free, named or lent to an answer, once."""
+    """Check that every snapshot is free, cached or borrowed."""
     lent = [each.reply[1] for each in cache_manager.by_slot if each.reply is not None]
     places = [*snapshots._free, *snapshots._of_key.values(), *lent]
     count = cache_manager.capabilities.num_snapshots if cache_manager.policy.reuses else 0
@@ -335,7 +333,7 @@ def check_snapshots(snapshots: Snapshots, cache_manager: CacheManager) -> None:
 
 
 def draw_limits(rng: random.Random) -> dict[str, Any]:
-    """What an executable can do."""
+    """Draw random capabilities."""
     found: dict[str, Any] = {
         "max_num_seqs": rng.randint(1, 6),
         "max_context": CONTEXT,

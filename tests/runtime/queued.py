@@ -1,7 +1,7 @@
-"""A device that works when it is waited for: steps are queued, and run in order when one is read.
+"""A device that runs queued steps when a step is read.
 
-What it answers depends on a slot's whole history, read through its pages, and on seed and position:
-so a token, a position, a page or a slot that is not the right one changes the answers.
+Output depends on the whole history in a slot's pages, on the seed and on the position. Therefore a
+wrong token, position, page or slot changes the output.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ VOCAB = 23
 
 
 class Clock:
-    """Seconds that pass only where they are spent."""
+    """A clock that advances only by explicit delays."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -54,9 +54,7 @@ class Clock:
 
 @dataclass(slots=True)
 class _Held:
-    """What the device knows of an open slot; ``state``: what is kept per sequence, the state behind
-    its first ``state_at`` positions.
-    """
+    """State of an open slot. ``state``: the per-sequence state after ``state_at`` positions."""
 
     sampling: SamplingParams
     pages: list[int]
@@ -68,14 +66,14 @@ class _Held:
 
 @dataclass(slots=True)
 class _Waiting:
-    """When the choice of a step is made, and from which tokens."""
+    """A step with deferred sampling: its time and its tokens."""
 
     done: float
     masks: dict[Slot, np.ndarray] = field(default_factory=dict)
 
 
 def _mixed(groups: list[tuple[Slot, ...]], read: Callable[[int], Chosen]) -> StepOutput:
-    """All of a step in one part."""
+    """Return all rows of a step in a single part."""
 
     def all_of_them() -> Chosen:
         found = [read(index) for index in range(len(groups))]
@@ -93,11 +91,10 @@ _ROWS = ("tokens", "why")
 
 
 class QueuedExecutable(Executable):
-    """``log`` holds ``("launch", n)`` and ``("read", n)`` of steps that choose tokens, n from 0.
+    """Logs ``("launch", n)`` and ``("read", n)`` for steps with sampled tokens.
 
-    A step takes ``step_seconds`` of the clock on the device, one after another, and giving it to
-    the device ``host_seconds``; ``idle_seconds``: how long the device had none. With ``page_size``
-    0 each slot has one page as long as the context.
+    A step takes ``step_seconds`` on the device and ``host_seconds`` to launch. ``idle_seconds``:
+    device time without a step. With ``page_size`` 0, a slot has one page for the whole context.
     """
 
     vocab_size = VOCAB
@@ -176,13 +173,13 @@ class QueuedExecutable(Executable):
         self._waiting = None
 
     def _wait_for_host(self) -> None:
-        """What is given now is begun now, or when all before it is done."""
+        """Start a step now, or after all queued steps."""
         late = max(0.0, self.clock.now - self._device_free_at)
         self.idle_seconds += late
         self._device_free_at += late
 
     def _check(self, step: Step) -> None:
-        """What can be told without the tokens: who is open, and nobody twice."""
+        """Check the step's slots without its tokens: open and distinct."""
         limits = self.capabilities
         for edit in step.edits:
             if isinstance(edit, OpenSlot):
@@ -226,7 +223,7 @@ class QueuedExecutable(Executable):
                     found.append([self._choose(self._slots[slot], masks.get(slot))])
 
     def _verify(self, held: _Held, drafts: tuple[int, ...], rows: list[tuple[int, int]]) -> None:
-        """Read drafts up to the first wrong one, and leave the others behind the end."""
+        """Verify drafts up to the first wrong draft, and discard the rest."""
         for at, draft in enumerate(drafts):
             if draft != rows[-1][0]:
                 kept = replace(held)
@@ -307,7 +304,7 @@ class QueuedExecutable(Executable):
         new.length, new.state, new.state_at = num_positions, old.state, old.state_at
 
     def _check_pages(self, step: Step) -> None:
-        """No page is written by a slot while another has it."""
+        """Check that only the owner of a page writes to it."""
         size = self.capabilities.page_size
         if not size:
             return
@@ -350,7 +347,7 @@ class QueuedExecutable(Executable):
         return held.token, int(held.token in held.sampling.stop_token_ids)
 
     def _work_off(self) -> None:
-        """All that was given, but a step whose choice is waited for: it is the last."""
+        """Run all queued steps. A step with deferred sampling is the last."""
         while self._queue and self._queue[0][0] is not self._waiting:
             _, job = self._queue.popleft()
             job()
@@ -363,13 +360,13 @@ class QueuedExecutable(Executable):
 
     @property
     def num_places(self) -> int:
-        """Sequences whose state is in host memory."""
+        """Number of swapped sequences."""
         self._work_off()
         return len(self._places)
 
     @property
     def num_open(self) -> int:
-        """Slots that somebody has."""
+        """Number of open slots."""
         return len(self._opened)
 
     def memory(self) -> MemoryUse:

@@ -1,4 +1,4 @@
-"""Who gets a slot when: turns of clients, large requests, prompts that wait for each other."""
+"""Admission order: turns between clients, large requests, and prompts that wait for a prefix."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_clients_take_turns_within_a_priority() -> None:
 
 
 def held(num_pages: int = 12) -> tuple[Scheduler, list[float], RequestState, RequestState]:
-    """One runs with half of the pages, and one that wants more than the others heads the line."""
+    """A running request has half the pages. The head of the queue needs more than the rest."""
     now = [0.0]
     limits = Capabilities(max_num_seqs=4, max_context=64, page_size=4, num_pages=num_pages, cell=4)
     scheduler = Scheduler(limits, now=lambda: now[0], policy=SchedulerConfig(reuses=False))
@@ -74,7 +74,7 @@ def test_one_that_does_not_fit_holds_back_others_and_lets_one_pass_at_times() ->
 def test_a_page_is_kept_back_only_for_those_who_may_need_one(
     wanted: int, pages: int, running: int
 ) -> None:
-    """A pool of all that four need slots four at once, even though nothing is left over."""
+    """A pool with exactly the pages for four requests admits four requests."""
     limits = Capabilities(max_num_seqs=4, max_context=16, page_size=4, num_pages=pages, cell=4)
     scheduler = Scheduler(limits, policy=SchedulerConfig(reuses=False))
     for number in range(4):
@@ -118,7 +118,9 @@ def test_nobody_waits_for_a_prompt_of_a_worse_priority() -> None:
 
 
 def test_a_prompt_that_leaves_another_marks_where_for_those_who_follow() -> None:
-    """State per sequence: the second has no snapshot there, and leaves one for the third."""
+    """With per-sequence state, the second request has no snapshot there and saves one for the
+    third.
+    """
     executable = QueuedExecutable(
         page_size=4, num_pages=64, has_sequence_state=True, num_snapshots=6
     )
@@ -134,7 +136,7 @@ def test_a_prompt_that_leaves_another_marks_where_for_those_who_follow() -> None
 @pytest.mark.parametrize("state", [0, 2, 6])
 @pytest.mark.parametrize("shares", [False, True])
 def test_the_next_turn_of_a_chat_finds_the_answer_before_it(state: int, shares: bool) -> None:
-    """Its full pages; with state per sequence, up to the snapshot behind the last of them."""
+    """Reuse its full pages. With per-sequence state, reuse up to the last snapshot."""
     facts: dict[str, Any] = {"page_size": 4, "num_pages": 64}
     if state:
         facts |= {"has_sequence_state": True, "num_snapshots": state}
@@ -150,7 +152,7 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before_it(state: int, shares: 
 
 
 def test_a_cancelled_answer_leaves_what_is_known_of_it_while_a_step_runs_ahead() -> None:
-    """Of which the token is not: neither is the page that the step fills with it."""
+    """The unread token and its page are not reused."""
     limits = Capabilities(
         max_num_seqs=1, max_context=64, page_size=4, num_pages=16,
         has_sequence_state=True, num_snapshots=4,
@@ -176,7 +178,7 @@ def test_a_cancelled_answer_leaves_what_is_known_of_it_while_a_step_runs_ahead()
 
 
 def test_one_that_made_room_and_comes_back_decodes_on_its_new_slot() -> None:
-    """Nothing was planned between, so the same rows decode as in the last step: on another slot."""
+    """The same rows decode as before, on another slot."""
     limits = Capabilities(
         max_num_seqs=2, max_context=64, cell=4, page_size=4, num_pages=6, max_prompts=2
     )

@@ -1,4 +1,4 @@
-"""How long the pieces of prompts are: by what they are expected to take where streams wait."""
+"""Prefill chunk sizes from expected times while other requests decode."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ A_TOKEN, A_ROW, A_PASS = 0.0235, 0.0575, 1.0
 
 
 def known_cost() -> StepCost:
-    """Of a model of 8B on a large GPU, about: milliseconds of rows alone, and beside prompts."""
+    """Return the time of an 8B model on a large GPU, for decode rows only and in mixed batches."""
     cost = StepCost()
     for _ in range(3):
         for rows in (1, 64, 256):
@@ -87,7 +87,7 @@ def test_rows_share_passes_with_as_much_as_lets_through_what_waits(
 
 @given(st.integers(1, 256), st.integers(1, 100_000), st.sampled_from((5.0, 20.0, 40.0)))
 def test_a_shared_pass_takes_no_longer_than_it_may(rows: int, waiting: int, step_ms: float) -> None:
-    """But for the smallest, which is always there; rows alone may take longer."""
+    """The minimum chunk and decode rows may exceed the limit."""
     tokens = dealer(step_ms, passes=PASSES).shared(rows, PASSES[0][1], waiting)
     assert tokens in (64, 128, 256, 512, 768, 1024)
     allowed = 1.2 * max(step_ms, 4.0 + 0.055 * rows)
@@ -103,7 +103,7 @@ CAPTURED = (
 
 @given(st.integers(1, 255), st.lists(st.integers(1, 3000), min_size=1, max_size=12))
 def test_what_is_dealt_beside_rows_is_a_pass_that_there_is(rows: int, lefts: list[int]) -> None:
-    """Though more prompts wait than may end beside so many rows, of twice as many slots."""
+    """More prompts wait than a mixed batch can finish."""
     made = dealer(max_num_seqs=512, passes=CAPTURED, far=FAR)
     found = made.deal([prompt(left, number=n) for n, left in enumerate(lefts)], rows)
     assert 1 <= len(found) <= 256 - rows
@@ -123,7 +123,7 @@ def test_where_nobody_decodes_or_time_is_no_matter_steps_are_whole() -> None:
 def test_pieces_far_into_a_prompt_take_no_longer_than_others(
     mixes: bool, computed: int, left: int, rows: int
 ) -> None:
-    """What counts is the context before them too; but a cell is always taken."""
+    """The context counts too. The minimum chunk always runs."""
     made = dealer(passes=PASSES if mixes else (), far=FAR)
     start = computed // 64 * 64
     ((running, count),) = made.deal([prompt(left, start)], rows)
@@ -146,8 +146,9 @@ def test_what_is_left_of_a_step_goes_to_other_prompts() -> None:
 
 
 def test_a_piece_beside_rows_ends_where_its_state_is_kept() -> None:
-    """A piece with more snapshots inside than can be kept as it passes shares no pass; where nobody
-    decodes it is one step all the same.
+    """A chunk with too many snapshots does not join a mixed batch.
+
+    Without decode rows it is a single step.
     """
     one = prompt(1000, 64)
     one.saves |= {64, 960, 1024}
@@ -188,8 +189,9 @@ LIKE_A_HYBRID: dict[str, Any] = {
 def test_prompts_that_share_a_pass_fill_it(
     lefts: list[int], rows: int, expected: list[int]
 ) -> None:
-    """Where time is no matter: the largest, with several; no half-empty one where a smaller one and
-    what is left, in the next, are no more. Alone and beside nobody, a prompt is one step.
+    """Without decode rows, prompts fill the largest batch.
+
+    Smaller batches are used if their padding is less.
     """
     made = dealer(0.0, **LIKE_A_HYBRID)
     found = made.deal([prompt(left, number=n) for n, left in enumerate(lefts)], rows)
@@ -227,7 +229,7 @@ LARGER: dict[str, Any] = {
 def test_more_prompts_share_larger_passes_where_time_is_no_matter(
     lefts: list[int], rows: int, expected: list[int]
 ) -> None:
-    """As few passes as there are without much padding, also where nobody decodes beside them."""
+    """The number of batches is minimal without much padding."""
     made = dealer(0.0, **LARGER)
     found = made.deal([prompt(left, number=n) for n, left in enumerate(lefts)], rows)
     assert [count for _, count in found] == expected
@@ -256,7 +258,7 @@ def test_what_shares_a_pass_fits_into_the_largest(
 
 
 class Timed(QueuedExecutable):
-    """A step takes what :func:`known_cost` says, with the context of its pieces; zeros come out."""
+    """A device with times from :func:`known_cost`. Its logits are zeros."""
 
     longest = free_at = 0.0
 
@@ -284,15 +286,15 @@ class Timed(QueuedExecutable):
         return SamplerOutput(slots, read)
 
     def reset(self) -> None:
-        """Nothing is kept."""
+        """Discard all measurements."""
 
 
 @pytest.mark.parametrize("mixes", [False, True])
 def test_a_long_prompt_beside_streams_makes_them_wait_for_no_long_step(
     mixes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64,000 tokens into 8 streams: learnt at the start, and kept to as its context grows, until
-    the least piece alone takes longer.
+    """A prompt with 64,000 tokens and 8 decoding requests: chunks shrink with the context, down to
+    the minimum.
     """
     clock = Clock()
     monkeypatch.setattr(loop_module.time, "perf_counter", clock)
@@ -318,7 +320,7 @@ def test_a_long_prompt_beside_streams_makes_them_wait_for_no_long_step(
 
 
 def test_deal_with_few_open_sequences_takes_one_prompt_and_shares_no_pass() -> None:
-    """Bits depend on no other request up to `Capabilities.invariant_rows`."""
+    """Output is batch-invariant up to `Capabilities.invariant_rows`."""
     limited = dealer(passes=PASSES, invariant="rows", invariant_rows=16)
     pending = [prompt(100, number=number) for number in range(4)]
     assert [count for _, count in limited.deal(list(pending), 12)] == [100]

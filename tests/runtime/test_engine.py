@@ -1,6 +1,6 @@
-"""Prefill, decode and remove in any order: every row is what the reference computes from scratch.
+"""Random prefill, decode and remove: every row equals the reference.
 
-Rows of the fast CPU mode may differ with the batch by `FAST_ROW` at most (measured: see there).
+In the fast CPU mode, rows may differ with the batch by `FAST_ROW` at most.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def build(target: str, batch: int, *, context: int = CONTEXT, compute: str = "ex
 
 @pytest.fixture(scope="module")
 def oracle() -> Executable:
-    """Computes whole histories anew, all of them in one step."""
+    """Compute whole histories in a single step."""
     return build("reference", 32)
 
 
 def recomputed(oracle: Executable, histories: Sequence[Sequence[int]]) -> Tensor:
-    """Last-token logits of each history, from nothing: ``[len(histories), vocab]``."""
+    """Return the last logits for each history: ``[len(histories), vocab]``."""
     handles = [take_slot(oracle, len(tokens)) for tokens in histories]
     work = [(handle, list(tokens), 0) for handle, tokens in zip(handles, histories, strict=True)]
     logits = step(oracle, work)
@@ -63,7 +63,7 @@ def recomputed(oracle: Executable, histories: Sequence[Sequence[int]]) -> Tensor
 
 
 class Operations:
-    """Seeded random operations on an engine; ``histories`` is what it must have taken in."""
+    """Seeded random engine operations. ``histories`` has the expected tokens."""
 
     def __init__(self, engine: Engine, oracle: Executable, seed: int) -> None:
         self.engine = engine
@@ -116,7 +116,7 @@ class Operations:
             del self.histories[id_]
 
     def refused(self) -> None:
-        """An error in the last entry of a call that would be right without it."""
+        """Make a call with an error in its last entry."""
         ids = list(self.histories)
         bad_prompt = self.random.choice([[], [VOCAB], [-1], [0] * (CONTEXT + 1)])
         with pytest.raises(RequestError):
@@ -158,7 +158,6 @@ def long(tokens: Sequence[int]) -> Tensor:
 def test_random_operations(
     oracle: Executable, target: str, batch: int, count: int, chunk: int
 ) -> None:
-    """With every kind of operation at every batch size, together 350 on the target cpu."""
     executable = build(target, batch)
     engine = Engine(executable, step_tokens=chunk)
     operations = Operations(engine, oracle, seed=batch)
@@ -212,7 +211,7 @@ def test_the_context_can_be_filled_to_its_end(engine: Engine, oracle: Executable
             engine.decode([request_id], torch.tensor([1]))
 
 
-# What follows asks for errors; `start` and `still_right` show that each has changed nothing.
+# The following calls fail. `start` and `still_right` check that nothing changed.
 
 TOKENS = {3: random_tokens(5, seed=3), 8: random_tokens(9, seed=8), 9: random_tokens(CONTEXT)}
 
@@ -300,7 +299,7 @@ def test_nothing_asked_is_nothing_done(started: Engine) -> None:
 
 
 def test_rows_of_the_fast_mode_are_what_they_are_alone() -> None:
-    """32 requests in one call and each of them alone: apart by less than `FAST_ROW`."""
+    """Compare 32 requests in a call with single requests."""
     executable = build("cpu", 32, compute="fast")
     engine = Engine(executable)
     prompts = [random_tokens(1 + 3 * n % 17, seed=n) for n in range(32)]
@@ -320,7 +319,7 @@ def test_rows_of_the_fast_mode_are_what_they_are_alone() -> None:
 
 
 class Broken:
-    """The given step of an executable fails, after some of it was computed."""
+    """Fails in a step after partial computation."""
 
     def __init__(self, executable: Executable, fails_at: int) -> None:
         self.step, self.left = executable.step, fails_at
@@ -337,7 +336,7 @@ class Broken:
 def test_a_step_that_fails_changes_nothing(
     started: Engine, oracle: Executable, fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither lengths nor what was held before a prompt that was to replace it."""
+    """Lengths stay unchanged, and a replaced prompt too."""
     executable = started.executable
     with monkeypatch.context() as patched:
         patched.setattr(executable, "step", Broken(executable, fails_at))

@@ -1,4 +1,4 @@
-"""Structured output: whatever the logits are, an answer obeys its grammar or is cut short."""
+"""Structured output: for any logits, an answer obeys its grammar or is cut short."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_schema_unknown_format_is_an_annotation(form: str) -> None:
 
 
 def test_schema_known_formats_are_enforced() -> None:
-    """The library's own list: a format that it learns is to be added to ours."""
+    """A new format in the library must be added to our list."""
     with pytest.raises(RequestError, match="Unknown format"):
         grammars().check(spec(LARK, 'start: %json {"type": "string", "format": "password"}'))
     for form in ENFORCED_FORMATS:
@@ -115,7 +115,7 @@ def request(
 
 
 def allowed_tokens(one: RequestState) -> np.ndarray:
-    """What a request may go on with, over words that held something else."""
+    """Return the allowed tokens for a request, with dirty memory."""
     words = np.full(num_words(VOCAB), 0xA5A5A5A5, np.uint32)
     write_allowed(one, words)
     flags = Allowed((Slot(0),), words[None]).flags(Slot(0), VOCAB)
@@ -154,7 +154,7 @@ def test_a_step_is_launched_before_the_last_is_read_and_chosen_behind_it() -> No
     executable = RandomLogits(runs_ahead=True)
     EngineLoop(executable, grammars=shared()).generate([request(spec(REGEX, "a{3}"), wanted=3)])
     assert executable.log[:8] == [
-        *("launch 0", "choose 0"),  # nothing is unread: its mask is known
+        *("launch 0", "choose 0"),  # all output is read, so the mask is known
         *("launch 1", "read 0", "choose 1"),
         *("launch 2", "read 1", "choose 2"),
     ]
@@ -187,7 +187,7 @@ def test_an_answer_that_is_cut_short_is_the_beginning_of_a_whole_one(loop: Engin
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_arrivals_cancels_and_preemption_change_no_answer(data: st.DataObject) -> None:
-    """Whoever is preempted says again what it has said, and its matcher stands where it stood."""
+    """Preempted requests repeat their output, and the matcher continues."""
     compiler = shared()
     kinds = [None, spec(JSON_SCHEMA, PERSON), spec(REGEX, "[a-z]{5,40}")]
     picks = data.draw(st.lists(st.sampled_from(kinds), min_size=2, max_size=6))
@@ -219,7 +219,10 @@ def test_arrivals_cancels_and_preemption_change_no_answer(data: st.DataObject) -
 
 
 def test_the_grammar_begins_behind_the_think_block(loop: EngineLoop) -> None:
-    """Inside it all is allowed but an end; the last token of its end may have more behind it."""
+    """In the think block, all tokens except end tokens are allowed.
+
+    Its last token may contain more text.
+    """
     number = spec(REGEX, "[0-9]{3}", behind="</think>")
     inside = request(number, logit_bias=((UNTHINK, 9.0),))
     opened = request(spec(REGEX, "[0-9]{3}", behind="</think>", opener=THINK), number=1)
@@ -243,7 +246,7 @@ def test_text_behind_the_mark_in_its_last_token_counts(compiler: Grammars) -> No
     matcher.follow([ord("x"), ord("=")])
     assert matcher.is_free and not matcher.is_met
     matcher._heard = b"x="
-    matcher._tokens = type("T", (), {  # a token of three characters
+    matcher._tokens = type("T", (), {  # a token with three characters
         "decode_bytes": staticmethod(lambda ids: b"> a"),
         "tokenize_bytes": staticmethod(lambda raw: list(raw)),
     })()  # fmt: skip
@@ -280,7 +283,7 @@ def test_an_answer_that_a_grammar_ends_before_any_token_is_said_to_have_ended(
     monkeypatch.setattr(Matcher, "is_finished", True)
     transport = QueueTransport()
     service = EngineService(RandomLogits(), transport, grammars=shared())
-    sampling = SamplingParams(max_tokens=5)  # and no end token to say so
+    sampling = SamplingParams(max_tokens=5)  # without an end token
     transport.inbox.append(EngineRequest(1, (7, 9), sampling, 0, spec(REGEX, "")))
     while not (ends := [each for each in transport.outbox if isinstance(each, RequestFinished)]):
         assert service.turn() and not any(
@@ -378,7 +381,7 @@ def test_what_cannot_be_obeyed_is_refused(
 
 
 def test_rules_that_follow_each_other_for_long_have_room(loop: EngineLoop) -> None:
-    """On a thread of usual size the library's recursion ends the process."""
+    """With a normal thread stack, the library's recursion would crash the process."""
     arrays = [{"items": {"$ref": f"#/$defs/{n + 1}"}, "type": "array"} for n in range(2000)]
     names = {str(n): each for n, each in enumerate([*arrays, {"type": "integer"}])}
     schema = {"$ref": "#/$defs/0", "$defs": names}

@@ -1,7 +1,6 @@
-"""Whatever requests come, and whatever an executable can do: all are served, in turn, and fairly.
+"""Random requests and capabilities: all requests finish, in order and with fairness.
 
-The queued device checks that pages, positions and slots are what they should be, and what it
-answers depends on all of them.
+The queued device checks pages, positions and slots.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ CONTEXT = 64
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Shared and own tokens of the prompt, tokens to generate, the step before which it comes."""
+    """Shared and own prompt tokens, output tokens, and the arrival step."""
 
     shared: int
     own: int
@@ -79,7 +78,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
 def run(
     jobs: list[Job], executable: QueuedExecutable, *, policy: SchedulerConfig | None = None
 ) -> tuple[EngineLoop, list[RequestState], list[list[int]]]:
-    """Serve the jobs as they come; also, step by step, who got a token."""
+    """Run the jobs. Return the output, and the requests with a token by step."""
     made = [job.request(number) for number, job in enumerate(jobs)]
     llm, tokens = EngineLoop(executable, policy=policy), []
     coming = sorted(range(len(jobs)), key=lambda n: (jobs[n].arrival, n))
@@ -94,7 +93,7 @@ def run(
 
 
 def answer(made: RequestState) -> list[int]:
-    """What the request is answered on its own."""
+    """Return a request's output without concurrent requests."""
     alone = RequestState(0, made.prompt, made.sampling)
     EngineLoop(QueuedExecutable(runs_ahead=False)).generate([alone])
     return alone.output
@@ -159,7 +158,7 @@ def test_a_private_prompt_neither_finds_nor_leaves_pages() -> None:
 
 @pytest.mark.parametrize(("step_tokens", "pieces"), [(None, [6, 8, 10]), (3, [3, 3, 3, 3])])
 def test_without_pages_pieces_are_whole_cells(step_tokens: int | None, pieces: list[int]) -> None:
-    """All but the last of a prompt; where a step may not hold a cell, whole steps."""
+    """Without pages, chunks are whole cells except the last, or whole steps."""
     executable = QueuedExecutable(cell=4, max_prompts=3, max_step_tokens=16)
     llm = EngineLoop(executable, policy=SchedulerConfig(step_tokens=step_tokens))
     llm.generate([Job(0, 6, 1, 0, 0).request(0), Job(0, 18, 1, 0, 0).request(1)])
@@ -168,9 +167,7 @@ def test_without_pages_pieces_are_whole_cells(step_tokens: int | None, pieces: l
 
 
 def test_streams_go_on_while_a_long_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of a cell each, and a token of the stream with each of them; by the device's clock,
-    for behind a step that this machine was slow with a piece may be longer.
-    """
+    """A token follows each chunk. The device clock is exact, regardless of the host."""
     executable = QueuedExecutable(cell=4)
     monkeypatch.setattr(loop_module.time, "perf_counter", executable.clock)
     llm = EngineLoop(executable, policy=SchedulerConfig(step_ms=1e-9))
@@ -189,7 +186,7 @@ def test_streams_go_on_while_a_long_prompt_is_computed(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("host_bytes", [0, 20, 1000])
 def test_without_pages_left_the_newest_waits_and_goes_on_where_it_was(host_bytes: int) -> None:
-    """Its state comes back from host memory, or what it has said is read again."""
+    """Its state returns from host memory, or is recomputed."""
     executable = QueuedExecutable(page_size=4, num_pages=12)
     llm = EngineLoop(executable, policy=SchedulerConfig(host_bytes=host_bytes))
     made = [Job(0, 8, 30, 0, 0).request(number) for number in range(3)]
@@ -223,7 +220,7 @@ def test_one_that_is_cancelled_while_its_state_is_away_leaves_none_there() -> No
 
 @given(JOBS, limits())
 def test_no_stream_waits_for_prompts(jobs: list[Job], limits: dict[str, Any]) -> None:
-    """Between two tokens of a request lies no step, unless it lost its pages meanwhile."""
+    """Every step has a token for each decoding request, unless it was preempted."""
     _, made, tokens = run(jobs, QueuedExecutable(**limits))
     for request in made:
         got = [at for at, ids in enumerate(tokens) if request.request_id in ids]
@@ -340,7 +337,7 @@ def test_a_callback_that_raises_leaves_nothing_behind(runs_ahead: bool) -> None:
 
 @dataclass
 class Broken:
-    """The third step fails."""
+    """Fails in the third step."""
 
     step: Callable[[Step], StepOutput]
     num_steps: int = 0
@@ -367,7 +364,7 @@ def test_an_executable_that_raises_leaves_nothing_behind(runs_ahead: bool) -> No
 
 
 def test_who_cannot_be_given_a_slot_still_waits_at_their_place() -> None:
-    """The step that opens the slot fails: its request is neither lost nor behind the next."""
+    """The failed request stays first in the queue."""
     llm = one(max_num_seqs=1)
     llm.executable.step = Broken(llm.executable.step, num_steps=2)
     first, second = batch_of(3, 4)
@@ -394,7 +391,7 @@ def test_prefix_of_a_large_step_is_shared_only_while_many_requests_run() -> None
     shared = tuple(range(1, 17))
 
     def run(count: int) -> list[int]:
-        """The cached positions of a request for the shared prompt, first among others."""
+        """Return the cached tokens of a request for the shared prompt."""
         others = [
             RequestState(n, (17 + n,) * 5, SamplingParams(max_tokens=6)) for n in range(1, count)
         ]

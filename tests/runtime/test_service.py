@@ -1,4 +1,4 @@
-"""The engine's loop on queues: the answers an LLM gives, and what a failing step costs."""
+"""Engine loop on queues: output equals `LLM`, and failed steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def submit(number: int, wanted: int = 6) -> EngineRequest:
 def serve(
     executable: Any, *messages: ToEngine, turns: int = 60, reuses: bool = False
 ) -> list[FromEngine]:
-    """All that is said when these come at once, through the wire's encoding both ways."""
+    """Return all messages for concurrent requests, encoded and decoded."""
     transport = QueueTransport()
     loop = EngineService(executable, transport, policy=SchedulerConfig(reuses=reuses))
     frame = msgspec.msgpack.encode(messages)
@@ -83,7 +83,7 @@ def test_a_cancelled_request_is_not_spoken_of_again() -> None:
 
 
 class _Failing(QueuedExecutable):
-    """Raises in so many steps that compute something, from the third on."""
+    """Fails in several compute steps, from the third on."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_a_step_that_raises_costs_the_newest_and_then_all(count: int, failed: se
 
 
 class _FailingAt(QueuedExecutable):
-    """Raises in one step, counted from 0, of those that compute something."""
+    """Fails in the compute step with a given index."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class _FailingAt(QueuedExecutable):
 def test_what_was_on_its_way_when_a_step_failed_is_said(
     at: int, others: tuple[EngineRequest]
 ) -> None:
-    """Whatever step it is that the second request's prompt is in, also where nobody is left."""
+    """In any step with the second prompt, also after all requests."""
     transport = QueueTransport()
     service = EngineService(_FailingAt(at), transport, policy=SchedulerConfig(reuses=False))
     first = submit(1, 4)
@@ -165,7 +165,7 @@ def test_who_waits_is_not_blamed_for_a_step_that_raises() -> None:
 
 
 class _Lost(QueuedExecutable):
-    """Raises as a driver does whose context is gone: where a step is given, or where it is read."""
+    """Fails like a driver with a lost context, at a launch or at a read."""
 
     def __init__(self, *, is_read: bool) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_a_lost_device_ends_the_engine(is_read: bool) -> None:
 def test_the_bytes_of_all_state_are_told_before_anybody_sits(
     limits: dict[str, int], expected: int
 ) -> None:
-    """Of the whole pool, or of four slots at full length, and of what each of these keeps."""
+    """For the whole pool, or for four slots at full length with their state."""
     executable: Any = QueuedExecutable(**limits)
     executable.state_bytes = lambda positions, sequences: 1000 * positions + sequences
     ready = EngineService(executable, QueueTransport()).ready({})
@@ -236,7 +236,7 @@ def test_beats_count_steps_by_kind_and_by_time() -> None:
 
 
 def test_a_long_prompt_alone_is_cut_so_that_the_engine_is_heard_of() -> None:
-    """Where steps block: a few cells while nothing is known, then about a second of them."""
+    """If steps block: some cells without measurements, then about a second."""
     executable = QueuedExecutable(runs_ahead=False, max_context=4096)
     transport = QueueTransport()
     service = EngineService(executable, transport, policy=SchedulerConfig(reuses=False, step_ms=0))
@@ -244,7 +244,7 @@ def test_a_long_prompt_alone_is_cut_so_that_the_engine_is_heard_of() -> None:
     transport.inbox.append(prompt)
     service.turn()
     service.loop.cost.forget()
-    service.loop.cost.measure(0, 4, 20.0)  # 5 ms a token
+    service.loop.cost.measure(0, 4, 20.0)  # 5 ms per token
     service.turn()
     first, second = (len(step.prompts[0].tokens) for step in executable.given)
     assert (first, second) == (16, 200)
@@ -285,7 +285,7 @@ def test_many_preemptions_are_warned_of_once(capsys: pytest.CaptureFixture[str])
 
 
 class _Unprepared(QueuedExecutable):
-    """Has two kinds of steps left to prepare."""
+    """Has two steps to prepare."""
 
     left = 2
 

@@ -1,10 +1,9 @@
-"""An engine process without a model: what a request asks for stands in its prompt.
+"""An engine process without a model.
 
-The first byte of the prompt's last line says what happens: ``C`` the process ends, ``H`` it hangs,
-``N`` the logits are no numbers, ``F`` the step fails, ``S`` a token every 10 ms, ``W`` it waits for
-ever, but any engine after the first answers; otherwise all tokens come at once. Answers are the
-alphabet, over and over. ``FAKE_LATE`` in the environment: seconds until it is ready,
-``FAKE_PRECISION``: what it says of itself.
+The first byte in a prompt's last line selects the behavior. ``C``: the process ends. ``H``: it
+hangs. ``N``: logits are NaN. ``F``: the step fails. ``S``: a token every 10 ms. ``W``: the first
+engine never answers. By default, all tokens are immediate. Output is the alphabet. ``FAKE_LATE``
+delays the start in seconds, and ``FAKE_PRECISION`` is the reported precision.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _BATCH = 64
 
 
 class FakeEngine:
-    """Answers until it is told to stop."""
+    """Answers until a stop message."""
 
     def __init__(self, transport: SocketTransport, *, is_first: bool) -> None:
         self._transport, self._is_first = transport, is_first
@@ -47,7 +46,7 @@ class FakeEngine:
         self._next_beat = 0.0
 
     def run(self) -> None:
-        """Serve."""
+        """Run the message loop."""
         while True:
             said: list[FromEngine] = []
             for message in self._transport.receive(0.01 if self._live else 0.2):
@@ -103,7 +102,7 @@ class FakeEngine:
 
 
 def vector_of(message: EngineRequest) -> bytes:
-    """Of length 1: as the prompt was pooled, shifted where its first token is even."""
+    """Return a unit vector that depends on pooling and on the parity of the first token."""
     values = (0.6, 0.8) if message.pooling == "mean" else (0.8, 0.6)
     return (
         struct.pack("<3f", *values, 0.0)
@@ -113,14 +112,14 @@ def vector_of(message: EngineRequest) -> bytes:
 
 
 def scored(tokens: tuple[int, ...]) -> tuple[LogProbs, ...]:
-    """As if each token had been the likeliest."""
+    """Return scores with each token as the most likely."""
     return tuple(LogProbs(-0.5, ((token, -0.5),)) for token in tokens)
 
 
 def main(folder: Path) -> None:
-    """Say that we are ready, and serve."""
+    """Send the ready message and run."""
     transport = SocketTransport(folder)
-    byte_tokenizer(256, "fake").save(folder / TOKENIZER)  # grammars are compiled from it
+    byte_tokenizer(256, "fake").save(folder / TOKENIZER)  # for compilation of grammars
     transport.send([EngineStarting("weights", 1, 4), EngineStarting("a note")])
     transport.send([EngineStarting("weights", 1, 4)])
     time.sleep(float(os.environ.get("FAKE_LATE", "0")))

@@ -1,4 +1,4 @@
-"""The chat page in a headless Chromium: what it asks, shows and lets nobody do."""
+"""The chat page in a headless Chromium."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def stub() -> Iterator[Stub]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens the page of a server; in the end no script of it has failed."""
+    """Open the page. At the end, no script may have failed."""
     contexts, failures = [], []
 
     def open_at(url: str, **options: Any) -> Any:
@@ -87,7 +87,7 @@ def test_the_page_is_small_and_names_no_other_host() -> None:
     texts = [each.read_text() for each in files("tilewright.serve").joinpath("page").iterdir()]
     assert len(texts) == 4 and sum(len(text.encode()) for text in texts) < 100_000
     named = {name for text in texts for name in re.findall(r"https?://([\w.-]+)", text)}
-    assert named == {"www.w3.org"}  # the name of SVG, in the picture of the tab
+    assert named == {"www.w3.org"}  # SVG namespace in the icon
 
 
 def test_it_asks_this_server_alone_and_a_stop_frees_the_slot(
@@ -100,7 +100,7 @@ def test_it_asks_this_server_alone_and_a_stop_frees_the_slot(
     page.reload()
     page.wait_for_selector("#model[data-state=ready]")
     assert "on reference" in page.inner_text("#model")
-    # The page itself stops the answer once it comes in pieces: from outside that may be too late.
+    # The page's script stops the answer: a call from outside may be too late.
     page.evaluate(
         "() => { let seen = 0; const stop = document.getElementById('stop');"
         "new MutationObserver(() => { seen += 1; if (seen === 3) stop.click(); })"
@@ -122,7 +122,7 @@ def test_it_asks_this_server_alone_and_a_stop_frees_the_slot(
 
 
 def test_what_a_model_writes_stays_text(stub: Stub, open_page: Callable[..., Any]) -> None:
-    """Markdown becomes elements, but no character of an answer becomes script or a picture."""
+    """Markdown becomes elements. No text becomes a script or an image."""
     page = open_page(stub.url)
     stub.script = [{"content": HOSTILE[at : at + 7]} for at in range(0, len(HOSTILE), 7)]
     ask(page, "<b>hi</b>")
@@ -141,7 +141,7 @@ def test_what_a_model_writes_stays_text(stub: Stub, open_page: Callable[..., Any
     assert turns.locator("td.right").inner_text() == "<b>2</b>"
     assert turns.locator("pre code").inner_text() == "\n".join(HOSTILE.split("\n")[-4:-2])
     assert turns.locator(".code span").inner_text() == "html"
-    # and were an element of script ever made, the policy would keep it from running
+    # the policy also blocks inline scripts
     page.evaluate(
         "() => { const made = document.createElement('script'); "
         "made.textContent = 'document.title = \"owned\"'; document.body.append(made); }"
@@ -185,7 +185,7 @@ def test_reasoning_is_folded_and_opens_with_the_keyboard(
     thought.focus()
     page.keyboard.press("Enter")
     assert page.locator(".thought div").inner_text() == "Two and two."
-    page.click("button:has-text('Again')")  # reasoning is no part of what is asked next
+    page.click("button:has-text('Again')")  # reasoning is excluded from the next request
     page.wait_for_selector("#stop", state="hidden")
     assert stub.asked[-1]["messages"] == [{"role": "user", "content": "2 + 2?"}]
 
@@ -213,7 +213,7 @@ def test_it_fits_400_pixels_in_light_and_dark(
 
 
 def luminance(colour: str) -> float:
-    """Of ``rgb(r, g, b)``, as WCAG defines it."""
+    """Return the relative luminance of ``rgb(r, g, b)`` by WCAG."""
     parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
     linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -244,7 +244,7 @@ def test_the_keyboard_alone_will_do(stub: Stub, open_page: Callable[..., Any]) -
         if stub.num_left > left:
             break
         page.wait_for_timeout(50)
-    assert stub.num_left == left + 1  # the server was told
+    assert stub.num_left == left + 1  # the server received it
     for name in ("open-settings", "clear"):
         page.focus("#prompt")
         for _ in range(20):
@@ -258,7 +258,7 @@ def test_the_keyboard_alone_will_do(stub: Stub, open_page: Callable[..., Any]) -
             assert page.evaluate("document.activeElement.id") == "system"
             keys.type("Be brief.")
             keys.press("Escape")
-            page.wait_for_timeout(100)  # the dialog gives its focus back a task later
+            page.wait_for_timeout(100)  # the dialog returns its focus in a later task
             assert page.evaluate("document.activeElement.id") == "prompt"
     assert page.locator(".turn").count() == 0
     keys.type("Go on")

@@ -1,4 +1,4 @@
-"""Where requests go: the rule itself, against a plain model that forgets nothing and sums anew."""
+"""Routing against a plain model with full history and new sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = st.lists(st.integers(0, 1), max_size=4 * PAGE)
 
 
 class Routing(RuleBasedStateMachine):
-    """Requests come, get tokens and end; engines are lost; some are not usable for a while."""
+    """Random requests, tokens, ends, lost engines and unusable engines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ TestRouting.settings = settings(TestRouting.settings, stateful_step_count=40)
 
 
 def placed(router: ReplicaRouter, request_id: int, prompt: list[int], most: int = PLENTY) -> int:
-    """Where a request goes that ends at once."""
+    """Return the engine for a request that ends immediately."""
     engine = router.place(
         request_id,
         chain_keys(prompt, PAGE),
@@ -146,13 +146,13 @@ def test_a_prompts_first_pages_are_forgotten_last() -> None:
     first = placed(router, 1, long, most=6)
     assert placed(router, 2, other, most=6) != first, "the one that was chosen least recently"
     assert placed(router, 3, long[:24], most=6) == first
-    for number in range(4, 40):  # the pages of others push it out of both
+    for number in range(4, 40):  # other pages evict it from both
         placed(router, number, [200 + number] * 24, most=6)
     assert placed(router, 40, long, most=6) != placed(router, 41, list(range(300, 340)), most=6)
 
 
 def test_chats_stay_where_their_turns_are_and_the_work_is_even() -> None:
-    """64 chats of 8 turns behind one system prompt, as they come in turn."""
+    """64 chats with 8 turns behind a common system prompt."""
     router, chooser = ReplicaRouter(2), random.Random(7)
     system = [1] * 16
     chats = [[*system, *chooser.choices(range(50), k=16)] for _ in range(64)]
@@ -184,11 +184,12 @@ def test_chats_stay_where_their_turns_are_and_the_work_is_even() -> None:
 
 @pytest.mark.parametrize("begins", [0, 37])
 def test_no_request_waits_for_a_slot_while_another_engine_has_one(begins: int) -> None:
-    """As many users as slots, who ask again when they are answered: engines that are in the middle
-    of their answers at different times, whose nearly ended requests are little work.
+    """Users equal slots and send a request after each answer.
+
+    Engines are in the middle of answers, and nearly finished requests are little work.
     """
     router, slots, length = ReplicaRouter(2), 8, 50
-    left: list[dict[int, int]] = [{}, {}]  # steps that each request still takes, by engine
+    left: list[dict[int, int]] = [{}, {}]  # remaining steps per request, by engine
     number = waiting = 0
     for step in range(2000):
         if step in (0, begins):

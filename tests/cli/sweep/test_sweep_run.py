@@ -1,4 +1,4 @@
-"""Sweeps of the tiny model, each cell in a process of its own, through the command itself."""
+"""Sweeps of the tiny model through the command, with a process per cell."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = ("--cases", "performance-device-perf")
 OLDER = "commit 0123456789, torch 1.0"
 GRID = (
     *("--precisions", "all-q80", "--base", "all-bfp8", "--rounds", "1"),
-    *("--targets", "cpu-onnxruntime"),  # which holds bfp8 in more bytes than q80
+    *("--targets", "cpu-onnxruntime"),  # more bytes for bfp8 than for q80
 )
 
 
@@ -35,13 +35,13 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of the one sweep that the tests of this module share, in their order."""
+    """File of the sweep for all tests in this module, in their order."""
     return tmp_path_factory.mktemp("sweep") / "sweep.jsonl"
 
 
 @pytest.fixture(scope="module")
 def swept(path: Path, tiny_gguf: Path) -> SweepJournal:
-    """Two configurations, timed once; begun in a folder whose packages are named as ours."""
+    """Run two configurations once, from a folder with packages that have our names."""
     for name in ("models", "compiler", "tilewright", "bench"):
         (path.parent / name).mkdir()
         (path.parent / name / "__init__.py").write_text("raise SystemExit('theirs')")
@@ -68,7 +68,7 @@ def test_a_sweep_runs_from_options_to_tables(
         assert each.result.model_hash == each.cell.model_hash
         assert each.result.precision_id == each.cell.precision_id
         assert swept.log_path(each.cell.id).exists()
-    # what a plan says the weights weigh is what the target then held
+    # The planned bytes equal the bytes in the target.
     assert base.result is not None and other.result is not None
     assert (base.result.resident_bytes or 0) > (other.result.resident_bytes or 0)
     assert main(["sweep", "status", str(swept.path)]) == 0
@@ -77,7 +77,6 @@ def test_a_sweep_runs_from_options_to_tables(
 
 
 def test_a_user_s_packages_of_our_names_are_not_in_the_way(swept: SweepJournal) -> None:
-    """The sweep began beside such packages, each of which would have ended a cell."""
     assert (swept.path.parent / "models" / "__init__.py").exists()
     assert swept.state.count("done") == 2
 
@@ -158,7 +157,7 @@ def test_accuracy_speed_and_a_front(
 
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_goes_on(tiny_gguf: Path, tmp_path: Path) -> None:
-    """kill -9 after the first cell; the second run leaves what was finished as it is."""
+    """Kill after the first cell. The second run does not repeat the finished cells."""
     path = tmp_path / "sweep.jsonl"
     argv = ["--models", str(tiny_gguf), *GRID, *CASES, "--results", str(path)]
     command = [*PYTHON, "-m", "tilewright.cli.main", "sweep"]
@@ -182,11 +181,11 @@ def test_a_sweep_that_is_killed_goes_on(tiny_gguf: Path, tmp_path: Path) -> None
 def test_a_cell_takes_little_longer_than_the_demo_s_own_run_of_it(
     tiny_gguf: Path, tmp_path: Path
 ) -> None:
-    """At most 1.3 times: medians of three, in turn."""
+    """Compare medians of three runs in turn. The limit is a factor of 1.3."""
     demo = [*BENCH, "--no-results", "--json"]
     heading = run_of(tiny_gguf)
     demo += ["--model", str(tiny_gguf), "--precision", heading, "--case", CASES[1]]
-    subprocess.run(demo, check=True, capture_output=True)  # so that both find it compiled
+    subprocess.run(demo, check=True, capture_output=True)  # both find it compiled
     cells, runs = [], []
     for number in range(3):
         path = tmp_path / f"{number}.jsonl"
@@ -202,7 +201,7 @@ def test_a_cell_takes_little_longer_than_the_demo_s_own_run_of_it(
 
 
 def run_of(model: Path) -> str:
-    """The heading that a cell of the sweep is run with."""
+    """Return the heading of a cell in the sweep."""
     argv = ["--models", str(model), "--precisions", "all-q80", "--base", "all-q80", *CASES]
     return run.plan_cells(read_options([*argv, "--rounds", "1"]))[0].heading
 
@@ -221,7 +220,7 @@ def test_a_torn_last_line_is_said_once_and_the_sweep_goes_on(
     journal.append(
         done(fine, speed_result(fine, [100.0])),
         TrialStarted(stopped.id, "2026-01-02T00:00:00+00:00"),
-        TrialCommand(stopped.id, "cancel"),  # so that going on needs no process
+        TrialCommand(stopped.id, "cancel"),  # a resumed sweep needs no process
     )
     whole = journal.path.read_bytes()
     with journal.path.open("ab") as file:
@@ -289,7 +288,7 @@ def test_a_plan_s_configurations(tiny_gguf: Path, plan: str, num: int) -> None:
 def test_figures_of_other_code_are_not_taken_without_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """They are refused by name, kept or run again, as is said."""
+    """Results of other code are refused by name, accepted or measured again, as requested."""
     ours, theirs = cell("ours"), cell("theirs")
     now = environment()
     journal = SweepJournal.create(tmp_path / "sweep.jsonl", header(), [ours, theirs])

@@ -1,4 +1,4 @@
-"""Plans of load against a server in processes of its own."""
+"""Load plans against a server in separate processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_plan_ends_without_a_failed_request(server: Server, name: str) -> None
 
 
 def test_what_is_measured_is_there(server: Server) -> None:
-    """Of answers long enough that no busy machine sends one in a single chunk."""
+    """Long answers have several chunks on any machine."""
     (row,) = run(server, "streams", LoadConfig(requests=3, rate=200.0, output_tokens=350))
     assert row["output_tokens"] == 1050
     assert {"ttft_ms_p50", "itl_ms_p99", "tpot_ms_p50"} <= row.keys()
@@ -61,7 +61,7 @@ def test_what_is_measured_is_there(server: Server) -> None:
 
 
 class _Streaming(Client):
-    """Notes when it is asked, and answers in two chunks."""
+    """Records request times and answers in two chunks."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -74,7 +74,6 @@ class _Streaming(Client):
 def test_an_intruder_is_made_before_there_is_a_stream_to_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To draw 64,000 ids takes this process tens of milliseconds in which it hears nobody."""
     events: list[str] = []
     body = LoadConfig.body
 
@@ -88,7 +87,7 @@ def test_an_intruder_is_made_before_there_is_a_stream_to_silence(
 
 
 class _Forgetful(Client):
-    """Answers a request otherwise the third time it is asked."""
+    """Returns another answer at the third repetition of a request."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
@@ -109,7 +108,7 @@ class _Forgetful(Client):
 
 
 class _Remembering(Client):
-    """Shares all that it has read and said, as an engine that keeps its slots does."""
+    """Shares all earlier tokens between requests, like an engine with cached slots."""
 
     def __init__(self) -> None:
         self.known: list[list[int]] = []
@@ -139,7 +138,7 @@ def test_what_is_shared_beyond_earlier_prompts_is_not_counted_as_shareable() -> 
 
 def test_the_last_prompts_are_asked_again_with_an_empty_cache() -> None:
     class Slow(_Remembering):
-        """First tokens take as long as what is computed of a prompt."""
+        """Delays the first token in proportion to the computed prompt."""
 
         async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
             heard = await super().stream(path, body, most)
@@ -157,7 +156,7 @@ def test_the_last_prompts_are_asked_again_with_an_empty_cache() -> None:
     assert row["failed"] == 0
 
     class Full(Slow):
-        """It takes nothing behind an empty cache."""
+        """Rejects requests after a cache reset."""
 
         num_flushed = 0
 
@@ -199,9 +198,7 @@ def test_the_command_keeps_rows_and_says_when_a_request_failed(
 
 @pytest.mark.parametrize("is_told", [False, True])
 def test_the_contest_asks_the_same_at_each_level(is_told: bool) -> None:
-    """With lengths drawn where weights are random, as the server says or the command; the weights
-    are those of the contest.
-    """
+    """Lengths for random weights come from the server or the command."""
     asked: list[dict[str, object]] = []
 
     class Told:
@@ -220,7 +217,7 @@ def test_the_contest_asks_the_same_at_each_level(is_told: bool) -> None:
     assert 200 < sum(lengths) / len(lengths) < 440 and max(lengths) <= 1024
     words = [{str(body["messages"]) for body in asked[at : at + 66]} for at in (0, 66)]
     assert words[0] == words[1] and len(words[0]) == 64
-    # Of other words, as for another tokenizer, and a level alone: answers are as long.
+    # Another tokenizer and a single level give equal answer lengths.
     asked.clear()
     alone = replace(shape, input_tokens=7, levels=(2,))
     asyncio.run(rows_of(contest(Told(), alone)))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The front, its three standings and its notes; the seed's table; what holds for any points."""
+"""Pareto fronts: ranks, notes, the seed's table, and properties of random points."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def measured(
     *,
     rounds: tuple[float, ...] = STEADY,
 ) -> Point:
-    """A point that is wrong at some of the positions; its rounds are shares of its speed."""
+    """Return a point with wrong positions. ``rounds`` are relative speeds."""
     hits = tuple(i not in wrong for i in range(NUM_POSITIONS))
     top1 = 100 * sum(hits) / NUM_POSITIONS
     return Point(name, speed, top1, tuple(speed * each for each in rounds), hits)
 
 
 def predicted(name: str, speed: float, wrong: range = range(0), *, error: float = 0.17) -> Point:
-    """One figure of a time model, every round of it the same."""
+    """Return a predicted point with equal rounds."""
     point = measured(name, speed, wrong, rounds=(1.0, 1.0, 1.0))
     return dataclasses.replace(point, speed_error=error)
 
@@ -54,7 +54,7 @@ def standings(*points: Point) -> dict[str, str]:
 
 
 def test_a_predicted_speed_inside_the_models_error_makes_no_front() -> None:
-    """Its rounds are equal, which is no precision: 4 % apart with an error of 17 % is nothing."""
+    """Equal rounds are no precision: the model's error is larger than the difference."""
     best, near = predicted("best", 100.0), predicted("near", 104.0, range(3))
     worse, far = predicted("worse", 105.0, range(40)), predicted("far", 118.0, range(40))
     assert standings(best, near, worse) == {"best": "front", "near": "tied", "worse": "dominated"}
@@ -76,7 +76,7 @@ def test_an_extrapolated_speed_is_known_to_differ_from_none() -> None:
 
 
 def test_of_points_inside_the_models_error_one_that_is_beyond_all_kept_stays() -> None:
-    """Not one by one along a chain: the last is clearly faster than the first."""
+    """The last point is clearly faster than the first, although no neighbors differ."""
     chain = [predicted(str(i), 100 * 1.1**i, range(3 * i)) for i in range(4)]
     assert standings(*chain) == {"0": "front", "1": "tied", "2": "front", "3": "tied"}
 
@@ -93,7 +93,7 @@ def test_the_seeds_twelve_precisions_have_two_on_their_front() -> None:
     on = [each for each in found if each.standing == "front"]
     assert {(each.point.speed, each.point.top1) for each in on} == {(101.0, 90), (99.0, 91)}
     assert [each.standing for each in found].count("dominated") == 10
-    for each in found:  # nobody published the noise, so no place is proven
+    for each in found:  # unknown noise, so no proven rank
         assert each.notes and all("is not known to differ from" in note for note in each.notes)
     assert {each.dominated_by for each in found} == {None, *(each.point.name for each in on)}
 
@@ -103,7 +103,6 @@ def test_speeds_are_compared_round_by_round() -> None:
     assert found == Comparison("first", True, True, "ratio 1.100 (1.100 to 1.100), 4 rounds")
     slower = Point("a", 98.0, 50, rounds=(90.0, 98.0, 99.0))
     found = compare_speed(slower, Point("b", 99.0, 50, rounds=(99.0, 99.0, 97.0, 300.0)))
-    # logs -0.09531, -0.01015, 0.02041: mean -0.02835, deviation 0.05997, half 0.14898
     assert found == Comparison("second", True, False, "ratio 0.972 (0.838 to 1.128), 3 rounds")
 
 
@@ -168,7 +167,7 @@ def test_tied_when_nothing_is_clear_or_equal() -> None:
 
 
 def test_one_clear_witness_below_the_front_is_enough() -> None:
-    """The front's point is too shaky to tell from ``low``; ``middle`` is steady, and is not."""
+    """The front's point is noisy and ``low`` may equal it. ``middle`` is clearly faster."""
     best = measured("best", 103, range(2), rounds=SHAKY)
     middle = measured("middle", 102, range(3))
     low = measured("low", 98, range(4))
@@ -226,7 +225,6 @@ def test_only_the_nearest_doubt_is_noted() -> None:
 
 
 def test_a_clear_neighbour_does_not_hide_a_doubt_further_on() -> None:
-    """right and near differ on 6 positions, all one way; right and far on 27, 10 to 17."""
     right = measured("right", 100, range(20, 30))
     near = measured("near", 101, range(20, 36))
     far = measured("far", 120, range(40, 57))
@@ -271,7 +269,7 @@ def test_bad_points_are_refused() -> None:
 
 @st.composite
 def points(draw: st.DrawFn) -> list[Point]:
-    """Few values, so that equal coordinates and all three standings come up."""
+    """A small value range gives equal coordinates and all ranks."""
     found = []
     for i in range(draw(st.integers(1, 7))):
         hits = draw(st.just(()) | st.lists(st.booleans(), min_size=12, max_size=12).map(tuple))
@@ -283,8 +281,7 @@ def points(draw: st.DrawFn) -> list[Point]:
 
 
 def slow_front(given_points: list[Point]) -> set[str]:
-    """A staircase: from the fastest down, whoever raises the best top-1 so far, or equals one
-    who did."""
+    """Compute the front from the fastest point down: points at or above the best top-1."""
     best, corners = -1.0, set()
     for point in sorted(given_points, key=lambda q: (-q.speed, -q.top1)):
         if point.top1 > best:

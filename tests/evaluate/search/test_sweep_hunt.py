@@ -1,4 +1,4 @@
-"""The search on planted losses and times: cells are asked for, none is run."""
+"""Search on planted losses and times. No cell runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SweptModel:
 def searched(
     tmp_path_factory: pytest.TempPathFactory, model: SweptModel
 ) -> tuple[SearchResult, Planted]:
-    """One for the tests that only look at it."""
+    """Search result for read-only tests."""
     return search(tmp_path_factory.mktemp("searched"), asked(model))
 
 
@@ -79,7 +79,7 @@ def test_no_uniform_configuration_within_the_bound_is_faster(
     assert 100 * accuracy.num_top1 / NUM_POSITIONS >= bounds.get("min_top1", 0.0)
     uniform = [row for row, _, _ in found.shown[:-1]]
     assert [row.name for row in uniform] == ["bf16", *(f"all={Level.parse(x)}" for x in LEVELS)]
-    # the winner keeps a distance from a bound on top-1; only who keeps it too was to be beaten
+    # The winner has a margin to the top-1 bound. Candidates without the margin do not compete.
     within = [
         row
         for row, _, is_within in found.shown[:-1]
@@ -171,7 +171,7 @@ def test_bytes_that_nothing_fits_in_find_nothing(tmp_path: Path, model: SweptMod
 
 
 def test_accuracy_and_bytes_are_bound_together(tmp_path: Path, model: SweptModel) -> None:
-    """The most accurate end of the path is too large, the smallest one too inaccurate."""
+    """The most accurate candidate is too large, and the smallest candidate is too inaccurate."""
     held = sizes(model)
     bound = held["all=bfp8:hifi2"] + 2_000
     found, _ = search(tmp_path, asked(model, max_kl=0.1, max_bytes=bound))
@@ -293,7 +293,7 @@ def test_known_accuracies_are_not_measured_again(
     measured = {cell.id for cell in runner.measured}
     accuracies = {cell_id for cell_id, kind in kinds.items() if kind == "accuracy"}
     assert accuracies and not accuracies & measured
-    # the base, the uniform level and its five groups: their speeds are taken anew
+    # The base, the uniform level and its five groups are timed again.
     groups = [group for group in model.groups() if group in PRODUCT_GROUPS]
     assert len(groups) == 5 and len(accuracies) == 2 + len(groups)
     assert {cell_id for cell_id, kind in kinds.items() if kind == "speed"} <= measured
@@ -317,7 +317,7 @@ def test_a_known_accuracy_of_other_code_is_measured_again(
 def test_a_known_accuracy_beside_the_same_of_another_model_counts_alone(
     tmp_path: Path, model: SweptModel
 ) -> None:
-    """A sweep of sensitivities may be of several models; times of one say nothing of another."""
+    """Results of another model do not count."""
     known = known_sensitivities(tmp_path / "sensitivity.jsonl", model)
     mine = [state.cell for state in known.state.cells.values()]
     other = [replace(cell, model_hash="other") for cell in mine]
@@ -360,7 +360,7 @@ def test_the_first_cells_begin_with_the_base_and_say_what_they_lower(model: Swep
     cells = asked(model).first_cells(None)
     assert cells[0].precision == "bf16" and cells[0].part == ""
     assert len({cell.id for cell in cells}) == len(cells)
-    # groups at the first level are the sensitivity's own probes, not a second set of cells
+    # The sensitivity's probes include the groups at the first level.
     parts = {cell.part for cell in cells}
     assert {"ff2", "0.ff2", "lm_head"} <= parts and "ff2=q80:hifi2" not in parts
     assert "ff2=bfp4:lofi" in parts
@@ -378,7 +378,6 @@ def test_a_base_that_no_file_can_inherit_is_refused(model: SweptModel, base: str
 
 
 def test_a_uniform_configuration_may_be_better(tmp_path: Path, model: SweptModel) -> None:
-    """The winner keeps a distance from the bound that a uniform configuration need not keep."""
     bounds = {"min_top1": 100 * (1 - 1 / NUM_POSITIONS)}
     found, _ = search(tmp_path, asked(model, levels=["bfp8"], **bounds))
     within = [row for row, _, is_within in found.shown[:-1] if is_within]
@@ -390,7 +389,7 @@ def test_a_uniform_configuration_may_be_better(tmp_path: Path, model: SweptModel
 
 
 def test_rows_of_the_search_are_rows_of_its_file(searched: tuple[SearchResult, Planted]) -> None:
-    """What is printed can be exported later: the same figures stand in the file."""
+    """The file has the printed values."""
     found, runner = searched
     kept = {
         row.cell.precision_id: row for row in rows(SweepJournal.open(runner.journal.path).state)

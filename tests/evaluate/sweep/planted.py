@@ -1,4 +1,4 @@
-"""A model whose losses and times a test has planted: cells are answered at once, none is run."""
+"""A model with planted losses and times. Cells return immediately without a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FIXED_MS = 0.2
 
 
 def planted_model(folder: Path) -> SweptModel:
-    """Three layers, so that there are twelve parts and the head to choose for."""
+    """Return a model with three layers: twelve parts and the head."""
     folder.mkdir()
     config = tiny_hf_config(num_hidden_layers=NUM_LAYERS, max_position_embeddings=1536)
     with torch.device("meta"):
@@ -63,10 +63,10 @@ def planted_model(folder: Path) -> SweptModel:
 
 @dataclass
 class Planted:
-    """Cells answered at once from losses that add up over parts and times that add up over bytes.
+    """Answers cells from losses per part and times per byte.
 
-    ``measured``: the ids of those that were not known before. ``held_out``: how many times higher
-    KL is on the held-out text. ``fails``: which cells go wrong.
+    ``measured``: new cell ids. ``held_out``: KL factor on the held-out text. ``fails``: ids with an
+    error.
     """
 
     journal: SweepJournal
@@ -90,7 +90,7 @@ class Planted:
 
     def result(self, cell: Cell) -> Result:
         if cell.kind == "speed":
-            # what the machine does meanwhile meets all configurations of a round alike
+            # A machine's noise is common to all configurations in a round.
             drift = 1 + 0.1 * math.sin(cell.round)
             return speed_result(cell, [1e3 / (planted_ms(cell) * drift)])
         kl = planted_kl(self.model, cell.heading)
@@ -99,12 +99,15 @@ class Planted:
 
 
 def planted_ms(cell: Cell) -> float:
-    """Of a decode step."""
+    """Return the time of a decode step."""
     return FIXED_MS + sum(MS_PER_BYTE[kind] * size for kind, size in cell.step_bytes.items())
 
 
 def planted_kl(model: SweptModel, heading: str) -> float:
-    """Of a configuration: the base's, and what each part adds; early layers add more."""
+    """Return the KL of a configuration: the base, and the losses of its parts.
+
+    Early layers lose more.
+    """
     resolved = model.resolve(load_precision(heading))
     total = BASE_KL
     for group in LOSS:
@@ -117,7 +120,7 @@ def planted_kl(model: SweptModel, heading: str) -> float:
 
 
 def planted_accuracy(kl: float, text: str | None = None) -> Accuracy:
-    """A position is wrong as soon as KL exceeds what it bears; each bears another amount."""
+    """Return the wrong positions: KL exceeds the tolerance of a position."""
     num_wrong = min(NUM_POSITIONS, round(NUM_POSITIONS * (1 - math.exp(-kl))))
     found = [(7 * index) % NUM_POSITIONS >= num_wrong for index in range(NUM_POSITIONS)]
     return Accuracy.from_counts(
@@ -133,7 +136,7 @@ def planted_accuracy(kl: float, text: str | None = None) -> Accuracy:
 
 
 def asked(model: SweptModel, *, levels: Sequence[str] = LEVELS, **bounds: float) -> SearchSpec:
-    """A search on the cpu from bf16."""
+    """Return a search on the cpu from bf16."""
     device, base = searched_place(model, "cpu", (), "bf16")
     return SearchSpec(
         model=model,
@@ -157,14 +160,14 @@ def run(runner: Planted, of: SearchSpec, known: SweepJournal | None = None) -> S
 
 
 def search(tmp_path: Path, of: SearchSpec, **changes: object) -> tuple[SearchResult, Planted]:
-    """A whole search that measures its sensitivities itself."""
+    """Run a search with its sensitivity measurements."""
     journal = begin(tmp_path / "search.jsonl", of, None)
     runner = Planted(journal, of.model, **changes)  # type: ignore[arg-type]
     return run(runner, of), runner
 
 
 def winner(found: SearchResult) -> SweptRow:
-    """The last row that is shown."""
+    """Return the last printed row."""
     assert found.yaml is not None
     return found.shown[-1][0]
 
@@ -174,19 +177,19 @@ def is_uniform(row: SweptRow) -> bool:
 
 
 def read_back(path: Path, text: str, model: SweptModel) -> str:
-    """The id of what a file of the winner resolves to."""
+    """Return the configuration id from a winner's file."""
     path.write_text(text)
     return model.resolve(load_precision(str(path))).id
 
 
 def sizes(model: SweptModel) -> dict[str, int]:
-    """Bytes of the base and of every level everywhere."""
+    """Return the bytes for the base and for every uniform level."""
     cells = asked(model, max_kl=1.0).first_cells(None)
     return {cell.precision: cell.weight_bytes or 0 for cell in cells}
 
 
 def known_sensitivities(path: Path, model: SweptModel, level: str = "bfp8") -> SweepJournal:
-    """A sensitivity sweep that has run."""
+    """Return a finished sensitivity sweep."""
     base = load_precision("bf16")
     probes = plans.sensitivity_entries(model, "cpu", "CPU", base=base, level=Level.parse(level))
     cells = plans.cells(probes, plans.Measures(rounds=ROUNDS))

@@ -1,6 +1,6 @@
-"""What lowering a part costs and wins, by hand on a few cells; and how that is written and drawn.
+"""Sensitivity: cost and saving per part, with hand-computed values, tables and plots.
 
-The machine of these tests takes 2 ms a step, 1 ms for a million bytes in float32, 0.5 in blocks.
+A step takes 2 ms, and a million bytes take 1 ms in float32 or 0.5 ms in blocks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def part(
     effective: str = "",
     **changes: Any,
 ) -> list[Measured]:
-    """A part's cells, the base where the name is empty; ``ms``: steps of its rounds."""
+    """Return a part's cells. An empty name is the base. ``ms``: step times of the rounds."""
     precision = f"{name}=bfp8:hifi2" if name else "a"
     fields = {"part": name, "step_bytes": dict(step_bytes), **changes}
     fields["weight_bytes"] = sum(step_bytes.values()) + 100  # an embedding
@@ -124,7 +124,7 @@ def test_what_a_group_costs_and_wins() -> None:
 def test_a_group_s_time_is_measured_round_by_round() -> None:
     found = lowered(SWEEP, "ff2")
     assert found.predicted is None and found.measured is not None
-    # 10 - 8.5, 10 - 9 and 10 - 8 ms: their mean, and Student's interval of two freedoms
+    # Savings of the three rounds: mean, and Student's interval with two degrees of freedom.
     assert found.measured.ms == pytest.approx(1.5)
     half = 4.303 * 0.5 / math.sqrt(3)
     assert found.measured.interval == pytest.approx((1.5 - half, 1.5 + half))
@@ -133,12 +133,12 @@ def test_a_group_s_time_is_measured_round_by_round() -> None:
 
 def test_only_rounds_of_both_are_compared() -> None:
     base = part("", BASE_BYTES, kl=0.01, ms=(10.0, 20.0, 30.0))
-    del base[2]  # its round 1
+    del base[2]  # its first round
     other = part("ff2", LOWER, kl=0.02, ms=(9.0, 1.0, 27.0))
     found = lowered([*base, *other], "ff2")
     assert found.measured is not None
     assert found.measured.ms == pytest.approx((1.0 + 3.0) / 2)
-    assert found.measured.interval is None  # of two rounds
+    assert found.measured.interval is None  # in two rounds
     del other[1], other[2]
     found = lowered([*base, *other], "ff2")
     assert found.measured is None and found.kl_per_ms is None
@@ -158,7 +158,6 @@ def test_a_layer_s_time_is_predicted() -> None:
 
 
 def test_no_part_has_two_times() -> None:
-    """Not even a layer that somebody has timed."""
     timed = part("0.wo", LAYER, kl=0.01, ms=(5.0, 5.0, 5.0))
     found = only([*SWEEP, *timed])
     assert all(each.measured is None or each.predicted is None for each in found.parts)
@@ -243,7 +242,7 @@ def test_each_model_and_target_stands_beside_its_own_base() -> None:
             [
                 *SWEEP,
                 *moved(other, model_hash="other", model_name="Other"),
-                *moved(SWEEP[len(BASE) :], target="reference"),  # its base failed
+                *moved(SWEEP[len(BASE) :], target="reference"),  # failed base
             ]
         )
     )
@@ -269,7 +268,7 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 
 def test_groups_are_a_table_of_measured_times() -> None:
     groups = tables(markdown(state_of(SWEEP)))[0]
-    assert [row["Part"] for row in groups] == ["all", "ff2", "wo"]  # the most costly first
+    assert [row["Part"] for row in groups] == ["all", "ff2", "wo"]  # most costly first
     whole, ff2, wo = groups
     assert not any("predicted" in column for column in ff2)
     assert ff2 == {
@@ -296,7 +295,7 @@ def test_layers_are_a_table_of_predicted_times() -> None:
     saved = [float(row["Saved (ms a step, predicted)"]) for row in layers]
     assert saved == pytest.approx([0.75] * 3, rel=0.05)
     assert float(layers[0]["KL / ms (predicted)"]) == pytest.approx(0.03 / 0.75, rel=0.05)
-    # the last two are not told apart by these positions: each may be the second or the third
+    # These positions do not separate the last two parts. Their ranks are a range.
     assert [row["Rank"] for row in layers] == ["1", "2-3", "2-3"]
     assert layers[2]["KL lost (nats)"].startswith("~-1.00e-03")
     assert layers[2]["vs base"] == "+1 -0 p=1" and layers[2]["Top-1 lost (points)"] == "-0.2"
@@ -345,7 +344,7 @@ def test_every_place_has_its_sections() -> None:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
-    """What would have been drawn."""
+    """Return the plotted series."""
     found: list[SimpleNamespace] = []
 
     def draw(values: object, **options: object) -> SimpleNamespace:

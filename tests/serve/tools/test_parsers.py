@@ -1,4 +1,4 @@
-"""Calls in answers, format by format: what is one, what is none, and that cuts change nothing."""
+"""Tool calls in answers, by format. Text without calls stays text, and splits change nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Found = tuple[str, list[tuple[str, str, bool]]]
 
 
 def read(name: str, pieces: Sequence[str], *, must_call: bool = False) -> Found:
-    """The content, and each call: its name, its arguments, whether it is whole."""
+    """Return the content and the calls: name, arguments, and whether the call is complete."""
     parser = FORMATS[name].parser(TOOLS)
     events: list[Event] = []
     for piece in pieces:
@@ -77,14 +77,14 @@ CASES: list[tuple[str, str, str, list[tuple[str, str, bool]]]] = [
         BOTH,
     ),
     (
-        "hermes",  # arguments as a text, and a line's end within a string
+        "hermes",  # arguments as text, with a newline in a string
         '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}'
         '{"name": "weather", "arguments": {"city": "\n"}}</tool_call>',
         "",
         [PARIS, ("weather", '{"city": "\\u000a"}', True)],
     ),
     (
-        "hermes",  # arguments that are no JSON stay what the model wrote
+        "hermes",  # invalid JSON arguments stay unchanged
         '<tool_call>{"name": "weather", "arguments": {\'city\': 1}}</tool_call> so',
         "so",
         [("weather", "{'city': 1}}", True)],
@@ -118,7 +118,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str, bool]]]] = [
         [call("weather", city='a\n"b"\n')],
     ),
     (
-        "qwen3_coder",  # values by their schema, a tag that was left out, no tool_call around it
+        "qwen3_coder",  # values by schema, a missing tag, and no tool_call around
         "<function=weather><parameter=days>3</parameter><parameter=tags>[1, 2]</parameter>"
         "<parameter=note>null</parameter><parameter=when>today</parameter>"
         "<parameter=city>5\n<parameter=other>x</parameter></function>"
@@ -299,10 +299,10 @@ TEXTS = st.sampled_from(["", "Let me see.", "a < b [1] {} `x`", "é\n\nso"])
 def test_calls_that_were_written_are_read_again(
     name: str, before: str, calls: list[tuple[str, dict[str, Any]]], places: list[int]
 ) -> None:
-    """What each format writes of earlier turns is what it reads of answers."""
+    """The parser reads calls written for earlier turns."""
     written = FORMATS[name].write(calls)
     if name in ("llama3_json", "gemma"):
-        before = ""  # a call is the whole answer
+        before = ""  # the whole answer is a call
     content, found = read(name, cut(f"{before}\n{written}" if before else written, places))
     assert content == before
     assert [(each, json.loads(text)) for each, text, _ in found] == calls
@@ -319,7 +319,7 @@ def test_cut_calls_leave_no_markup_and_come_once(
     end: int,
     must_call: bool,
 ) -> None:
-    """Wherever an answer ends, its calls and its content are the beginning of the whole ones."""
+    """The calls and content of a cut answer are a prefix of the whole."""
     written = FORMATS[name].write(calls)
     if name in ("llama3_json", "gemma") or must_call:
         before = ""
@@ -335,7 +335,7 @@ def test_cut_calls_leave_no_markup_and_come_once(
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_cut_at_every_character_leaves_no_markup(name: str) -> None:
-    """One answer of each format, ended behind each of its characters."""
+    """Cut an answer in each format at every character."""
     given = {"city": "Paris", "days": 3, "tags": ["a"], "note": None}
     written = FORMATS[name].write([("weather", given), ("now", {})])
     for end in range(len(written) + 1):

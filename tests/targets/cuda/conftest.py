@@ -1,4 +1,4 @@
-"""Where the CUDA target's kernels run in tests: on the GPU, or in Triton's interpreter without."""
+"""Fixtures for CUDA kernels, on the GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from tilewright.compiler.targets.cuda.steps import attention as steps_attention
 
 @pytest.fixture(autouse=True)
 def _real_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter steps leave padding out of `rotate_and_store`, whose own tests have it in:
-    of the shortest prompts it is most rows, and half of a step's time.
+    """Exclude padding rows from `rotate_and_store` in the interpreter, for speed.
+
+    Its own tests include padding.
     """
     if not torch.cuda.is_available():
         monkeypatch.setattr(steps_attention, "rotate_and_store", rotate_real_rows)
 
 
 def rotate_real_rows(pages: KVPages, qkv: torch.Tensor, **given: Any) -> None:
-    """What `rotate_and_store` does, by the runs of rows that are no padding."""
+    """Run `rotate_and_store` on each run of rows without padding."""
     by_row = {name: given.pop(name) for name in ("q_out", "k_out", "v_out", "positions", "slots")}
     for name in ("q_out", "k_out", "v_out"):
         if by_row[name] is not None:
@@ -43,13 +44,13 @@ def rotate_real_rows(pages: KVPages, qkv: torch.Tensor, **given: Any) -> None:
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where this machine runs the kernels."""
+    """The device for kernels."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
 class Paged:
-    """Pages that hold some positions of some slots, and what those hold, float32 [S, L, G, D]."""
+    """Pages with some positions of some slots, and their float32 values [S, L, G, D]."""
 
     pages: KVPages
     tables: torch.Tensor
@@ -57,7 +58,7 @@ class Paged:
     values: torch.Tensor
 
     def at(self, slot: int, position: int, of: int) -> torch.Tensor:
-        """The fp32 key (``of`` = 0) or value (1) ``[G, D]`` that a page holds."""
+        """Return the fp32 key (``of`` = 0) or value (1) ``[G, D]`` at a position."""
         page, row = int(self.tables[slot, position // PAGE]), position % PAGE
         mantissas = self.pages.values[page, of, :, row].cpu()
         if self.pages.exponents is None:
@@ -68,7 +69,9 @@ class Paged:
 
 @pytest.fixture
 def paged(device: torch.device) -> Callable[..., Paged]:
-    """Makes pages in shuffled order with ``lengths[slot]`` random positions each, NaN elsewhere."""
+    """Return a factory for shuffled pages with ``lengths[slot]`` random positions, and NaN
+    elsewhere.
+    """
 
     def make(kind: str, lengths: Sequence[int], *, num_pages: int, size: tuple[int, int]) -> Paged:
         num_slots = len(lengths)

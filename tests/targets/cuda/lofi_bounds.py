@@ -1,9 +1,8 @@
-"""What a product of e4m3 operands may lose in the matrix unit of a Hopper GPU.
+"""Error bounds for matmuls of e4m3 operands on a Hopper GPU.
 
-An instruction adds 32 exact products to a sum: all are laid beside the largest of them, and what
-is more than 13 bits behind its first bit is cut off, so that each of the 33 loses less than a unit,
-2 ** -13 of the largest. Every 128 columns the sum goes on in float32, where nothing of that size
-is lost.
+An instruction adds 32 exact products to a sum. All are aligned to the largest and truncated to 13
+bits. Each loses less than a unit, 2 ** -13 of the largest. After 128 columns, sums continue in
+float32 without this loss.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ _KEPT, _COLUMNS, _INSTRUCTIONS = 13, 32, 4
 def check_sums(
     found_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, *, bias: Tensor | None = None
 ) -> None:
-    """``found`` is ``x weight^T + bias``, but for what the unit may lose: at most what all terms of
-    all instructions may, and over all sums no more than a unit for each instruction, as if these
-    were independent. A single wrong sign breaks that.
+    """Check that ``found`` is ``x weight^T + bias`` within the unit's error.
+
+    The bound per sum is the worst case. The bound over all sums is a unit per instruction, for
+    independent errors. A single wrong sign exceeds it.
     """
     terms = x_MK.double()[:, None] * weight_NK.double()[None]
     wanted = terms.sum(-1)

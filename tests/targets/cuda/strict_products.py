@@ -1,5 +1,6 @@
-"""Run in a process of its own, for the library's workspace is withheld when a process starts: a
-row of each of the library's products has to have the same bits in any number of rows.
+"""Check that a row of each cuBLAS matmul has equal bits in any batch.
+
+Runs in a separate process, because the workspace is disabled at process start.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ def main() -> int:
                 ]
                 many = [each for each in differing if each >= LEAST_STRICT]
                 worst = max(worst, len(many))
-                if differing:  # of fewer rows than a step gives, nothing is promised
+                if differing:  # without a promise below a step's row count
                     print(f"{name} {rows} x {columns} {kind}: of {differing} rows others' bits")
     return 1 if worst else 0
 
 
 def product(kind: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As steps ask for it: stored in float32, added to float32, or in bfloat16."""
+    """Run a matmul as in steps: stored in float32, added to float32, or in bfloat16."""
     if kind == "bf16":
         return torch.mm(x, weight.T)
     out = torch.ones(len(x), len(weight), device="cuda")

@@ -1,4 +1,4 @@
-"""What every model on the native cpu backend is held to, dense or with experts and kept state."""
+"""Checks for all models on the native cpu backend, with experts and recurrent state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def native(
     batch: int = 1,
     context: int = 64,
 ) -> NativeExecutable:
-    """An executable on one instruction set."""
+    """Return an executable on an instruction set."""
     options = CompileOptions(batch, context, compute=compute, num_threads=num_threads)
     target = NativeTarget()
     graph_module = lowered(model, target="cpu-native", precision=precision)[0]
@@ -65,7 +65,7 @@ def written(
     exact: bool = False,
     rounded: Collection[str] = (),
 ) -> Packed:
-    """The program of a plan; its weights, and itself, stand in the folder."""
+    """Return a program. The folder has the program and its weights."""
     assembly = assemble(plan, exact=exact, rounded=rounded)
     packed = pack(plan, assembly)
     write_packed(packed, folder)
@@ -75,14 +75,14 @@ def written(
 
 
 def mapped_of(packed: Packed, folder: Path) -> Mapped:
-    """The weights of a program, mapped."""
+    """Return a program's mapped weights."""
     return map_weights([each.num_bytes for each in packed.tensors], digest_of(packed), folder)
 
 
 def check_exact(
     model: SimpleNamespace, tokens: list[int], precision: PrecisionConfig, cuts: list[int]
 ) -> None:
-    """The exact mode has the reference's logits, its prompt cut into these pieces."""
+    """Compare the exact mode's logits with the reference, with a prompt in chunks."""
     expected = prefill(compiled(model, precision=precision), tokens)
     executable = compiled(model, "cpu-native", precision=precision)
     assert_near(prefill(executable, tokens, cuts), expected, EXACT)
@@ -92,7 +92,7 @@ def check_exact(
 def check_instruction_sets(
     model: SimpleNamespace, tokens: list[int], precision: PrecisionConfig, folder: Path
 ) -> None:
-    """Each has the same bits, on one thread and on several, and however the prompt is cut."""
+    """Bits are equal on all instruction sets, for any thread count and any chunks."""
     first = None
     for isa in range(library.library().tw_best_isa() + 1):
         executable = native(model, precision, folder, isa=isa, num_threads=1 + isa)
@@ -105,7 +105,7 @@ def check_instruction_sets(
 
 
 def check_rows_alone(many: Executable, count: int, seed: int) -> None:
-    """A row has the same bits alone and among ``count`` rows, in any of their places."""
+    """A row has equal bits with and without other rows, at any position."""
     prompts = [random_tokens(1 + (seed + at) % 9, seed=seed + at) for at in range(count)]
     slots = [take_slot(many, 20) for _ in prompts]
     for slot, prompt in zip(slots, prompts, strict=True):
@@ -118,9 +118,7 @@ def check_rows_alone(many: Executable, count: int, seed: int) -> None:
 
 
 def check_every_batch(many: NativeExecutable, vocab_size: int) -> None:
-    """A row has the bits that it has alone among 1 to 64 rows, decoding or in a prompt of so many
-    tokens, and behind a prompt that was cut at any odd place.
-    """
+    """A row has equal bits among 1 to 64 rows, in decode and in prefill, after any odd chunk."""
     most, prompt = 64, random_tokens(64, vocab_size=vocab_size)
     lengths = [1 + 5 * at % 23 for at in range(most)]
     for at, length in enumerate(lengths):
@@ -147,7 +145,7 @@ def forward(
     *,
     decodes: bool = False,
 ) -> torch.Tensor:
-    """The logits of all tokens, as many of each slot, behind what slots hold at ``starts``."""
+    """Return the logits of all tokens, an equal count per slot, from the positions ``starts``."""
     each = len(tokens) // len(slots)
     positions = np.array([start + at for start in starts for at in range(each)])
     bounds, rows = np.arange(len(slots) + 1) * each, np.arange(len(tokens))

@@ -1,4 +1,4 @@
-"""The native cpu backend: exact values, a row's bits, what it refuses."""
+"""The native cpu backend: exact values, batch-invariant rows, and errors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ FAST = [
 
 @pytest.mark.parametrize(("shape", "held"), grid([(each,) for each in SHAPES], HELD))
 def test_exact_is_the_reference(shape: str, held: tuple[str, str, dict[str, str]]) -> None:
-    """Whatever the format: its values are held exactly."""
+    """For all formats."""
     name, axis, others = held
     model = shaped(shape)
     tokens = tokens_of(model, 19)
@@ -77,7 +77,7 @@ def test_exact_is_the_reference(shape: str, held: tuple[str, str, dict[str, str]
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "mistral", "phi3", "qwen3"])
 def test_dense_architectures_are_the_reference(model_type: str) -> None:
-    """Windows, norms of heads and after mixers, caps, parts that turn with a factor."""
+    """Windows, head norms, norms after mixers, caps, and partial rotation with a factor."""
     changes = importlib.import_module(f"tests.models.test_{model_type}").ON_CUDA
     small = {"num_layers": 1, "intermediate_size": 32, "num_heads": 2, "num_kv_heads": 1}
     model = tiny_model(std=0.2, model_type=model_type, **{"hidden_size": 16, **small, **changes})
@@ -87,7 +87,7 @@ def test_dense_architectures_are_the_reference(model_type: str) -> None:
 
 @pytest.mark.parametrize(("name", "fidelity"), FAST)
 def test_every_instruction_set_has_the_same_bits(name: str, fidelity: str, tmp_path: Path) -> None:
-    """Also a row's bits on one thread and on three, and however its prompt was cut."""
+    """Also for several threads and any chunks."""
     model, tokens = tiny_model(std=0.2, hidden_size=48, head_dim=24), random_tokens(21)
     cache = "bfp8" if fidelity == "lofi" else "bf16"
     precision = precision_of(name, fidelity, **WIDER | {"kv_cache": cache})
@@ -108,12 +108,12 @@ def many(request: pytest.FixtureRequest) -> Executable:
 def test_a_row_does_not_depend_on_the_rows_beside_it(
     many: Executable, count: int, seed: int
 ) -> None:
-    """The same bits alone and among any number of others, in any of the places."""
+    """Bits are equal with and without other rows, at any position."""
     check_rows_alone(many, count, seed)
 
 
 def test_what_a_slot_held_before_weighs_nothing() -> None:
-    """Not even where it was no number: here one token alone makes values that overflow."""
+    """Old NaN values have no effect. Here a single token overflows."""
     model = tiny_model(std=0.2, num_layers=1)
     tensors = model.checkpoint.tensors
     tensors["model.embed_tokens.weight"][:, 0] = 0.0
@@ -130,7 +130,7 @@ def test_what_a_slot_held_before_weighs_nothing() -> None:
 
 
 def test_a_closed_program_is_not_handed_to_the_library() -> None:
-    """Which would read from address nought, and end the process."""
+    """The library would read address 0 and crash the process."""
     executable = compiled(tiny_model(num_layers=1), "cpu-native", precision=precision_of("bf16"))
     executable.close()
     for asked in (executable.memory, lambda: executable.state_bytes(8)):
@@ -179,9 +179,7 @@ def test_a_damaged_program_is_refused(
 @settings(max_examples=60)
 @given(st.data())
 def test_a_program_of_other_numbers_is_refused_or_runs(data: st.DataObject) -> None:
-    """Any number of any structure changed: the library says no, or what it opens is within its
-    memory.
-    """
+    """Changed integers in any structure are refused, or the program stays within its memory."""
     program = _tiny_program()
     structure = data.draw(st.sampled_from(["program", "instruction", "tensor", "state", "width"]))
     value = data.draw(st.sampled_from([-1, 0, 1, 3, 16, 31, 1 << 20, (1 << 31) - 1]))
@@ -201,12 +199,12 @@ def test_a_program_of_other_numbers_is_refused_or_runs(data: st.DataObject) -> N
 
 
 def _set_number(structure: ctypes.Structure, index: int, value: int) -> None:
-    """The ``index``-th of the fields of a structure that are integers."""
+    """Set an integer field of a structure by index."""
     integers = ctypes.c_int32, ctypes.c_uint32
     fields = [field[0] for field in structure._fields_ if field[1] in integers]
     name = fields[index % len(fields)]
     if name in ("num_instructions", "num_tensors", "num_buffers", "num_states"):
-        value = min(value, getattr(structure, name))  # the arrays are no longer than they are
+        value = min(value, getattr(structure, name))  # arrays have their original length
     if name != "num_threads" or value < 4096:
         setattr(structure, name, value)
 
@@ -237,7 +235,7 @@ def test_an_instruction_set_that_is_not_here_is_refused() -> None:
 
 
 def test_a_cache_larger_than_memory_is_refused_with_what_fits() -> None:
-    """Sequences at these positions, or positions of these sequences: both are allowed then."""
+    """The error allows fewer sequences or fewer positions."""
     states = assemble(_plan(), exact=False).states
     slot = kept_bytes(states) + 64 * position_bytes(states)
     with pytest.raises(CompileError, match=r"up to 5 sequences .* or up to 64 positions") as said:
@@ -247,7 +245,7 @@ def test_a_cache_larger_than_memory_is_refused_with_what_fits() -> None:
     check_room(states, 8, 64, 11 * slot)
     with pytest.raises(CompileError, match="allowed: a machine with more memory"):
         check_room(states, 1, 64, slot - 1)
-    windowed = [64] * len(states)  # 1,088 positions of them are held, however many there are
+    windowed = [64] * len(states)  # 1,088 positions are stored for any context
     check_room(states, 1, 100_000, kept_bytes(states) + 1088 * position_bytes(states), windowed)
 
 
@@ -255,8 +253,8 @@ def test_a_cache_larger_than_memory_is_refused_with_what_fits() -> None:
 def test_weights_on_large_pages_are_the_same(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the embedding stays in the mapped file, which may be unlinked. Values of bf16 are packed
-    in 12 bits with exceptions, for one row, for some, and for many.
+    """Only the embedding stays in the mapped file, which may be unlinked. bf16 values are packed in
+    12 bits with exceptions, for all row counts.
     """
     model, tokens = tiny_model(std=0.2, num_layers=1), random_tokens(50)
     cuts = [1, 2, 9]

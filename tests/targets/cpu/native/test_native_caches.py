@@ -1,4 +1,4 @@
-"""Keys and values on the native cpu backend: long contexts, windows, caches in blocks."""
+"""KV caches on the native cpu backend: long contexts, windows, block formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ co
 
 
 def test_long_contexts_are_merged_as_one(tmp_path: Path) -> None:
-    """More positions than are attended to at once, and more tokens than a step computes at once."""
+    """The context exceeds the positions per pass, and the prompt exceeds the tokens per step."""
     model = tiny_model(std=0.2, num_layers=1, max_positions=2048, hidden_size=16, num_heads=2)
     tokens = random_tokens(1100)
     precision = precision_of("fp32")
@@ -38,8 +38,9 @@ def test_long_contexts_are_merged_as_one(tmp_path: Path) -> None:
 def test_long_contexts_have_the_same_bits_on_any_number_of_threads(
     cache: str, tmp_path: Path
 ) -> None:
-    """Attention is split over threads where one key/value head sees many positions: of a layer with
-    a window and of one without, of a row alone, beside short ones and as a prompt's last.
+    """A long context splits a key/value head over threads.
+
+    Layers have a window or full attention. The row is single, with short rows, or last in a prompt.
     """
     sizes = {"hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "max_positions": 2048}
     kinds = {"model_type": "gemma3_text", "windows": (700, 0), "attention_cap": 1.5}
@@ -64,8 +65,9 @@ def test_long_contexts_have_the_same_bits_on_any_number_of_threads(
 
 @pytest.mark.parametrize("windows", [(64, 64), (64, 0)], ids=str)
 def test_what_windows_have_passed_is_given_back(windows: tuple[int, int]) -> None:
-    """A sequence of a hundred windows holds the last of them, and what it may be cut back; layers
-    without a window hold all. The results are the reference's, and behind a copy the same bits.
+    """A long sequence stores the last window and the rollback positions.
+
+    Layers without windows store all. Results equal the reference, and a copy has equal bits.
     """
     sizes = {"hidden_size": 16, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64}
     model = tiny_model(
@@ -94,7 +96,7 @@ def test_what_windows_have_passed_is_given_back(windows: tuple[int, int]) -> Non
 
 
 def _resident() -> int:
-    """Bytes of this process that lie in memory."""
+    """Return this process's resident bytes."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
 
 
@@ -104,9 +106,10 @@ def _resident() -> int:
 def test_caches_in_blocks_have_the_bits_of_their_values(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfp8 a position takes 17 bytes for 16 values, and a row has the bits that the same values
-    in bfloat16 give: whole prompts, ragged pieces, behind a prefix of another slot, in windows;
-    heads of whole blocks and with a part of one, values near the smallest and zeros included.
+    """In bfp8, 16 values take 17 bytes.
+
+    A row has the bits of equal values in bfloat16, for whole prompts, ragged chunks, a prefix from
+    another slot, windows, partial blocks, tiny values and zeros.
     """
     sizes = {"hidden_size": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 24, "num_layers": 2}
     model = tiny_model(std=0.2, max_positions=2048, **sizes, **changes)
@@ -132,7 +135,7 @@ def test_caches_in_blocks_have_the_bits_of_their_values(
 
 
 def _ruin(tensors: dict[str, torch.Tensor]) -> None:
-    """Channels of keys and values that are zeros, tiny, or of very unequal sizes in a block."""
+    """Set channels of keys and values to zeros, tiny values, or very unequal values in a block."""
     for name in ("k_proj", "v_proj"):
         weight = tensors[f"model.layers.0.self_attn.{name}.weight"]
         weight[:16] = 0.0
@@ -144,7 +147,7 @@ def _ruin(tensors: dict[str, torch.Tensor]) -> None:
 def test_keys_and_values_are_rounded_as_the_format_says(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference with a cache of such values is near; without, it is not."""
+    """The reference with a rounded cache is near. The plain reference is not."""
     model, tokens = tiny_model(std=0.2, num_layers=1), random_tokens(24)
     precision = precision_of("fp32", "hifi4fp32", kv_cache=name)
     executable = compiled(model, "cpu-native", precision=precision, compute="fast")

@@ -1,4 +1,4 @@
-"""The native backend's arithmetic is what its contract says, of every fidelity and mixture."""
+"""The native backend's arithmetic equals its contract for all fidelities and mixtures."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     ],
 )
 def test_products_are_what_the_contract_says(name: str, fidelity: str, activation: str) -> None:
-    """Far nearer to it than it is to float: a rounded operand now and then falls to the next of its
-    grid, and no more. ``activation`` bf16 rounds what every operation hands on, besides.
+    """The result is nearer to the contract than to float.
+
+    An operand may round to the next value. ``activation: bf16`` rounds every output.
     """
     precision = precision_of(name, fidelity, **FLOAT | {"activation": activation})
     executable = run("cpu-native", precision)
@@ -77,7 +78,7 @@ def test_exact_rounds_no_activation() -> None:
 
 
 def test_every_float16_is_itself() -> None:
-    """In 2 bytes, looked up as float on every instruction set: tiny ones and both zeros, too."""
+    """Lookups as float on every instruction set, with tiny values and both zeros."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     table = every[every.isfinite()].view(62, 1024)
     panels = value_panels(pad(table.float(), (0, 0, 0, 2)), "fp16").contiguous()
@@ -96,7 +97,7 @@ def test_every_float16_is_itself() -> None:
 
 
 def looked_up(assembly: Assembly, tensor: library.TwTensor, isa: int) -> torch.Tensor:
-    """All rows of a table, through a program that does nothing else."""
+    """Return all rows of a table through a program with a lookup only."""
     program = library.TwProgram(
         size=ctypes.sizeof(library.TwProgram),
         version=library.VERSION,
@@ -149,8 +150,9 @@ UNEQUAL = {
 
 @pytest.mark.parametrize("unequal", UNEQUAL)
 def test_unequal_fidelities_in_one_step(unequal: str) -> None:
-    """A step that decodes one sequence and reads another's prompt, on one held copy of each weight:
-    each has its own phase's arithmetic, and each layer its own.
+    """A step decodes a sequence and prefills another from the same packed weights.
+
+    Each phase and each layer has its own arithmetic.
     """
     precision = precision_of("bfp8", "hifi4fp32", **FLOAT | UNEQUAL[unequal])
     expected = mixed(promised(run("reference", precision)))
@@ -168,7 +170,7 @@ def test_unequal_fidelities_in_one_step(unequal: str) -> None:
 
 
 def mixed(executable: Executable) -> list[torch.Tensor]:
-    """The logits of a decoded row, and of a prompt beside it in the same step."""
+    """Return the logits for a decoded row and a prompt in the same step."""
     decoding, reading = take_slot(executable, 30), take_slot(executable, 30)
     whole = PrefillChunk(decoding, 0, tuple(TOKENS[:12]), chooses=True)
     executable.step(Step(prompts=(whole,), want_logits=True))
@@ -196,7 +198,7 @@ KINDS = [
 def many(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Executable]:
-    """Room for 64 sequences; ``packed``: bfloat16 in 12 bits, as large pages have it."""
+    """An executable for 64 sequences. ``packed``: bfloat16 in 12 bits, as on large pages."""
     name, fidelity = request.param
     if name == "packed":
         monkeypatch.setattr(room, "_WORTH_COPYING", 0)

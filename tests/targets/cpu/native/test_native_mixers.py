@@ -1,4 +1,4 @@
-"""Experts and linear attention on the native cpu backend: values, a row's bits, kept state."""
+"""Experts and linear attention on the native cpu backend: values, bits, and state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EXPERTS: list[dict[str, Any]] = [
 
 
 def small(model_type: str, **changes: Any) -> SimpleNamespace:
-    """A layer or two of an architecture, of sizes that are no whole blocks."""
+    """Return a model with a layer or two, with sizes that are not whole blocks."""
     known = importlib.import_module(f"tests.models.test_{model_type}").ON_CUDA
     sizes = {"num_layers": 1, "intermediate_size": 32, "num_heads": 2, "num_kv_heads": 1}
     sizes = {"hidden_size": 24, **sizes, **known, **changes}
@@ -53,7 +53,7 @@ def small(model_type: str, **changes: Any) -> SimpleNamespace:
 
 @pytest.mark.parametrize("model_type", MIXERS)
 def test_the_architecture_is_the_reference(model_type: str) -> None:
-    """Also cut where no chunk ends, with the same bits."""
+    """Also with other chunk ends, with equal bits."""
     model, tokens, precision = small(model_type), random_tokens(43), precision_of("bf16")
     expected = prefill(compiled(model, precision=precision), tokens)
     executable = compiled(model, "cpu-native", precision=precision)
@@ -68,7 +68,7 @@ def test_the_architecture_is_the_reference(model_type: str) -> None:
 def test_experts_are_held_exactly(
     changes: dict[str, Any], held: tuple[str, str, dict[str, str]]
 ) -> None:
-    """Whatever the format, the sizes and the number of experts of a token."""
+    """For all formats, sizes and numbers of experts."""
     name, axis, others = held
     model, tokens = small("qwen3_moe", **changes), random_tokens(19)
     precision = precision_of(name, block_axis=axis, **others)
@@ -88,7 +88,7 @@ def test_gate_and_up_of_unequal_formats_are_apart() -> None:
 def test_every_instruction_set_has_the_same_bits(
     model_type: str, name: str, fidelity: str, tmp_path: Path
 ) -> None:
-    """Also a row's bits on one thread and on three, and however its prompt was cut."""
+    """Also for several threads and any chunks."""
     model, tokens = small(model_type), random_tokens(21)
     precision = precision_of(name, fidelity, **WIDER)
     check_instruction_sets(model, tokens, precision, tmp_path)
@@ -106,19 +106,19 @@ def many() -> Executable:
 def test_a_row_does_not_depend_on_the_rows_beside_it(
     many: Executable, count: int, seed: int
 ) -> None:
-    """The same bits alone and among any number of others, in any of the places."""
+    """Bits are equal with and without other rows, at any position."""
     check_rows_alone(many, count, seed)
 
 
 def test_sequences_keep_their_state_to_themselves() -> None:
-    """Of different lengths, in any order, used again, and copied."""
+    """Different lengths, any order, reused slots and copies."""
     checks.check_mixed_lengths(make(), "cpu-native")
     checks.check_snapshots(make(), "cpu-native")
     checks.check_random_operations(make("unequal_sizes"), "cpu-native")
 
 
 def test_a_router_without_numbers_gives_none() -> None:
-    """Logits that are no numbers choose experts that there are, and are told."""
+    """NaN logits select existing experts and are reported."""
     model = small("qwen3_moe")
     model.checkpoint.tensors["model.embed_tokens.weight"][60, 0] = 3e38
     executable = compiled(model, "cpu-native", precision=precision_of("bf16"), compute="fast")

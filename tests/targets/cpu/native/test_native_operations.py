@@ -1,4 +1,4 @@
-"""Random operations on the native cpu backend: every row has the bits that it has alone."""
+"""Random operations on the native cpu backend: every row has the bits of a single run."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ NUM_TOKENS, NUM_SLOTS, NUM_SNAPSHOTS = 40, 12, 8
 
 
 class Operations:
-    """Slots that follow known sequences; ``rows`` [sequence][position] are their logits, alone."""
+    """Slots with known sequences. ``rows`` [sequence][position] are the logits of single runs."""
 
     def __init__(self, executable: Executable, sequences: list[list[int]], seed: int) -> None:
         self.executable, self.sequences = executable, sequences
         self.rows = [prefill(executable, tokens) for tokens in sequences]
         self.random = random.Random(seed)
-        self.slots: dict[Slot, tuple[int, int]] = {}  # the sequence, and positions that it holds
+        self.slots: dict[Slot, tuple[int, int]] = {}  # the sequence and its stored positions
         self.snapshots: dict[Snapshot, tuple[int, int]] = {}
         self.num_done = 0
 
     def run(self, count: int) -> None:
-        """Make so many operations: a token decoded, a piece of a prompt, an edit."""
+        """Run random operations: a decoded token, a chunk, or a state update."""
         chosen = (self.decode, self.prompt, self.open, self.close, self.copy, self.save, self.load)
         while self.num_done < count:
             self.random.choices(chosen, (8, 6, 3, 1, 1, 1, 2))[0]()
 
     def some(self, least: int = 0, most: int = NUM_TOKENS) -> list[Slot]:
-        """Slots that hold so many positions, in any order."""
+        """Return slots with enough positions, in random order."""
         found = [slot for slot, (_, held) in self.slots.items() if least <= held < most]
         return self.random.sample(found, len(found))
 
@@ -64,7 +64,7 @@ class Operations:
         self.num_done += sum(map(len, expected)) or 1
 
     def piece(self) -> tuple[PrefillChunk, torch.Tensor] | None:
-        """The next piece of some slot's prompt."""
+        """Return the next chunk for a slot."""
         for slot in self.some()[:1]:
             sequence, held = self.slots[slot]
             end = self.random.randint(held + 1, NUM_TOKENS)
@@ -81,7 +81,7 @@ class Operations:
             self.step([found[1]], prompts=(found[0],))
 
     def decode(self) -> None:
-        """Some slots' next tokens, now and then beside a piece of a prompt."""
+        """Decode some slots, optionally with a chunk."""
         piece = self.piece() if self.random.random() < 0.2 else None
         able = [s for s in self.some(1) if piece is None or s != piece[0].slot]
         if not able:
@@ -108,7 +108,7 @@ class Operations:
             del self.slots[slot]
 
     def copy(self) -> None:
-        """A whole history: its end is where its state is."""
+        """Copy a whole history, because its state is at the end."""
         slot = self.free()
         for source in self.some(1)[:1] if slot is not None else ():
             assert slot is not None
@@ -123,7 +123,7 @@ class Operations:
             self.snapshots[snapshot] = self.slots[slot]
 
     def load(self) -> None:
-        """A snapshot behind as much of a longer history."""
+        """Load a snapshot after a prefix of a longer history."""
         slot, known = self.free(), list(self.snapshots.items())
         if slot is None or not known:
             return
@@ -143,7 +143,7 @@ class Operations:
 )
 @pytest.mark.parametrize("fidelity", ["exact", "lofi"])
 def test_random_operations_have_the_bits_of_rows_alone(count: int, fidelity: str) -> None:
-    """Experts, linear attention and attention in one model; rows alone are the reference's."""
+    """Experts, linear attention and attention in a single model."""
     model = small("qwen3_5_moe")
     sequences = [random_tokens(NUM_TOKENS, seed=seed) for seed in range(6)]
     if fidelity == "exact":

@@ -1,4 +1,4 @@
-"""The native library under the compiler's sanitizers, in a small program of its own."""
+"""The native library with the compiler's sanitizers, in a small C++ program."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_the_library_is_clean(sanitizer: str, tmp_path: Path) -> None:
-    """Every kind of weight, arithmetic and instruction set; then programs of other numbers, which
-    are refused or run within their memory. A few minutes of two cores each.
+    """All weight formats, arithmetics and instruction sets, then invalid programs, which are
+    refused or stay within memory. Takes minutes on two cores.
     """
     program = built(sanitizer, tmp_path)
     for given in ([], [str(NUM_PROGRAMS)]):
@@ -42,8 +42,8 @@ def test_the_library_is_clean(sanitizer: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_a_selection_is_clean(sanitizer: str, tmp_path: Path) -> None:
-    """What `make sanitize-cpu` runs: plain code, under AddressSanitizer the machine's best
-    instruction set too, and one of three kinds of weights.
+    """For `make sanitize-cpu`: the scalar code, the best instruction set with AddressSanitizer, and
+    a third of the formats.
     """
     best = library.library().tw_best_isa()
     kept = {0} if sanitizer == "thread" else {0, best}
@@ -51,9 +51,9 @@ def test_a_selection_is_clean(sanitizer: str, tmp_path: Path) -> None:
 
 
 def built(sanitizer: str, folder: Path, *, kept: set[int] | None = None) -> Path:
-    """The program under a sanitizer; of ``kept`` instruction sets alone, a selection.
+    """Return the program with a sanitizer, limited to ``kept`` instruction sets.
 
-    Skips where the compiler has no such sanitizer.
+    Skip if the compiler lacks it.
     """
     compiler = build.find_compiler()
     assert compiler is not None
@@ -79,7 +79,7 @@ def built(sanitizer: str, folder: Path, *, kept: set[int] | None = None) -> Path
 
 
 def check_sanitizer(command: Sequence[str], sanitizer: str, folder: Path) -> None:
-    """Skip where a program of nothing cannot be built, or run, with it."""
+    """Skip if an empty program does not build or run with the sanitizer."""
     source, program = folder / "nothing.cpp", folder / "nothing"
     source.write_text("int main() {}\n")
     done = subprocess.run(
@@ -90,7 +90,7 @@ def check_sanitizer(command: Sequence[str], sanitizer: str, folder: Path) -> Non
 
 
 def stub(left: Sequence[str], folder: Path) -> Path:
-    """A unit in the place of those of instruction sets that are left out."""
+    """Return a source that replaces the excluded instruction sets."""
     path = folder / "left_out.cpp"
     tables = (f"const Kernels* {TABLES[each]}() {{ return nullptr; }}" for each in left)
     lines = ['#include "kernels.h"', "namespace tw {", *tables, "}"]
@@ -99,6 +99,6 @@ def stub(left: Sequence[str], folder: Path) -> Path:
 
 
 def run(program: Path, given: Sequence[str]) -> None:
-    """The program says that all is well, and no sanitizer says anything."""
+    """Run the program. Fail on any sanitizer message."""
     said = subprocess.run([program, *given], capture_output=True, text=True, check=False)
     assert said.returncode == 0 and said.stdout == "ok\n", said.stdout + said.stderr

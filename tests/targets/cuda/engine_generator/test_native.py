@@ -1,5 +1,5 @@
-"""Generated engines with the CUDA target's kernels for attention and experts. Here stands torch in
-for the kernels: it reads what they are handed, by its addresses, as their sources say.
+"""Generated engines with the CUDA target's kernels for attention and experts. torch replaces the
+kernels: it reads the arguments by address, as in their sources.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ SIZES = {
 
 
 def at(address: int, *shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
-    """The tensor that lies at an address."""
+    """Return the tensor at an address."""
     count = math.prod(shape)
     held = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(held, dtype=dtype).view(shape)
 
 
 def route(a: Any) -> None:
-    """route.cu: shares of the chosen experts, and pairs by expert in tiles."""
+    """Replace route.cu: weights for the selected experts, and pairs by expert in tiles."""
     assert (a.first, a.count, a.renormalise) == (0, a.num_experts, 1)
     logits = at(a.logits, a.num_tokens, a.logits_stride)[:, : a.num_experts].float()
     shares, chosen = logits.softmax(-1).topk(a.top_k)
@@ -92,7 +92,7 @@ def route(a: Any) -> None:
 
 
 def experts(a: Any) -> None:
-    """experts.cu: of gates and ups (epilogue 2), or the weighted sum of what is left."""
+    """Replace experts.cu: SwiGLU (epilogue 2), or the weighted sum."""
     tiles = at(a.tiles, 1 + a.most_tiles, dtype=torch.int32)
     pairs = at(a.pairs, a.most_tiles, TILE, dtype=torch.int16).tolist()
 
@@ -139,7 +139,7 @@ def experts(a: Any) -> None:
 
 
 def attend(a: Any) -> None:
-    """attention.cu, of rows whose pages one group takes."""
+    """Replace attention.cu for rows within a single group of pages."""
     size, heads, groups = 2 * a.half, a.group_heads, a.num_kv_heads
     rows = at(a.positions, 1 << 20, dtype=torch.int64)
 
@@ -172,7 +172,7 @@ def attend(a: Any) -> None:
 
 
 def delta(a: Any) -> None:
-    """delta_step.cu: a token's convolution, delta rule and gated norm."""
+    """Replace delta_step.cu: a token's convolution, delta rule and gated norm."""
     heads, groups, count = a.num_heads, a.num_key_heads, delta.num_rows  # type: ignore[attr-defined]
     size, width = 64, a.width
     channels = (2 * groups + heads) * size
@@ -208,16 +208,16 @@ def delta(a: Any) -> None:
 
 
 class Native(NativeAttention, NativeExperts, NativeDelta, Interpreted):
-    """Steps launched one by one."""
+    """Launches steps without graphs."""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs what it compiles")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of rows of padding, which hold anything
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding rows with random values
 def test_kernels_are_handed_what_their_sources_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits are the reference's: one row and several, rows of padding, pairs of one expert that
-    fill more than a tile, pages beyond the first.
+    """Compare with the reference: single and several rows, padding, full expert tiles, and several
+    pages.
     """
     ran: list[str] = []
 
@@ -261,7 +261,7 @@ def test_kernels_are_handed_what_their_sources_read(
 def test_a_gpu_is_as_close_to_the_reference_as_with_tritons(
     parts: tuple[type, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16, whose roundings alone are beyond the tolerance."""
+    """The tolerance is for bfloat16 rounding."""
     monkeypatch.setattr(f"{PARTS}.steps.PLAN", PLAN)
     device = torch.device("cuda")
     settings = read_hybrid_settings({**SIZES, "torch_dtype": "bfloat16"}, device)

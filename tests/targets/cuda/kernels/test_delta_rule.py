@@ -24,7 +24,7 @@ SIZES = [(1, 3, 8, 24), (2, 4, 16, 16), (1, 1, 48, 40)]
 
 
 def make(num_tokens: int, size: tuple[int, int, int, int], device: torch.device) -> DeltaInputs:
-    """Inputs between other columns."""
+    """Return inputs within wider tensors."""
     key_heads, heads, key_dim, value_dim = size
     width = 2 * key_heads * key_dim + heads * value_dim
     qkv = torch.randn(num_tokens, width + 5, device=device)[:, :width]
@@ -34,7 +34,7 @@ def make(num_tokens: int, size: tuple[int, int, int, int], device: torch.device)
 
 
 def some(inputs: DeltaInputs, rows: slice) -> tuple[object, ...]:
-    """The op's arguments, of some tokens."""
+    """Return the op's arguments for some tokens."""
     parts = (each[rows].clone() for each in (inputs.qkv, inputs.a, inputs.b))
     return (*parts, inputs.a_log, inputs.dt_bias, inputs.num_key_heads, inputs.key_dim)
 
@@ -44,7 +44,7 @@ def some(inputs: DeltaInputs, rows: slice) -> tuple[object, ...]:
 def test_a_step_of_some_sequences(
     size: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """One goes on, one begins, one is padding, whose slot another has."""
+    """A sequence continues, another begins, and a padding row has a used slot."""
     _, heads, key_dim, value_dim = size
     inputs, width = make(3, size, device), heads * value_dim
     z = torch.randn(3, width + 1, device=device)[:, :width]
@@ -80,8 +80,9 @@ def run_prompt(
     exact: bool = True,
     marks: Mapping[int, int] | None = None,
 ) -> torch.Tensor:
-    """In slot 1, with tokens of NaN at negative positions behind the prompt's own; ``marks``:
-    slots for the state before tokens.
+    """Run a prompt in slot 1 with NaN tokens at negative positions after it.
+
+    ``marks``: slots for snapshots.
     """
     count, (z, weight, eps) = len(inputs.qkv), norm
     padded = partial(torch.nn.functional.pad, pad=(0, 0, 0, padding), value=NAN)
@@ -105,7 +106,7 @@ def run_prompt(
 def one_by_one(
     inputs: DeltaInputs, norm: Norm, state: torch.Tensor, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by the op's definition, and the state after it."""
+    """Return the op's result token by token, and the final state."""
     z, weight, eps = norm
     start = state[1] if first else torch.zeros_like(state[1])
     heads = split_heads(inputs.qkv, inputs.num_key_heads, inputs.key_dim, inputs.num_heads)
@@ -117,7 +118,7 @@ def one_by_one(
 
 
 def norm_of(inputs: DeltaInputs) -> Norm:
-    """With an epsilon that keeps short results short: the norm is not to enlarge their errors."""
+    """Return the norm with a large epsilon: small results do not amplify errors."""
     width, device = inputs.num_heads * inputs.value_dim, inputs.qkv.device
     z = torch.randn(len(inputs.qkv), width + 1, device=device)[:, :width]
     return z, torch.rand(inputs.value_dim, device=device), 1e-2
@@ -135,7 +136,7 @@ def test_a_prompt_is_its_tokens_one_by_one(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one span, and in several, the last of which may be padding alone."""
+    """In a single span and in several, also with a span of padding."""
     monkeypatch.setattr(prompts, "SPAN", span)
     count, size, padding = case
     inputs = make(count, size, device)
@@ -159,7 +160,7 @@ def test_states_inside_of_a_prompt_are_those_of_pieces_that_end_there(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To the bit; results and the prompt's own state are what they are without."""
+    """Snapshots have equal bits. Results and the final state are unchanged."""
     monkeypatch.setattr(prompts, "SPAN", span)
     inputs, first, marks = make(150, size, device), 64, {64: 0, 128: 2}
     (z, weight, eps), (_, heads, key_dim, value_dim) = norm_of(inputs), size
@@ -185,8 +186,9 @@ def test_pieces_of_several_sequences_are_those_of_each_alone(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To the bit, with the states inside of them, of eight, wherever they lie in spans: some begin,
-    others go on, and those without rows leave every state as it is.
+    """Bits equal single runs, snapshots included, at any place in the spans.
+
+    Sequences begin, continue, or have no rows and keep their state.
     """
     monkeypatch.setattr(prompts, "SPAN", span)
     inputs, (_, heads, key_dim, value_dim) = make(768, size, device), size
@@ -229,7 +231,7 @@ def test_a_prompt_is_rounded_once(device: torch.device) -> None:
 
 
 def test_equal_keys_do_not_cancel(device: torch.device) -> None:
-    """Where one token is said again and again, with nothing forgotten, the system is the worst."""
+    """Repeated tokens without decay give the worst system."""
     inputs = make(128, (1, 1, 16, 16), device)
     inputs.qkv.copy_(inputs.qkv[:1].clone().expand_as(inputs.qkv))
     inputs.a.fill_(-30.0)
@@ -244,9 +246,10 @@ def test_equal_keys_do_not_cancel(device: torch.device) -> None:
 @pytest.mark.parametrize("alike", [0.0, 0.9])
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_largest_heads(exact: bool, alike: float, device: torch.device) -> None:
-    """With products of float32 and of TF32. TF32 operands are off by up to 2^-11 of themselves, and
-    a result has gone through about six products: 3e-3 of all results together. Queries, keys and
-    values in bfloat16 would be off by 2^-9 before the first product.
+    """TF32 operands lose up to 2^-11.
+
+    After about six products this is 3e-3 of the result. bfloat16 operands would lose 2^-9 before
+    the first product.
     """
     inputs = make(192, (1, 2, 128, 128), device)
     keys = inputs.qkv[:, 128:256]

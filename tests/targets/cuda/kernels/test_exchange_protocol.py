@@ -1,7 +1,7 @@
-"""Why exchange.cuh needs no flag and no barrier: its protocol word by word, in any order.
+"""The protocol of exchange.cuh without flags and barriers, word by word.
 
-A model of what the kernels do, not of how: threads of a kernel run in any order, stores to a peer
-arrive in any order and as late as they like, and a kernel begins when the one before has ended.
+The model has the kernels' actions only. Threads run in any order. Stores to a peer arrive in any
+order and at any time. A kernel starts after the previous kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Value = tuple[int, int, int]  # sender, exchange, word
 
 @dataclass
 class Rank:
-    """One rank: its memory by slot, sender and word, and what its kernel under way has to do."""
+    """A rank: its memory by slot, sender and word, and the actions of its running kernel."""
 
     memory: list[list[list[Value | None]]]
     used: list[int]
@@ -29,7 +29,7 @@ class Rank:
 
 
 class World:
-    """Ranks that exchange ``sizes[e]`` words each in exchange e, with so many slots in turn."""
+    """Ranks that exchange ``sizes[e]`` words in exchange e, with slots in turn."""
 
     def __init__(self, count: int, sizes: list[int], slots: int, *, arms: bool = True) -> None:
         most = max(sizes)
@@ -41,9 +41,7 @@ class World:
         ]
 
     def run(self, chance: random.Random, favoured: int) -> None:
-        """To the end, one action after another, in an order drawn by chance; a favoured rank runs
-        as far ahead as it can.
-        """
+        """Run all actions in random order. The favored rank runs as early as possible."""
         idle = 0
         while any(each.number < len(self.sizes) for each in self.ranks):
             assert idle < 10_000, "all ranks wait"
@@ -72,7 +70,7 @@ class World:
         return True
 
     def kernel(self, at: int, number: int) -> Iterator[Callable[[], bool]]:
-        """What the threads of an exchange do, a word each."""
+        """Return the actions of an exchange's threads, a word per thread."""
         rank, slot = self.ranks[at], number % self.slots
         last = (slot - 1) % self.slots
         for other in range(len(self.ranks)):

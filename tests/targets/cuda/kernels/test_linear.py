@@ -1,4 +1,4 @@
-"""The product in Triton against float64: every kind, odd sizes, all that is fused with it."""
+"""The Triton matmul against float64: all formats, odd sizes, and all fused parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def weight(
 
 
 def tokens(size: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """bfloat16 ``size``, rows further apart than they are long, with NaN between them."""
+    """Return bfloat16 ``size`` with NaN gaps between rows."""
     around = torch.full((size[0], size[1] + 3), NAN, dtype=torch.bfloat16, device=device)
     around[:, : size[1]] = torch.randn(size, device=device)
     return around
@@ -34,18 +34,18 @@ def tokens(size: tuple[int, int], device: torch.device) -> torch.Tensor:
 def poisoned(
     size: tuple[int, int], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An output full of NaN, and the memory around it."""
+    """Return an output filled with NaN, and its surrounding memory."""
     around = torch.full((size[0], size[1] + 5), NAN, dtype=dtype, device=device)
     return around[:, : size[1]], around
 
 
 def expected(x: torch.Tensor, held: PackedWeight) -> torch.Tensor:
-    """The product in float64."""
+    """Return the matmul in float64."""
     return x[:, : held.num_columns].double() @ unpack(held).double().T
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
-    """float32 sums of terms of about 1, and one rounding where the output is bfloat16."""
+    """The tolerance is for float32 sums, and for rounding if the output is bfloat16."""
     epsilon = 2.0**-8 if got.dtype == torch.bfloat16 else 2e-6
     torch.testing.assert_close(got.double(), want, rtol=epsilon, atol=4e-6)
 
@@ -77,7 +77,7 @@ def test_product(kind: str, num_tokens: int, size: tuple[int, int], device: torc
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_small_integers_are_exact(kind: str, device: torch.device) -> None:
-    """Every place of a weight meets its own token: a one-hot product picks single values."""
+    """Each weight element is selected by a one-hot token."""
     dense = torch.randint(-7, 8, (48, 300), device=device) / 8
     held = hold(dense, kind, paired=False)
     assert kind == "bfp4" or torch.equal(unpack(held), dense)
@@ -93,7 +93,7 @@ def test_small_integers_are_exact(kind: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_wide_programs(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tiles of rows a program, the last one with a single tile."""
+    """A program has two row tiles, and the last program has a single tile."""
     monkeypatch.setattr("tilewright.compiler.targets.cuda.kernels.matmul.linear_triton._WIDE", 0)
     held, x = weight(kind, (80, 200), device), tokens((3, 200), device)
     out, _ = poisoned((3, 80), device)
@@ -106,7 +106,7 @@ def test_wide_programs(kind: str, device: torch.device, monkeypatch: pytest.Monk
 
 
 def gated(product: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of pairs in turns of 8, float64."""
+    """Return silu(gate) * up for pairs in turns of 8, in float64."""
     sides = product.unflatten(1, (-1, 2, 8))
     gate, up = sides[:, :, 0].flatten(1), sides[:, :, 1].flatten(1)
     return torch.nn.functional.silu(gate) * up
@@ -149,7 +149,7 @@ def test_norm(kind: str, width: int, device: torch.device) -> None:
     linear(out, x, held, norm=(gain, 1e-5))
     wide = x.double()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * gain
-    # A value on the edge between two bfloat16 may fall on either side.
+    # Ties between two bfloat16 values may round either way.
     torch.testing.assert_close(
         out.double(), expected(normed.bfloat16(), held), rtol=1e-3, atol=1e-3
     )
@@ -157,9 +157,7 @@ def test_norm(kind: str, width: int, device: torch.device) -> None:
 
 @functools.cache
 def rows_are_alike_in_numpy() -> bool:
-    """Whether NumPy's products of few rows have the bits of those of many here, which is the
-    library's affair, and the processor's.
-    """
+    """Return whether NumPy gives equal bits for small and large batches on this processor."""
     x, weights = (np.random.default_rng(0).random((64, 64), np.float32) for _ in range(2))
     x -= 0.5
     whole = x @ weights

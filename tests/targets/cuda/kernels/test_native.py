@@ -1,4 +1,4 @@
-"""linear.cu: how it is launched, that it compiles without spills, and on a GPU what it computes."""
+"""linear.cu: launches, compilation without spills, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAN = float("nan")
 
 
 def shaped(kind: str, num_rows: int, num_columns: int) -> PackedWeight:
-    """A weight of a shape, without one."""
+    """Return a weight's metadata without data."""
     return PackedWeight(kind, num_rows, num_columns, torch.empty(0))
 
 
@@ -50,7 +50,7 @@ def test_a_grid_is_a_kernel_that_fits(held: PackedWeight, num_tokens: int) -> No
     grid = native.choose_grid(held, num_tokens)
     groups = next(count for count in (1, 2, 4, 8) if num_tokens <= 8 * count)
     assert grid.kernel(held.kind, groups) in native.source_of(held.kind).names
-    assert grid.num_warps * 32 >= 128  # x is copied by 128 threads
+    assert grid.num_warps * 32 >= 128  # 128 threads copy x
     assert 1 <= grid.shared_bytes(held, groups) <= 225 * 1024
 
 
@@ -63,13 +63,13 @@ def test_a_walk_is_a_kernel_that_fits(held: PackedWeight, num_tokens: int) -> No
     assert walk.kernel(held.kind) in native.source_of(held.kind).names
     assert num_tokens <= max(1, 8 * walk.groups)
     num_bytes = walk.shared_bytes(held.kind, held.num_column_tiles)
-    fixed = (2 + max(1, walk.groups * 8)) * 1024  # and what the device keeps of each block
+    fixed = (2 + max(1, walk.groups * 8)) * 1024  # and the reserved memory per block
     assert walk.blocks_each * (num_bytes + fixed) <= 228 * 1024
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kernel_has_a_product(kind: str) -> None:
-    """The machine code is compiled where a model starts: it holds nothing that is never launched"""
+    """Machine code is compiled at model start, so it has no unused kernel."""
     chosen = set()
     for num_rows, num_columns in [*SIZES, *USUAL]:
         held = shaped(kind, num_rows, num_columns)
@@ -135,7 +135,7 @@ def test_names_of_kernels() -> None:
 
 
 def check_headers(source: nvrtc.KernelSource) -> None:
-    """NVRTC reads no directory: what a source includes, itself or by a header, is named, once."""
+    """NVRTC reads no directory: a source lists all its headers once."""
     asked, found = {source.path.name}, set[str]()
     while asked - found:
         name = min(asked - found)
@@ -181,7 +181,7 @@ def test_it_compiles_without_spills(source: nvrtc.KernelSource, tmp_path: Path) 
 
 
 def gpu_of(device: torch.device, source: nvrtc.KernelSource) -> torch.device:
-    """The first GPU; the test is skipped where a source's kernels do not run there."""
+    """Return the first GPU, or skip if it cannot run the kernels."""
     place = torch.device(device.type, 0) if device.type == "cuda" else device
     if reason := nvrtc.gpu_of(place).why_no_cpp:
         pytest.skip(reason)
@@ -191,7 +191,7 @@ def gpu_of(device: torch.device, source: nvrtc.KernelSource) -> torch.device:
 
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
-    """A GPU on which linear.cu runs."""
+    """A GPU for linear.cu."""
     return gpu_of(device, native.source())
 
 
@@ -208,7 +208,7 @@ def unpack(held: PackedWeight) -> torch.Tensor:
 
 
 def tokens(held: PackedWeight, gpu: torch.device) -> torch.Tensor:
-    """bfloat16 ``[64, whole tiles]``, zero behind the columns."""
+    """Return bfloat16 ``[64, whole tiles]`` with zero padding."""
     x = torch.zeros(64, held.num_column_tiles * 128, dtype=torch.bfloat16, device=gpu)
     x[:, : held.num_columns] = torch.randn(64, held.num_columns, device=gpu)
     return x
@@ -217,7 +217,7 @@ def tokens(held: PackedWeight, gpu: torch.device) -> torch.Tensor:
 def swiglu_of(
     x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """float64 of ``x [M, K]``, paired rows of gate and up ``[N, K]`` and their bias."""
+    """Return SwiGLU in float64 for ``x [M, K]``, paired rows ``[N, K]`` and their bias."""
     gates, ups = (x.double() @ dense.double().T + bias).unflatten(1, (-1, 2, 8)).unbind(2)
     return (torch.nn.functional.silu(gates) * ups).flatten(1)
 
@@ -230,7 +230,10 @@ def poisoned(width: int, gpu: torch.device, dtype: torch.dtype = torch.float32) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [*SIZES, (28672, 4096), (16391, 2048)])
 def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
-    """Against float64; the first token has the same bits in every batch; nothing else is written"""
+    """Compare with float64.
+
+    The first token has equal bits in all batches. Padding stays unchanged.
+    """
     held = weight(kind, size, gpu, paired=False)
     x = tokens(held, gpu)
     bias = torch.randn(size[0], device=gpu)
@@ -254,12 +257,12 @@ def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.de
 
 
 def variants() -> list[tuple[str, int, native.Walk | native.LaunchGrid]]:
-    """Every product of the sources alone: kind, most tokens, and what chooses it."""
+    """Return the kernels by format, maximum tokens and launch sizes."""
     found: list[tuple[str, int, native.Walk | native.LaunchGrid]] = []
     for name in (name for source in SOURCES for name in source.names if name != "rms_norm"):
         family, kind, *rest = name.split("_")
         sizes = [int(size) for size in rest]
-        if family == "leaves":  # a gemv's product and a norm: test_a_norm_inside has both
+        if family == "leaves":  # matmul with a norm: see test_a_norm_inside
             continue
         if family == "gemv":
             groups, depth = sizes
@@ -346,7 +349,7 @@ def test_a_norm_inside_has_the_bits_of_one_before(
         left, again = torch.full_like(normed[:1], NAN), poisoned(size[0], gpu)[:64]
         given = {"norm": norm, "normed": left}
         native.linear(again, x, held, epilogue=native.STORE, num_tokens=1, **given)
-        assert torch.equal(left, normed[:1])  # zeros behind its columns, too
+        assert torch.equal(left, normed[:1])  # zero padding in the columns too
         assert torch.equal(again[0, : size[0]], inside[0, : size[0]])
     native.linear(before, normed, held, epilogue=native.STORE, num_tokens=3)
     assert torch.equal(inside[0, : size[0]], before[0, : size[0]])
@@ -355,7 +358,7 @@ def test_a_norm_inside_has_the_bits_of_one_before(
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chain_in_a_graph_is_the_chain(kind: str, gpu: torch.device) -> None:
-    """Kernels that begin before their inputs are written still read them."""
+    """Kernels that start early still read complete inputs."""
     helds = [weight(kind, (1024, 1024), gpu, paired=False) for _ in range(6)]
     x = torch.randn(1, 1024, device=gpu)
     gain = torch.ones(1024, device=gpu)

@@ -1,4 +1,4 @@
-"""attention.cu against float64 over what the pages hold, and its bits."""
+"""attention.cu against float64 on the page contents, and its bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTEXTS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 200, 330, 511, 512, 700, 999
 
 
 class Step(DecodeStep):
-    """Through attention.cu, whose queries are more than bfloat16 over pages of bfp8."""
+    """Steps through attention.cu. Over bfp8 pages, queries are more precise than bfloat16."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Step(DecodeStep):
     def run(
         self, rows: list[int] | None = None, *, early: bool = False, share: SplitKV | None = None
     ) -> torch.Tensor:
-        """bf16 ``[rows, H, D]`` on the CPU, from an output full of NaN with a margin a row."""
+        """Return bf16 ``[rows, H, D]`` on the CPU. The output buffer starts as NaN with margins."""
         chosen = list(range(len(self.positions))) if rows is None else rows
         width = self.heads[0] * self.head_dim
         shape = (len(chosen), width + 64)
@@ -47,7 +47,7 @@ class Step(DecodeStep):
         qkv = self.qkv[chosen].contiguous()
         arguments = self.arguments(chosen)
         if out.is_cuda:
-            torch.cuda.synchronize()  # what `early` asks for
+            torch.cuda.synchronize()  # for `early`
         native_attention.attend_decode(
             self.cache.pages, qkv, out=out[:, :width], early=early, share=share, **arguments
         )
@@ -144,7 +144,7 @@ def test_stores_the_new_token_and_nothing_else(
     for row in (0, 2, 3):
         position, slot = int(step.positions[row]), int(step.slots[row])
         _, k, v = step.new(row)
-        # A key may be rounded the other way where its rotation is an ulp apart.
+        # A rotation that differs by an ulp may round a key differently.
         ulp = {"bf16": 2**-6, "bfp8": 2**-5}[kind]
         assert (step.cache.at(slot, position, 0) - rounded(k, kind)).abs().max() <= ulp
         assert torch.equal(step.cache.at(slot, position, 1), rounded(v, kind))
@@ -167,7 +167,7 @@ def test_a_row_does_not_depend_on_its_batch(
     paged: Callable[..., Any],
     device: torch.device,
 ) -> None:
-    """Nor on how many blocks its splits are spread over, nor on a run before it."""
+    """Also for any number of blocks, and after another run."""
     positions = [140, -1, 30, 900]
     step = Step(paged, device, kind=kind, heads=heads, head_dim=head_dim, positions=positions)
     together = step.run()
@@ -183,7 +183,7 @@ def test_a_row_does_not_depend_on_its_batch(
 def test_what_a_page_before_holds_changes_no_bits(
     head_dim: int, paged: Callable[..., Any], device: torch.device
 ) -> None:
-    """The last page's exponents are 25 below the others': alone in a block or behind these."""
+    """The last page has much smaller exponents than earlier pages."""
     step = Step(
         paged, device, kind="bfp8", heads=(4, 1), head_dim=head_dim, positions=[5 * 64 + 20]
     )
@@ -208,9 +208,7 @@ def test_large(
     paged: Callable[..., Any],
     device: torch.device,
 ) -> None:
-    """Several groups of splits, several pages a split; rows that reach few pages have the bits of
-    launches that have no room for more.
-    """
+    """Several groups, and several pages per split. Short rows have the bits of smaller launches."""
     positions = [8191, -1, 330, 64, 0, 5000, 4095, 2047, 2048]
     step = Step(
         paged, device, kind=kind, heads=heads, head_dim=head_dim, positions=positions, num_pages=130
@@ -262,7 +260,7 @@ def test_bfp8_of_any_size(
     paged: Callable[..., Any],
     device: torch.device,
 ) -> None:
-    """Powers of two that float16 does not have, and some positions' 2 ** 30 times smaller."""
+    """Exponents outside float16's range, and positions with very small values."""
     step = Step(paged, device, kind="bfp8", heads=(4, 1), head_dim=head_dim, positions=[999, 64, 0])
     cache, exponents = step.cache, step.cache.pages.exponents
     assert exponents is not None
@@ -292,7 +290,7 @@ def test_chained_in_a_graph(
     paged: Callable[..., Any],
     device: torch.device,
 ) -> None:
-    """Steps over two layers' pages in turn, each waiting for the one before: the same each time."""
+    """Steps over two layers' pages in turn give equal results in each replay."""
     layers = [
         Step(paged, device, kind=kind, heads=heads, head_dim=head_dim, positions=[330, 64, -1, 7])
         for kind in ("bf16", "bfp8")

@@ -1,4 +1,4 @@
-"""delta_step.cu against float64 and the Triton kernels: its bits, its state, what it refuses."""
+"""delta_step.cu against float64 and the Triton kernels: bits, state and errors."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ POSITIONS = [5, 0, -1, 70]
 
 
 def between(x: Tensor) -> Tensor:
-    """The same values between other columns, at odd places."""
+    """Return the values within a wider tensor."""
     return torch.nn.functional.pad(x, (1, 4), value=NAN)[:, 1:-4]
 
 
 @dataclass
 class Step:
-    """Operands between other columns; the slots are not the rows, and padding has another's."""
+    """Operands within wider tensors. Slots differ from rows, and padding has a used slot."""
 
     inputs: DeltaInputs
     z: Tensor
@@ -97,7 +97,7 @@ class Step:
         )
 
     def some(self, rows: list[int]) -> Step:
-        """Some of the rows, on a copy of the state."""
+        """Return some rows with a copy of the state."""
         given = self.inputs
         x, a, b, z = (between(each[rows]) for each in (given.qkv, given.a, given.b, self.z))
         inputs = replace(given, qkv=x, a=a, b=b)
@@ -106,11 +106,11 @@ class Step:
         return Step(inputs, z, self.norm, self.weight, *kept, *where)
 
     def run(self, *, early: bool = False, streams: bool | None = None) -> Tensor:
-        """Through delta_step.cu: bf16 ``[B, H V]``, from an output of NaN with a margin a row."""
+        """Run delta_step.cu: bf16 ``[B, H V]``. The output starts as NaN with margins."""
         shape = (len(self.z), self.z.shape[1] + 12)
         out = torch.full(shape, NAN, dtype=torch.bfloat16, device=self.z.device)
         if out.is_cuda:
-            torch.cuda.synchronize()  # what `early` asks for
+            torch.cuda.synchronize()  # for `early`
         self.launch(out[:, :-12], early=early, streams=streams)
         assert bool(out[:, -12:].isnan().all())
         return out[:, :-12]
@@ -131,7 +131,7 @@ class Step:
         return out
 
     def expected(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Result, window and state of a row, float64."""
+        """Return a row's result, window and state in float64."""
         given, slot = self.inputs, int(self.slots[row])
         key_heads, dim, heads = given.num_key_heads, given.key_dim, given.num_heads
         goes_on = float(self.positions[row] > 0)
@@ -197,7 +197,7 @@ def test_a_row_has_the_same_bits_whether_caches_keep_its_state(
 def test_is_what_the_triton_kernels_do(
     size: tuple[int, int, int, int], device: torch.device
 ) -> None:
-    """Through some steps, each from its own state."""
+    """Several steps, each from its own state."""
     made = Step.make([0, 3, 9, -1, 1], size, device)
     native, triton = (made.some(all_rows(made)) for _ in range(2))
     for _ in range(4):
@@ -214,7 +214,7 @@ def test_is_what_the_triton_kernels_do(
 def test_a_row_does_not_depend_on_its_batch(
     num_rows: int, size: tuple[int, int, int, int], device: torch.device
 ) -> None:
-    """Nor on the run, nor on where it stands."""
+    """Also for any run and any position."""
     positions = [(row * 7) % 5 if row % 11 != 10 else -1 for row in range(num_rows)]
     made = Step.make(positions, size, device)
     together = made.some(all_rows(made))
@@ -238,7 +238,7 @@ def test_a_row_does_not_depend_on_its_batch(
 
 @pytest.mark.gpu
 def test_extreme_gates_and_values(device: torch.device) -> None:
-    """What is forgotten at once or never, zeros, and what silu and sigmoid do at their ends."""
+    """Immediate and no decay, zeros, and the limits of silu and sigmoid."""
     made = Step.make([3, 4, 5], (1, 2, 128, 4), device)
     made.inputs.a[0], made.inputs.b[0] = 60.0, -100.0
     made.inputs.a[1], made.inputs.b[1] = -60.0, 100.0
@@ -255,11 +255,11 @@ def test_extreme_gates_and_values(device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_chained_in_a_graph(device: torch.device) -> None:
-    """Layers in turn, each over its own state, replayed: as run one by one."""
+    """Layers in turn with separate states, replayed, equal single runs."""
     layers = [Step.make([5, 0, -1, 9], (16, 32, 128, 4), device) for _ in range(6)]
     wanted = [each.some(all_rows(each)) for each in layers]
     for each in layers:
-        each.inputs.qkv[2] = NAN  # of padding
+        each.inputs.qkv[2] = NAN  # padding
     outs = torch.full((6, 4, 32 * 128), NAN, dtype=torch.bfloat16, device=device)
     kept = [(each.window.clone(), each.state.clone()) for each in layers]
 
@@ -288,7 +288,7 @@ def test_chained_in_a_graph(device: torch.device) -> None:
 
 
 def test_a_cluster_has_all_value_heads_of_a_key_head() -> None:
-    """At most eight blocks; a state is cut alike whatever the batch."""
+    """A cluster has at most eight blocks. The batch does not change the split of a state."""
     wanted = {(16, 16, 128): 32, (32, 16, 128): 32, (48, 16, 128): 64, (64, 16, 128): 64}
     assert {given: columns_of_a_block(*given) for given in wanted} == wanted
     assert columns_of_a_block(5, 1, 128) == 0
@@ -314,7 +314,7 @@ def test_what_it_does_not_take_is_said(changes: dict[str, Any], words: str) -> N
 
 
 def test_names_of_kernels() -> None:
-    """Every kernel that a launch may ask for is in the source, and takes its threads."""
+    """The source has all kernels with their thread counts."""
     text = native_delta.SOURCE.path.read_text()
     for name in native_delta.SOURCE.names:
         dim, columns = name.removeprefix("delta_step_").split("_")

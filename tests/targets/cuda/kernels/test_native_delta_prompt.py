@@ -1,6 +1,4 @@
-"""delta_solve.cu against float64 and the Triton kernel: what it leaves, whole prompts, its bits,
-what it refuses.
-"""
+"""delta_solve.cu against float64 and the Triton kernel: results, whole prompts, bits and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ SIZES = [(64, 0), (150, 3), (1, 0), (63, 70), (129, 0)]
 
 @dataclass
 class Prompt:
-    """Operands between other columns, with NaN where there is no token."""
+    """Operands within wider tensors, with NaN in place of missing tokens."""
 
     inputs: DeltaInputs
     positions: Tensor
@@ -65,21 +63,21 @@ class Prompt:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of what is left: from the state, corrections, keys, totals, scales."""
+        """Return the result shapes: from the state, corrections, keys, totals, scales."""
         chunks, heads = -(-len(self.positions) // C), self.inputs.num_heads
         key_heads = self.inputs.num_key_heads
         squares = [(chunks, heads, C, D), (chunks, heads, D, C), (chunks, key_heads, D, C)]
         return [*squares, (chunks, heads, C), (chunks, key_heads, 2, C)]
 
     def solve(self) -> list[Tensor]:
-        """By delta_solve.cu, into NaN."""
+        """Run delta_solve.cu into NaN buffers."""
         device = self.positions.device
         left = [torch.full(shape, NAN, device=device) for shape in self.shapes]
         delta_solve(*left, inputs=self.inputs, positions=self.positions)
         return left
 
     def solve_in_triton(self, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-        """By the Triton kernel alone, into NaN."""
+        """Run the Triton kernel into NaN buffers."""
         device = self.positions.device
         left = [torch.full(shape, NAN, device=device) for shape in self.shapes]
         state = torch.zeros(1, self.inputs.num_heads, D, D, device=device)
@@ -96,7 +94,7 @@ class Prompt:
         return left
 
     def run(self, state: Tensor, *, is_native: bool = True) -> Tensor:
-        """The whole prompt in slot 0, the norm without what could hide errors."""
+        """Run the whole prompt in slot 0, with a norm that hides no errors."""
         inputs, device = self.inputs, self.positions.device
         rows, width = len(self.positions), inputs.num_heads * D
         z, out = torch.ones(rows, width, device=device), torch.full((rows, width), NAN)
@@ -109,14 +107,14 @@ class Prompt:
         return out
 
     def expected(self) -> list[Tensor]:
-        """What is to be left, float64."""
+        """Return the expected results in float64."""
         given, (shape, *_) = self.inputs, self.shapes
         chunks, heads = shape[:2]
         ratio, there = heads // given.num_key_heads, (self.positions >= 0)[:, None]
         missing = chunks * C - len(there)
 
         def by_chunk(x: Tensor, width: int = 1) -> Tensor:
-            """``[T, heads * width]`` as ``[N, heads, C, width]``, with zeros behind it."""
+            """Return ``[T, heads * width]`` as ``[N, heads, C, width]``, padded with zeros."""
             x = torch.nn.functional.pad(x, (0, 0, 0, missing))
             return x.view(chunks, C, -1, width).transpose(1, 2)
 
@@ -140,7 +138,7 @@ class Prompt:
 
 
 class Nothing:
-    """A kernel that does nothing."""
+    """An empty kernel."""
 
     def __getitem__(self, grid: object) -> Nothing:
         return self
@@ -150,9 +148,7 @@ class Nothing:
 
 
 def check(found: list[Tensor], wanted: list[Tensor], of_products: float = 3e-3) -> None:
-    """TF32 operands are off by up to 2^-11 of themselves, and a result has gone through some
-    products; sums of decays and scales are of float32.
-    """
+    """TF32 operands lose up to 2^-11 in several products. Sums of decays and scales are float32."""
     errors = (of_products, of_products, 5e-4, 1e-5, 1e-6)
     for got, want, error in zip(found, wanted, errors, strict=True):
         assert got.shape == want.shape
@@ -175,7 +171,7 @@ def test_what_it_leaves(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Against float64 and what the Triton kernel leaves; the same bits each time."""
+    """Compare with float64 and the Triton kernel. Bits are equal in each run."""
     prompt = Prompt.make(*size, heads, device)
     left = prompt.solve()
     check(left, prompt.expected())
@@ -187,7 +183,7 @@ def test_what_it_leaves(
 
 @pytest.mark.gpu
 def test_a_chunk_does_not_depend_on_the_others(device: torch.device) -> None:
-    """Nor on how many tokens are padding behind it, nor on which heads there are."""
+    """Also for any padding and any heads."""
     prompt = Prompt.make(192, 0, (2, 4), device)
     whole = prompt.solve()
     given = prompt.inputs
@@ -204,8 +200,8 @@ def test_a_chunk_does_not_depend_on_the_others(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", [4.0, 100.0])
 def test_equal_keys_do_not_cancel(step: float, device: torch.device) -> None:
-    """Where one token is said again and again, with nothing forgotten, the system is the worst;
-    and all of a key's products are off alike.
+    """Repeated tokens without decay give the worst system, and equal errors in all products of a
+    key.
     """
     prompt = Prompt.make(128, 0, (1, 1), device)
     given = prompt.inputs
@@ -217,7 +213,7 @@ def test_equal_keys_do_not_cancel(step: float, device: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_extreme_gates(device: torch.device) -> None:
-    """What is forgotten at once or never, written wholly or not at all, and keys of zeros."""
+    """Immediate and no decay, full and no writes, and zero keys."""
     prompt = Prompt.make(64, 0, (1, 1), device)
     given = prompt.inputs
     given.a[::5], given.a[1::5] = 60.0, -60.0
@@ -234,7 +230,7 @@ def test_a_whole_prompt(
     first: int,
     device: torch.device,
 ) -> None:
-    """As with the Triton kernel; and the state after it."""
+    """Compare output and state with the Triton kernel."""
     prompt = Prompt.make(*size, (2, 4), device, first)
     start = torch.randn(1, 4, D, D, device=device)
     states = [start.clone() for _ in range(2)]
@@ -247,7 +243,7 @@ def test_a_whole_prompt(
 
 @pytest.mark.gpu
 def test_chained_in_a_graph(device: torch.device) -> None:
-    """Prompts in turn, each into what the one before it left, replayed: as run one by one."""
+    """Prompts in turn on the same state, replayed, equal single runs."""
     layers = [Prompt.make(256, 0, (4, 8), device) for _ in range(4)]
     wanted, left = [layer.solve() for layer in layers], layers[0].solve()
     kept = [[torch.empty_like(each) for each in left] for _ in layers]
@@ -287,7 +283,7 @@ def test_what_it_does_not_take_is_said(changes: dict[str, Any], words: str) -> N
 
 
 def test_the_source_has_the_kernel_and_its_shared_memory() -> None:
-    """Two blocks a multiprocessor, each with a kilobyte of the device's own."""
+    """Two blocks fit a multiprocessor, with the reserved kilobyte per block."""
     source, shared = native_delta_prompt.SOURCE, native_delta_prompt._SHARED
     assert f" {source.names[0]}(const DeltaSolve p)" in source.path.read_text()
     assert shared % 16 == 0 and 2 * (shared + 1024) <= 228 * 1024

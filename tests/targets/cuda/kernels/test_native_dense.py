@@ -1,4 +1,4 @@
-"""dense.cu: how it is launched, and on a GPU what it computes."""
+"""dense.cu: launches, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_takes() -> None:
-    """More rows of large weights and of long ones; rows of x that the copy engine can find."""
+    """Large and long weights take more rows. Rows of x must be aligned."""
     taken = [n in native_dense.rows_of(shaped("bf16", 6144, 4096)) for n in (4, 5, 64, 65)]
     assert taken == [False, True, True, False]
     for size in ((28672, 4096), (4096, 14336)):
@@ -87,7 +87,7 @@ def test_what_is_chosen_is_there_and_fits(
 
 
 def test_every_kernel_has_a_product() -> None:
-    """The machine code is compiled where a model starts: it holds nothing that is never launched"""
+    """Machine code is compiled at model start, so it has no unused kernel."""
     chosen = {"norm_codes"}
     for size in (*SIZES, (16384, 14336), (128256, 4096)):
         held = shaped("bf16", *size)
@@ -178,12 +178,12 @@ def test_every_header_is_named_once() -> None:
 
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
-    """A GPU on which dense.cu runs."""
+    """A GPU for dense.cu."""
     return gpu_of(device, native_dense.SOURCE)
 
 
 def ways_of(kind: str, held: PackedWeight, count: int) -> list[DenseTileConfig]:
-    """All that there are kernels for, with as many slices as fit."""
+    """Return all kernels with all possible slices."""
     found = []
     chunks = -(-2 * held.num_columns // 128)
     for of, eights, groups in native_dense.MADE:
@@ -197,7 +197,7 @@ def ways_of(kind: str, held: PackedWeight, count: int) -> list[DenseTileConfig]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", SIZES)
 def test_products(size: tuple[int, int], gpu: torch.device) -> None:
-    """Against float64, by what is chosen; nothing else is written; the same again, bit by bit."""
+    """Compare the selected kernel with float64. Padding stays unchanged, and bits repeat."""
     held = weight("bf16", size, gpu, paired=False)
     x = torch.cat([tokens(held, gpu) for _ in range(2)])[:, : size[1]]
     bias = torch.randn(size[0], device=gpu)
@@ -218,7 +218,7 @@ def test_products(size: tuple[int, int], gpu: torch.device) -> None:
 @pytest.mark.parametrize("size", [(17000, 640), (200, 2176)])
 @pytest.mark.parametrize("count", [5, 30, 60, 100])
 def test_every_way(size: tuple[int, int], count: int, gpu: torch.device) -> None:
-    """Near float64, with one turn of blocks of rows and with more."""
+    """Compare with float64, for single and several turns."""
     held = weight("bf16", size, gpu, paired=False)
     x = torch.cat([tokens(held, gpu) for _ in range(2)])[:count, : size[1]]
     want = x.double() @ unpack(held).double().T
@@ -241,7 +241,7 @@ def test_swiglu(size: tuple[int, int], gpu: torch.device) -> None:
 
 
 def codes_of(size: tuple[int, int], count: int, gpu: torch.device, octaves: int = 48) -> BlockCodes:
-    """Rows of the weight lie so many octaves apart."""
+    """Return codes. Weight rows differ by ``octaves``."""
     dense = torch.randn(size, device=gpu) / size[1] ** 0.5
     dense *= torch.exp2(torch.arange(float(size[0]), device=gpu) % octaves)[:, None]
     exact = exact_rows(get_format("bfp4").round_trip(dense))
@@ -252,7 +252,7 @@ def codes_of(size: tuple[int, int], count: int, gpu: torch.device, octaves: int 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [(48, 1040), (200, 96), (35, 2048), (34000, 128)])
 def test_products_of_codes(size: tuple[int, int], gpu: torch.device) -> None:
-    """Within what the matrix unit may lose, in every way, with one turn of blocks and with more."""
+    """Within the matrix unit's error, for single and several turns."""
     held = PackedWeight("bfp4", *size, torch.empty(0, device=gpu))
     for count in (17, 33, 64):
         codes, bias = codes_of(size, count, gpu), torch.randn(size[0], device=gpu)
@@ -281,7 +281,7 @@ def test_codes_of_a_norm_are_those_of_its_rows(width: int, gpu: torch.device) ->
 
 @pytest.mark.gpu
 def test_what_feeds_a_product_of_blocks(gpu: torch.device) -> None:
-    """As `wide.cu` reads it, of bfloat16 and of codes."""
+    """The output has the layout of `wide.cu`, for bfloat16 and for codes."""
     from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 
     held = weight("bf16", (16384, 2048), gpu, paired=True)

@@ -1,5 +1,5 @@
-"""experts_few.cu beside experts.cu: the same bits, in company, within graphs, and with experts that
-it finds itself.
+"""experts_few.cu has the bits of experts.cu: with other kernels, in graphs, and with its own
+selection.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_the_kernels_that_are_taken_are_made() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_of_one_token_s_sum_fits_beside_one_of_the_product(kind: str) -> None:
-    """A multiprocessor has 228 KB, of which it keeps one for each block"""
+    """A multiprocessor has 228 KB and reserves a part for each block."""
     up, shared_up = empty(kind, 1024, 2048, 256), empty(kind, 1024, 2048)
     down, shared_down = empty(kind, 2048, 512, 256), empty(kind, 2048, 512)
     total = 0
@@ -54,14 +54,14 @@ def test_what_few_tokens_kernels_take() -> None:
 
     up = empty("bfp8", 1024, 2048, 256)
     assert depth(up, None, 2, 16) and not depth(up, None, 3, 8) and not depth(up, None, 2, 17)
-    assert not depth(up, empty("bfp8", 1024, 1024), 1, 8)  # x is one for all
+    assert not depth(up, empty("bfp8", 1024, 1024), 1, 8)  # a common x for all
     takes = partial(few_experts.takes_choice, top_k=8)
     down = empty("bfp8", 2048, 512, 256)
     assert takes([(up, None), (down, None)], 256) and not takes([(up, None), (down, None)], 257)
 
 
 class Layer:
-    """An up and a down of some experts, and of one that all tokens share."""
+    """Up and down matmuls for some experts and a shared expert."""
 
     def __init__(self, kind: str, num_experts: int, columns: int, inner: int, wide: int) -> None:
         self.inner, self.wide, self.columns = inner, wide, columns
@@ -82,11 +82,11 @@ class Layer:
         choice: TopKParams | None = None,
         few: tuple[int | None, int | None] = (None, None),
     ) -> torch.Tensor:
-        """Adds to ``out``; what lies between the products."""
+        """Add to ``out``. Return the value between the matmuls."""
         num_tokens, top_k = step.weights.shape
         y = torch.empty(num_tokens, self.wide, device=CUDA, dtype=torch.bfloat16)
         inner = torch.empty(num_tokens, top_k * self.inner, device=CUDA, dtype=torch.bfloat16)
-        if not torch.cuda.is_current_stream_capturing():  # no kernel between those of a graph
+        if not torch.cuda.is_current_stream_capturing():  # no kernel between the kernels of a graph
             y.fill_(NAN), inner.fill_(NAN)
         first = None if gate is None else Shared(x, self.shared_up, y)
         last = None if gate is None else Shared(y, self.shared_down)
@@ -121,9 +121,9 @@ def test_few_tokens_have_the_same_bits(
     is_padded: bool,
     has_shared: bool,
 ) -> None:
-    """Two tokens are two rows, of which every expert has both in one size, or one and padding."""
+    """Two tokens are two rows. An expert has both rows, or a row and padding."""
     num_experts, _, columns, inner, wide = size
-    inner = min(inner, 1024) if num_tokens > 1 else inner  # x of more pairs has no room
+    inner = min(inner, 1024) if num_tokens > 1 else inner  # x for more pairs does not fit
     layer, step = Layer(kind, num_experts, columns, inner, wide), Step(num_tokens, *size[:2])
     x = torch.randn(num_tokens, columns, device=CUDA).bfloat16()
     gate = torch.randn(num_tokens, 1, device=CUDA) if has_shared else None
@@ -155,13 +155,13 @@ def test_one_token_s_experts_are_found_within(
     layer, step = Layer("bfp8", num_experts, columns, inner, wide), Step(1, num_experts, top_k)
     x = torch.randn(1, columns, device=CUDA).bfloat16()
     gate, before = torch.randn(1, 1, device=CUDA), torch.randn(1, columns, device=CUDA)
-    for logits in (step.logits.clone(), torch.zeros_like(step.logits)):  # the first of equals
+    for logits in (step.logits.clone(), torch.zeros_like(step.logits)):  # first of equal values
         step.logits = logits
         step.route(renormalise=renormalise)
         torch.cuda.synchronize()
         expected, found = before.clone(), before.clone()
         between = layer.run(expected, x, step, gate, few=(0, 0))
-        nobody = Step(1, num_experts, top_k)  # whose tiles and weights are not read
+        nobody = Step(1, num_experts, top_k)  # its tiles and weights are not read
         choice = TopKParams(logits, step.positions, renormalise)
         assert torch.equal(layer.run(found, x, nobody, gate, choice=choice), between)
         assert torch.equal(found, expected)
@@ -190,7 +190,7 @@ def test_other_ranks_experts_and_padding_have_no_products(
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16", "bfp8"])
 def test_layers_in_a_graph_read_what_the_layer_before_has_written(kind: str) -> None:
-    """A sum reads its logits, the residual and the gate before the kernel before it has ended"""
+    """A sum reads logits, residual and gate before the previous kernel ends."""
     num_experts, top_k, columns, num_layers = 64, 8, 512, 6
     layers = [Layer(kind, num_experts, columns, 128, 256) for _ in range(2)]
     routers = [hold(torch.randn(num_experts + 1, columns, device=CUDA), "bf16", paired=False)]

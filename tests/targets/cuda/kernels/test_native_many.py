@@ -1,4 +1,4 @@
-"""dense_many.cu: how it is launched, and on a GPU what it computes."""
+"""dense_many.cu: launches, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def takes(num_rows: int, num_tokens: int, processors: int) -> bool:
 
 
 def test_what_it_takes() -> None:
-    """Numbers of tokens whose blocks fill the device; two turns of a single column, too. Large
-    weights only.
+    """Token counts with a busy device, also with two turns of a single column.
+
+    Large weights only.
     """
     counts = (64, 65, 128, 129, 192, 256, 257, 384, 512, 640, 768, 784, 896, 1024, 2048, 4096, 4097)
     taken = [each for each in counts if takes(28672, each, H200)]
@@ -62,8 +63,9 @@ def test_what_it_takes() -> None:
 def test_every_way_covers_the_product_and_fits(
     num_rows: int, num_tokens: int, processors: int
 ) -> None:
-    """All blocks of a turn are on the device at once, or a cluster would wait for what has no room;
-    clusters are whole.
+    """All blocks are resident concurrently, because a cluster waits for all its blocks.
+
+    Clusters are complete.
     """
     for turned, eights in native_many.MADE:
         way = native_many.way_of(eights, num_rows, num_tokens, processors, turned=turned)
@@ -81,12 +83,12 @@ def test_every_header_is_named_once() -> None:
 
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
-    """A GPU on which dense_many.cu runs."""
+    """A GPU for dense_many.cu."""
     return gpu_of(device, native_many.SOURCE)
 
 
 def check(x: Tensor, held: PackedWeight, rows: Tensor, way: SwiGLUTileConfig, bias: Tensor) -> None:
-    """Against float64; nothing else is written; the same again, bit by bit."""
+    """Compare with float64. Padding stays unchanged, and bits repeat."""
     width, count = held.num_rows // 2, len(x)
     want = swiglu_of(x, unpack(held), bias)
     around = torch.full((count + 3, width + 64), NAN, dtype=torch.bfloat16, device=x.device)
@@ -102,8 +104,8 @@ def check(x: Tensor, held: PackedWeight, rows: Tensor, way: SwiGLUTileConfig, bi
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [(1136, 520), (2304, 64), (18432, 192)])
 def test_every_way(size: tuple[int, int], gpu: torch.device) -> None:
-    """Odd numbers of blocks, the last of which is not whole; K that ends inside of a chunk; one
-    turn and several; tokens that end inside of a block, half of which the other one fetches.
+    """Odd block counts with a partial block, a partial chunk of K, single and several turns, and a
+    partial block of tokens. The other block copies half.
     """
     held = weight("bf16", size, gpu, paired=True)
     bias = torch.randn(size[0], device=gpu)
@@ -118,7 +120,7 @@ def test_every_way(size: tuple[int, int], gpu: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_products_in_a_graph_wait_for_each_other(gpu: torch.device) -> None:
-    """A norm makes x right before, and both are overwritten right behind."""
+    """A norm writes x just before. Both are overwritten just after."""
     size, count = (16384, 2048), 768
     held, others = (
         weight("bf16", size, gpu, paired=True),
@@ -156,7 +158,7 @@ def test_products_in_a_graph_wait_for_each_other(gpu: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_values_of_blocks(gpu: torch.device) -> None:
-    """Of a weight held in blocks, whose values are held once more."""
+    """For a block-format weight with a dequantized copy."""
     held = weight("bfp8", (2048, 512), gpu, paired=True)
     rows = hold(unpack(held).float(), "bf16", paired=False).data
     x = torch.randn(300, 512, device=gpu).bfloat16()

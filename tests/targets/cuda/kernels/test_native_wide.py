@@ -1,4 +1,4 @@
-"""wide.cu: how it is launched, that it compiles as it should, and on a GPU what it computes."""
+"""wide.cu: launches, compilation without spills, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def step_us(kind: str) -> dict[native_wide.BlockTileConfig, float]:
 
 
 def test_what_it_takes() -> None:
-    """More rows of large weights and of many row tiles; what is cut only as far as it is faster."""
+    """Large weights take more rows. A split K takes rows only while faster."""
     assert [n in native_wide.rows_of(shaped("bfp8", 28672, 4096)) for n in (16, 17, 512, 513)] == [
         *(False, True, True, False)
     ]
@@ -87,7 +87,7 @@ def test_what_is_chosen_is_there_and_fits(kind: str, rows: int, same_bits: bool)
 def test_many_tokens_take_the_way_that_fills_the_device(
     size: tuple[int, int], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where bits may differ: the fastest on an H100 of those that were measured, or nearly so."""
+    """With other bits, the fastest sizes on an H100 are selected, within a tolerance."""
     monkeypatch.setattr(native_wide, "num_processors", lambda device: 132)
     held = shaped("bfp8", *size)
     ways = [
@@ -108,7 +108,7 @@ def test_every_header_is_named_once() -> None:
 def test_it_compiles_without_spills_and_keeps_the_matrix_unit_fed(
     source: nvrtc.KernelSource, tmp_path: Path
 ) -> None:
-    """The assembler says where it makes one product wait for another."""
+    """The assembler reports matmuls that wait for other matmuls."""
     target = "-gencode=arch=compute_90a,code=sm_90a"
     command = ["nvcc", "-std=c++17", "-cubin", target, "-Xptxas", "-v"]
     done = subprocess.run(
@@ -127,7 +127,7 @@ def test_it_compiles_without_spills_and_keeps_the_matrix_unit_fed(
 
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
-    """A GPU on which wide.cu runs."""
+    """A GPU for wide.cu."""
     return gpu_of(device, native_wide.SOURCE)
 
 
@@ -137,7 +137,7 @@ def gpu(device: torch.device) -> torch.device:
     "size", [(4096, 4096), (4096, 14336), (28672, 4096), (960, 576), (48, 200), (35, 2052)]
 )
 def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
-    """Against float64; a token has the bits that linear.cu gives it; nothing else is written"""
+    """Compare with float64. A token has the bits of linear.cu. Padding stays unchanged."""
     held = weight(kind, size, gpu, paired=False)
     x = torch.cat([tokens(held, gpu) for _ in range(8)])
     bias = torch.randn(size[0], device=gpu)
@@ -203,7 +203,7 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_way_of_a_whole_k(kind: str, gpu: torch.device) -> None:
-    """Of a weight whose K is cut elsewhere: equal bits among them, near float64."""
+    """For a weight with a split K in linear.cu: equal bits in all sizes, near float64."""
     held = weight(kind, (4096, 2176), gpu, paired=False)
     x = torch.cat([tokens(held, gpu) for _ in range(8)])[:500]
     want = x[:, : held.num_columns].double() @ unpack(held).double().T
@@ -252,7 +252,7 @@ def test_swiglu(kind: str, gpu: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [190, 380, 500])
 def test_a_product_feeds_one_that_is_walked_over_whole(count: int, gpu: torch.device) -> None:
-    """In blocks of other numbers of tokens than its own."""
+    """The next matmul has other token blocks."""
     held = weight("bfp8", (16384, 2048), gpu, paired=True)
     down = weight("bfp8", (4096, 8192), gpu, paired=False)
     x = torch.cat([tokens(held, gpu) for _ in range(8)])[:count]

@@ -1,4 +1,4 @@
-"""What is handed to CUDA C++ kernels, and what is said where they cannot be had."""
+"""Parameter structures of CUDA C++ kernels, loading, and error messages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ struct float2 { float x, y; };
 
 
 def structures(source: nvrtc.KernelSource) -> str:
-    """The structures that the host fills in, as they stand in the source and its headers."""
+    """Return the parameter structures in a source and its headers."""
     files = [source.path, *(nvrtc.header_path(source.path, name) for name in source.headers)]
     text = "\n".join(path.read_text() for path in files)
     found = [
@@ -77,7 +77,7 @@ def compiles(source: nvrtc.KernelSource) -> bool:
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.path.name)
 def test_structures_lie_as_kernels_read_them(source: nvrtc.KernelSource) -> None:
-    """Checked again whenever a source is compiled; one more field, or another type, is an error."""
+    """Compilation repeats this check. An additional field or another type is an error."""
     assert source.structures and compiles(source)
     (name, twin), *others = source.structures
     (first, kind), *fields = twin._fields_
@@ -95,7 +95,7 @@ def test_structures_lie_as_kernels_read_them(source: nvrtc.KernelSource) -> None
 
 
 class Driver:
-    """Stands for the driver and NVRTC; notes which device was current when a module was loaded."""
+    """Replaces the driver and NVRTC. Records the current device at each module load."""
 
     def __init__(self) -> None:
         self.current, self.error = 0, 0
@@ -142,7 +142,7 @@ CUBIN = nvrtc._cubin
 
 
 def test_kernels_are_loaded_into_the_device_that_asks(driver: Driver) -> None:
-    """Whichever is current."""
+    """Regardless of the current device."""
     for index in (1, 0, 3):
         nvrtc.load(torch.device("cuda", index), SOURCE)
     assert driver.loaded == [1, 0, 3] and driver.current == 0
@@ -152,7 +152,7 @@ def test_kernels_are_loaded_into_the_device_that_asks(driver: Driver) -> None:
 def test_where_blocks_are_to_lie_beside_others_all_memory_is_shared(
     driver: Driver, beside: bool
 ) -> None:
-    """Else the second kernel's wait until the multiprocessor is empty, and is cut anew."""
+    """Otherwise the second kernel would wait for an empty multiprocessor."""
     asked: list[tuple[int, int]] = []
     driver.cuFuncSetAttribute = lambda function, what, value: (asked.append((what, value)), (0,))[1]
     nvrtc.load(torch.device("cuda", 0), dataclasses.replace(SOURCE, beside=beside))
@@ -160,7 +160,7 @@ def test_where_blocks_are_to_lie_beside_others_all_memory_is_shared(
 
 
 def test_an_error_of_the_device_is_raised_and_not_kept(driver: Driver) -> None:
-    """It says nothing about whether the kernels can run: out of memory, for one."""
+    """For example, out of memory does not mean that kernels cannot run."""
     driver.error = 2
     with pytest.raises(RuntimeError, match="CUDA: 2"):
         nvrtc.load(torch.device("cuda", 0), SOURCE)

@@ -1,4 +1,4 @@
-"""Drawn tokens are those that the operator draws, for the same random numbers."""
+"""Sampled tokens equal the operator's, for equal random numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def choice_of(
     chunk: int = 128,
     device: torch.device = CPU,
 ) -> SamplingBatch:
-    """How rows choose; in chunks so small that even a few logits are several."""
+    """Return sampling parameters with small chunks, to get several chunks."""
     table = SlotTable(len(rows), 3, device)
     slots = [Slot(row) for row in range(len(rows))]
     table.open(dict(zip(slots, rows, strict=True)))
@@ -108,7 +108,7 @@ given_rows = given(
 @settings(max_examples=6)
 @given_rows
 def test_draws_are_the_operators(**drawn_from: Any) -> None:
-    """Logits of a few levels are full of ties; every row has parameters of its own."""
+    """Logits have many ties. Every row has its own parameters."""
     check_rows(**drawn_from)
 
 
@@ -121,7 +121,7 @@ def test_many_draws_are_the_operators(**drawn_from: Any) -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 1e-20, 1e-7])
 def test_logits_of_one_weight_are_taken_by_token(spread: float) -> None:
-    """All equal, or so near each other that float64 tells no weights apart, or some of them."""
+    """All logits are equal, or differ too little for float64, or only some do."""
     rows = [
         SamplingParams(temperature=1.0, top_k=3, seed=1),
         SamplingParams(temperature=1.0, top_p=0.5, seed=2),
@@ -134,7 +134,10 @@ def test_logits_of_one_weight_are_taken_by_token(spread: float) -> None:
 def test_a_number_on_the_edge_takes_the_next_token(
     number: float, logits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interval of a token is closed below and open above; an empty one is never hit."""
+    """A token's interval includes its lower end and excludes its upper end.
+
+    An empty interval is never selected.
+    """
     begin = sample._begin_kernel
 
     class Told:
@@ -175,7 +178,7 @@ def test_what_nobody_asks_for_is_not_searched_for() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocabulary", [128_256, 248_320])
 def test_rows_of_real_vocabularies(vocabulary: int, device: torch.device) -> None:
-    """10,000 drawn rows; in graphs, each row beside others and alone."""
+    """10,000 sampled rows, in graphs, with and without other rows."""
     count, drawing = 64, Drawing(True, True)
     differ = 0
     for at in range(20):
@@ -205,13 +208,13 @@ def test_rows_of_real_vocabularies(vocabulary: int, device: torch.device) -> Non
         assert alone == found[5:6].tolist()
         wanted = expected(logits, rows, positions)[0]
         differ += int((np.array(wanted) != np.array(found.tolist())).sum())
-    # Sums are rounded otherwise here than there: a number on the edge of a token may fall over it.
+    # Sums round differently here, so a number at the end of an interval may select the neighbor.
     assert differ <= 1
     assert math.isfinite(float(logits.sum()))
 
 
 def test_random_numbers_are_the_operators() -> None:
-    """Of any seed and position; seeds are 64 bits with a sign."""
+    """For all seeds and positions. Seeds are signed 64-bit integers."""
     pairs = [(0, 0), (-1, 2**40), (-5, 3), (-(2**63), 2**33 + 1), (123456789, 7)]
     rows = [SamplingParams(temperature=1.0, seed=seed) for seed, _ in pairs]
     choice = choice_of(rows, [position for _, position in pairs], 2)
