@@ -9,15 +9,16 @@ from collections.abc import Sequence
 
 AUTO = "auto"
 UNQUANTISED = "accuracy"
-SMALL = "stored-float-prefill"
+SMALL = {"cpu-native": "stored-float-prefill", "cpu": "stored-float-head"}
+"""Configuration of small models by target. ``cpu`` is ONNX Runtime, whose prefill and decode have
+the same arithmetic.
+"""
 SMALL_BYTES = 500_000_000
 """Files below this size hold small models, whose logits are often near ties."""
 HOLDS_STORED = ("reference", "null", "cpu", "cpu-native", "cuda")
 """The targets that run a quantized file as it is stored. On cuda, a note reports the formats that
 no kernel reads.
 """
-_HAS_PHASES = ("cpu-native",)
-"""The targets with their own arithmetic for prefill, at no cost for decode steps."""
 
 
 def choose_precision(
@@ -28,8 +29,9 @@ def choose_precision(
     The rule, in this order:
 
     - ``accuracy`` for float weights, and on a target without the stored formats.
-    - ``stored-float-prefill`` for a file under 0.5 GB, on a target with two phases. It agrees best
-      with fp32 among configurations at 85 % of the speed or more: decode costs nothing.
+    - ``SMALL`` for a file under 0.5 GB on the CPU: ``stored-float-prefill`` for native kernels and
+      ``stored-float-head`` for ONNX Runtime. It agrees best with fp32 among configurations at 85 %
+      of the speed or more.
     - ``stored`` otherwise.
 
     ``quantised``: the stored block types (``Q4_1``); none for floats.
@@ -40,6 +42,7 @@ def choose_precision(
         return UNQUANTISED, f"precision {AUTO}: {UNQUANTISED}, for the weights are not quantised"
     if target not in HOLDS_STORED:
         return UNQUANTISED, f"precision {AUTO}: {UNQUANTISED}, for {target} does not hold {types}"
-    if target in _HAS_PHASES and num_bytes is not None and num_bytes < SMALL_BYTES:
-        return SMALL, f"precision {AUTO}: {SMALL}, the file's {types}; the file is under 0.5 GB"
+    if target in SMALL and num_bytes is not None and num_bytes < SMALL_BYTES:
+        name = SMALL[target]
+        return name, f"precision {AUTO}: {name}, the file's {types}; the file is under 0.5 GB"
     return "stored", f"precision {AUTO}: stored, the file's {types}"

@@ -111,7 +111,7 @@ def _locate(spec: str, *, folder: Path, where: str) -> Path:
             raise ConfigError(f"{where}: no file {cut(str(path))!r}; {_what_is_allowed(path.stem)}")
         return path
     if not _NAME.fullmatch(spec) or spec not in _shipped_names():
-        raise ConfigError(f"{where}: unknown precision {cut(spec, 50)!r}; {_what_is_allowed(spec)}")
+        raise ConfigError(f"{where}: unknown precision {cut(spec, 36)!r}; {_what_is_allowed(spec)}")
     return _shipped_folder() / f"{spec}.yaml"
 
 

@@ -31,7 +31,7 @@ def test_the_choice_and_why(target: str) -> None:
     assert choose_precision((), target)[0] == "accuracy"
     assert choose_precision(types, target, SMALL_BYTES) == (name, why)
     small, why = choose_precision(types, target, SMALL_BYTES - 1)
-    assert small == (SMALL if target == "cpu-native" else name) and f"auto: {small}, " in why
+    assert small == SMALL.get(target, name) and f"auto: {small}, " in why
     assert load_precision(small).resolve(2).format("ff2") == load_precision(name).resolve(2).format(
         "ff2"
     )
@@ -51,17 +51,18 @@ def test_a_small_file_has_another_configuration_for_onnxruntime(tmp_path: Path) 
     model = write_llama(tmp_path / "tiny.gguf", dict.fromkeys(SHAPES, "Q4_0"), embedding="Q8_0")
     first, other = default_precision(model, ("Q4_0", "Q8_0"), "cpu", is_auto=True)
     assert other is not None
-    assert (first.precision.name, other.precision.name) == (SMALL, "stored")
+    assert (first.precision.name, other.precision.name) == (SMALL["cpu-native"], SMALL["cpu"])
     assert default_precision(model, ("Q4_0", "Q8_0"), "cpu", is_auto=False)[0] == other
     split = model.rename(tmp_path / "tiny-00001-of-00002.gguf")
     for name in ("tiny-chat-00001-of-00002", "tiny-00003-of-00003"):  # of other models
         with (tmp_path / f"{name}.gguf").open("wb") as rest:
             rest.truncate(SMALL_BYTES)  # a sparse file
     found, _ = default_precision(split, ("Q4_0", "Q8_0"), "cpu", is_auto=True)
-    assert found.precision.name == SMALL
+    assert found.precision.name == SMALL["cpu-native"]
     with (tmp_path / "tiny-00002-of-00002.gguf").open("wb") as rest:
         rest.truncate(SMALL_BYTES)
-    assert default_precision(split, ("Q4_0", "Q8_0"), "cpu", is_auto=True) == (other, None)
+    found, other = default_precision(split, ("Q4_0", "Q8_0"), "cpu", is_auto=True)
+    assert (found.precision.name, other) == ("stored", None)
 
 
 def test_settling_on_onnxruntime_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,8 +73,8 @@ def test_settling_on_onnxruntime_takes_it(tmp_path: Path, monkeypatch: pytest.Mo
         lambda progress: ("cpu", "backend auto: onnxruntime, for this test"),
     )
     settled = settle_backend(options, silent)
-    assert settled.precision == load_precision("stored")
+    assert settled.precision == load_precision(SMALL["cpu"])
     assert [each.split(",")[0] for each in settled.notes] == [
-        "precision auto: stored",
+        f"precision auto: {SMALL['cpu']}",
         "backend auto: onnxruntime",
     ]

@@ -95,7 +95,7 @@ class EngineConfig:
     )
     precision: str | None = option(
         "a name in precision_cfgs/, a YAML or JSON file, a heading, or auto. For quantized "
-        "files auto is stored (weights as in the file), with float prefill under 0.5 GB. For "
+        "files auto is stored (weights as in the file), more exact under 0.5 GB on cpu. For "
         "other files auto is accuracy. Default auto, or the case's in bench",
         group=MODEL,
         metavar="NAME",
