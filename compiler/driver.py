@@ -21,6 +21,7 @@ from tilewright.compiler.targets.image_encoder import (
     AnyEncoder,
     AnySettings,
     EncoderSettings,
+    SquareEncoderSettings,
     encoder_of,
 )
 from tilewright.compiler.targets.interface.base import (
@@ -36,6 +37,7 @@ from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tile_encoder import CROSS_CACHE_BYTES, TileEncoderSettings
 from tilewright.compiler.tracer import grouped_modules, trace
 from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.images.squares import SquareSettings
 
 
 class CompilableModel(Protocol):
@@ -208,7 +210,14 @@ def takes_images(model: CompilableModel, backend: Target, parallel: Parallel) ->
     vision: Any = getattr(model, "vision", None)
     if vision is None or not backend.has_images or parallel.tensor > 1:
         return False
-    return vision.text_module is None or backend.has_cross_layers
+    if vision.text_module is not None:
+        return backend.has_cross_layers
+    return backend.has_bidirectional_images or not _is_square(vision)
+
+
+def _is_square(vision: Any) -> bool:
+    """Return whether all images have the same size, and attention in both directions."""
+    return isinstance(vision.processor, SquareSettings)
 
 
 _MAX_CACHED_IMAGES = 32
@@ -222,6 +231,8 @@ def tower_bytes(model: CompilableModel) -> int:
     vision: Any = model.vision  # type: ignore[attr-defined]
     config, processor = vision.config, vision.processor
     num_values = sum(tensor.numel() for tensor in vision.module.parameters())
+    if _is_square(vision):
+        return int(4 * (num_values + 3 * config.num_patches * config.intermediate_size))
     if vision.text_module is None:
         rows = processor.max_pixels // processor.patch_size**2
         return 4 * (num_values + 3 * rows * config.intermediate_size)
@@ -247,7 +258,8 @@ def lower_tower(
     if tower is None:
         return None
     vision: Any = model.vision  # type: ignore[attr-defined]
-    stages = STAGES if vision.text_module is None else ENCODER_STAGES
+    is_linear = vision.text_module is None and not _is_square(vision)
+    stages = STAGES if is_linear else ENCODER_STAGES
     graph_module, _ = lower_model(tower, precision, stages, silent)
     return graph_module, weight_source(tower)
 
@@ -256,6 +268,8 @@ def encoder_settings(model: CompilableModel, precision: ResolvedPrecision) -> An
     """Return the settings of the model's vision tower. It must have one."""
     vision: Any = model.vision  # type: ignore[attr-defined]
     config = vision.config
+    if _is_square(vision):
+        return SquareEncoderSettings(processor=vision.processor)
     if vision.text_module is not None:
         cache_format = precision.format("cross_kv_cache")
         return TileEncoderSettings(

@@ -273,6 +273,7 @@ def _empty_tower(vision: Vision | None, text: Any) -> VisionModel | None:
     import torch
 
     from tilewright.models.architectures import mllama_cross
+    from tilewright.models.architectures.gemma3_vision import SquareTower, SquareTowerConfig
     from tilewright.models.architectures.qwen3_5_vision import VisionTower
     from tilewright.models.vision_config import VisionConfig, VisionModel
 
@@ -280,6 +281,8 @@ def _empty_tower(vision: Vision | None, text: Any) -> VisionModel | None:
     with torch.device("meta"):
         if isinstance(config, VisionConfig):
             return VisionModel(config, VisionTower(config), processor)
+        if isinstance(config, SquareTowerConfig):
+            return VisionModel(config, SquareTower(config), processor)
         encoder = mllama_cross.ImageEncoderModel(config, text)
         whole = mllama_cross.ImageTextForCausalLM(text)
         return VisionModel(config, encoder, processor, whole)

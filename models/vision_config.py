@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tilewright.images.processor import ImageProcessor
-    from tilewright.images.tiles import TileSettings
+    from tilewright.images.squares import AnyProcessor
+    from tilewright.models.architectures.gemma3_vision import SquareTowerConfig
     from tilewright.models.architectures.mllama_vision import TileTowerConfig
 
 
@@ -62,9 +62,9 @@ class VisionModel:
             prompt.
     """
 
-    config: VisionConfig | TileTowerConfig
+    config: VisionConfig | TileTowerConfig | SquareTowerConfig
     module: Any
-    processor: ImageProcessor | TileSettings
+    processor: AnyProcessor
     text_module: Any = None
 
     @property

@@ -20,6 +20,7 @@ from tilewright.errors import RequestError, allowed
 from tilewright.images.decode import ImageLimits
 from tilewright.images.parts import has_images, take_images
 from tilewright.images.prompt import PromptImage, insert_images
+from tilewright.images.squares import expand_markers
 from tilewright.loading.source import ModelHandle
 from tilewright.models.tokenizer.chat_template import Message
 from tilewright.models.tokenizer.tokenizer import Tokenizer
@@ -322,7 +323,7 @@ class LLM:
             )
         processor = encoder.settings.processor
         chat, images = take_images(messages, ImageLimits(), processor.prepare, is_local=True)
-        text = self.tokenizer.apply_chat_template(chat)
+        text = expand_markers(self.tokenizer.apply_chat_template(chat), processor)
         return insert_images(self.tokenizer.encode(text), images, processor.image_token)
 
     def _run(self, prompts: Iterable[_Prompt], values: Mapping[str, Any]) -> list[Answer]:

@@ -59,10 +59,13 @@ from tilewright.compiler.ops.tiles import (
     tile_features,
 )
 from tilewright.compiler.ops.vision import (
+    add_rows,
     full_attention,
     interpolate_rows,
     layer_norm,
     merge_rows,
+    pool_blocks,
+    project_rows,
 )
 
 __all__ = [
@@ -77,6 +80,7 @@ __all__ = [
     "add_gated",
     "add_position_rows",
     "add_rms_norm",
+    "add_rows",
     "add_tile_rows",
     "all_gather",
     "all_reduce",
@@ -106,7 +110,9 @@ __all__ = [
     "mask_text_rows",
     "merge_rows",
     "pad_rows",
+    "pool_blocks",
     "prepend_row",
+    "project_rows",
     "reduce_scatter",
     "rms_norm",
     "rope",

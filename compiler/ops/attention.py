@@ -25,10 +25,12 @@ def _attend(
     window: int,
     soft_cap: float,
     sinks_H: Tensor | None = None,
+    ends_T: Tensor | None = None,
 ) -> Tensor:
     """Attend causally from the last T positions to all L positions, or to the last ``window``.
 
-    A sink takes its share of each softmax and has no value.
+    With ``ends_T``, positions before a query's end are visible. A sink takes its share of each
+    softmax and has no value.
     """
     num_queries, num_heads, _ = q_THD.shape
     length, num_kv_heads, _ = k_LGD.shape
@@ -40,7 +42,7 @@ def _attend(
         scores_HTL = (scores_HTL / soft_cap).tanh() * soft_cap
     query_at = torch.arange(length - num_queries, length, device=q_THD.device).unsqueeze(1)
     key_at = torch.arange(length, device=q_THD.device)
-    hidden = key_at > query_at
+    hidden = key_at > query_at if ends_T is None else key_at >= ends_T.unsqueeze(1)
     if window:
         hidden |= key_at <= query_at - window
     scores_HTL = scores_HTL.masked_fill(hidden, float("-inf"))
@@ -96,6 +98,7 @@ def _attend_cached(
     window: int,
     soft_cap: float,
     sinks: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
     bounds = cu_seqlens.tolist()
@@ -106,7 +109,9 @@ def _attend_cached(
         kv_cache[slot, 0, start:end] = k[first:last].to(kv_cache.dtype)
         kv_cache[slot, 1, start:end] = v[first:last].to(kv_cache.dtype)
         keys, values = kv_cache[slot, 0, :end].to(q.dtype), kv_cache[slot, 1, :end].to(q.dtype)
-        out[first:last] = _attend(q[first:last], keys, values, scale, window, soft_cap, sinks)
+        own = None if ends is None else ends[first:last]
+        how = scale, window, soft_cap, sinks, own
+        out[first:last] = _attend(q[first:last], keys, values, *how)
     return out
 
 
@@ -135,14 +140,16 @@ def attention_step(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Compute attention over cached and new positions. Write the new keys and values to the cache.
 
     Shapes: ``q [T, H, D]``, ``k`` and ``v [T, G, D]``, ``kv_cache [S, 2, L, G, D]``, ``positions
     [T]`` (consecutive in a sequence), ``cu_seqlens [N + 1]``, ``slots [N]``. Return ``[T, H, D]``.
+    ``ends [T]``: Position after the last visible position, in the sequence. None: causal.
     """
     where = kv_cache, positions, cu_seqlens, slots
-    return _attend_cached(q, k, v, *where, scale, window, soft_cap, sinks)
+    return _attend_cached(q, k, v, *where, scale, window, soft_cap, sinks, ends)
 
 
 class RopeAttentionArguments(NamedTuple):

@@ -56,3 +56,33 @@ def interpolate_rows(grid: Tensor, corners: Tensor, weights: Tensor) -> Tensor:
 def merge_rows(x: Tensor, count: int) -> Tensor:
     """Concatenate every ``count`` consecutive rows of ``x [P, C]``: ``[P / count, C * count]``."""
     return x.reshape(-1, x.shape[1] * count).clone()
+
+
+@operator(
+    fake=lambda x, rows: torch.empty_like(x),
+    cost=lambda x, rows: Cost(1.0 * x.numel(), 2.0 * x.numel(), x.numel()),
+)
+def add_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return ``x [P, C]`` plus a parameter's ``rows [P, C]``."""
+    return x + rows
+
+
+@operator(
+    fake=lambda x, side: x.new_empty((side * side, x.shape[1])),
+    cost=lambda x, side: Cost(1.0 * x.numel(), x.numel(), side * side * x.shape[1]),
+)
+def pool_blocks(x: Tensor, side: int) -> Tensor:
+    """Average the square blocks of a square grid ``x [P, C]``: ``[side * side, C]``."""
+    size = round(x.shape[0] ** 0.5) // side
+    return x.unflatten(0, (side, size, side, size)).mean((1, 3)).flatten(0, 1)
+
+
+@operator(
+    fake=lambda x, weight, factor: x.new_empty((x.shape[0], weight.shape[1])),
+    cost=lambda x, weight, factor: Cost(
+        2.0 * x.shape[0] * weight.numel(), x.numel() + weight.numel(), x.shape[0] * weight.shape[1]
+    ),
+)
+def project_rows(x: Tensor, weight: Tensor, factor: float) -> Tensor:
+    """Return ``x [P, C] @ weight [C, D]``, times ``factor``."""
+    return torch.matmul(x, weight) * factor

@@ -15,6 +15,7 @@ import numpy as np
 from tilewright.compiler.targets.tile_encoder import TileEncoder, TileEncoderSettings, Tower
 from tilewright.images.patches import coordinates, corners, normalized, patches_of
 from tilewright.images.processor import ImageProcessor
+from tilewright.images.squares import SquareSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,12 +83,54 @@ class ImageEncoder:
         return np.ascontiguousarray(positions[self._axes].T)
 
 
-AnyEncoder = ImageEncoder | TileEncoder
-AnySettings = EncoderSettings | TileEncoderSettings
+class SquareEncoderSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Facts outside the graph of a tower with images of fixed size."""
+
+    processor: SquareSettings
+
+
+class SquareEncoder:
+    """A tower with images of fixed size. ``load`` returns the tower."""
+
+    cross_width = tile_keys = 0
+
+    def __init__(self, settings: SquareEncoderSettings, load: Callable[[], Tower]) -> None:
+        self.settings = settings
+        self._load = load
+
+    @functools.cached_property
+    def _tower(self) -> Tower:
+        return self._load()
+
+    def encode(self, height: int, width: int, pixels: bytes) -> np.ndarray:
+        """Return an image's embeddings, float32 ``[tokens, hidden]``."""
+        values: np.ndarray = self.encode_tensor(height, width, pixels).cpu().numpy()
+        return values
+
+    def encode_tensor(self, height: int, width: int, pixels: bytes) -> Tensor:
+        """Return the result of :meth:`encode` on the tower's device."""
+        return self._tower(self.patches(height, width, pixels))
+
+    def patches(self, height: int, width: int, pixels: bytes) -> np.ndarray:
+        """Return the patches ``[P, 3 * side * side]`` in scan order."""
+        processor = self.settings.processor
+        image = normalized(pixels, height, width, mean=processor.mean, std=processor.std)
+        patches = patches_of(image, patch=processor.patch_size, merge=1, frames=1)
+        return np.ascontiguousarray(patches)
+
+    def by_pair(self, positions: np.ndarray) -> np.ndarray:
+        """Images of this tower do not change rotary positions."""
+        raise AssertionError("rotary positions are positions")
+
+
+AnyEncoder = ImageEncoder | TileEncoder | SquareEncoder
+AnySettings = EncoderSettings | TileEncoderSettings | SquareEncoderSettings
 
 
 def encoder_of(settings: AnySettings, load: Callable[[], Tower]) -> AnyEncoder:
     """Return the encoder for a tower's settings."""
     if isinstance(settings, TileEncoderSettings):
         return TileEncoder(settings, load)
+    if isinstance(settings, SquareEncoderSettings):
+        return SquareEncoder(settings, load)
     return ImageEncoder(settings, load)

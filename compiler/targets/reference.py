@@ -95,6 +95,7 @@ class ReferenceTarget(Target):
     emits = ("program", "mlir")
     has_images = True
     has_cross_layers = True
+    has_bidirectional_images = True
 
     def stages(self) -> tuple[Stage, ...]:
         return (MATCH, PRECISION, fuse(round_activations), lower())
@@ -277,14 +278,15 @@ class ReferenceExecutable(HostExecutable):
     def _function(self, batch: Batch, *, is_hidden: bool = False) -> Callable[..., Tensor]:
         """Return a batch's function: logits, hidden states or both, with or without images."""
         has_both = self.keeps_hidden and not is_hidden
-        key = is_hidden, batch.has_images, has_both
+        has_ends = batch.ends is not None
+        key = is_hidden, batch.has_images, has_both, has_ends
         if not any(key):
             return self._run
         if key not in self._runs:
             graph_module = self.hidden_graph if is_hidden else self.graph_module
             graph_module = self.graph_with_hidden if has_both else graph_module
             if batch.has_images:
-                graph_module = with_images(graph_module)
+                graph_module = with_images(graph_module, has_ends=has_ends)
             run: Callable[..., Tensor] = graph_module
             if self._exchange is not None:
                 run = RankInterpreter(graph_module, self._exchange).run
@@ -353,7 +355,8 @@ class ReferenceExecutable(HostExecutable):
             rows = np.empty((0, self.capabilities.hidden_size), np.float32)
         if rotary is None:
             rotary = batch.positions[:, None]
-        return [torch.from_numpy(x) for x in (indices, rows, rotary)]
+        ends = () if batch.ends is None else (batch.ends,)
+        return [torch.from_numpy(x) for x in (indices, rows, rotary, *ends)]
 
     def copy_state(self, source: Slot, target: Slot, num_positions: int) -> None:
         for spec, state in self._states:
@@ -386,23 +389,27 @@ class ReferenceExecutable(HostExecutable):
         return sum(state.nbytes for _, state in self._states)
 
 
-def with_images(graph_module: GraphModule) -> GraphModule:
+def with_images(graph_module: GraphModule, *, has_ends: bool = False) -> GraphModule:
     """Return the graph with inputs for image embeddings and positions.
 
     ``embeddings [K, hidden]`` replace the token embeddings of ``image_tokens [K]``.
-    ``rotary [T, pairs]`` are rotary positions.
+    ``rotary [T, pairs]`` are rotary positions. With ``has_ends``, ``ends [T]`` are the positions
+    after the last visible position.
     """
     graph, copies = Graph(), dict[Node, Node]()
     output = graph.graph_copy(graph_module.graph, copies)
     graph.output(output)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     with graph.inserting_after(last):
+        ends = graph.placeholder("ends") if has_ends else None
         rotary = graph.placeholder("rotary")
         embeddings = graph.placeholder("embeddings")
         indices = graph.placeholder("image_tokens")
     for node in list(graph.nodes):
         if node.target is ops.rope.overload:
             node.update_arg(1, rotary)
+        elif ends is not None and node.target is ops.attention_step.overload:
+            node.kwargs = {**node.kwargs, "ends": ends}
         elif node.target is ops.embedding.overload:
             with graph.inserting_after(node):
                 mixed = graph.call_function(aten.index_copy.default)

@@ -25,7 +25,7 @@ STAGES: tuple[Stage, ...] = (MATCH, PRECISION, fuse(round_activations))
 """Stages of a tower. It has no state and no logits, so nothing is lowered."""
 
 ENCODER_STAGES: tuple[Stage, ...] = (Stage("match", MATCH.passes, verify_matched), *STAGES[1:])
-"""Stages of a tower with cross-attention keys and values. Its result is not from a linear."""
+"""Stages of a tower whose result is not from a linear."""
 
 _WEIGHTS = "weights.safetensors"
 _STORED = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -206,6 +206,11 @@ def _types(num_layers: int, pattern: int) -> list[str]:
     return [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
 
 
+def skips_tensor(config: Gemma3Config, name: str) -> bool:
+    """Return whether a tensor belongs to the vision tower."""
+    return name.startswith(("siglip.", "multi_modal_projector."))
+
+
 ARCHITECTURE = Architecture(
     Gemma3ForCausalLM,
     config=Gemma3Config,
@@ -224,6 +229,17 @@ ARCHITECTURE = Architecture(
     read_hf=read_hf,
     read_gguf=read_gguf,
     has_rope_by_layer=True,
+    text_config=True,
+    hf_prefixes={
+        "vision_tower.vision_model.": "siglip.",
+        "model.vision_tower.vision_model.": "siglip.",
+        "model.vision_tower.": "siglip.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+        "language_model.model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+        "model.language_model.": "model.",
+    },
+    skips_tensor=skips_tensor,
     gguf_names={
         "attn_q_norm": "self_attn.q_norm",
         "attn_k_norm": "self_attn.k_norm",

@@ -42,7 +42,9 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 )
 """The module for each ``model_type``. It defines ``ARCHITECTURE``."""
 
-WRAPPERS: Mapping[str, tuple[str, ...]] = MappingProxyType({"mistral3": ("mistral", "ministral3")})
+WRAPPERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+)
 """Multimodal ``model_type`` values with a text model of another type, and the text models' types.
 The first is the default.
 """

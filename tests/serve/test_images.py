@@ -11,6 +11,7 @@ import pytest
 
 from tests.images.test_decode import FAULTS, encoded
 from tests.images.test_vision_models import chat_of, picture
+from tests.images.tiny_gemma import save_gemma, tiny_gemma
 from tests.images.tiny_vl import save_vl, tiny_vl
 from tests.serve.conftest import Server, Start, post
 from tilewright import LLM
@@ -177,3 +178,18 @@ def test_waiting_images_have_a_limit_in_bytes(monkeypatch: pytest.MonkeyPatch) -
         tracker._check_room([message], 4096)
     tracker._count(message, -1)
     tracker._check_room([message, message], 4096)  # an empty queue takes all requests
+
+
+def test_gemma_chat_gives_the_tokens_of_the_library(start_server: Start, tmp_path: Path) -> None:
+    """The placeholder replaces the template's marker before tokenization."""
+    folder = save_gemma(tiny_gemma(), tmp_path / "tiny")
+    with LLM(folder, target="reference", precision="reference", use_cache=False) as llm:
+        answer = llm.chat(chat_of(BEFORE, picture(24, 40), AFTER), max_tokens=6, stop_token_ids=())
+    options = ("--target", "reference", "--precision", "reference", "--max-num-seqs", "2")
+    server = start_server(*options, "--max-model-len", "256", model=folder)
+    status, found = post(server, CHAT, asked(BEFORE, url(png()), AFTER))
+    assert status == 200, found
+    assert found["choices"][0]["token_ids"] == list(answer.tokens)
+    assert found["usage"]["prompt_tokens_details"]["image_tokens"] == 16
+    status, found = post(server, CHAT, asked("<start_of_image>", url(png())))
+    assert (status, found["error"]["code"]) == (400, "invalid_image")

@@ -32,6 +32,7 @@ class PreparedImage(msgspec.Struct, frozen=True):
         digest: Hash over size and pixels.
         pixels: RGB bytes, in scan order.
         num_rows: Rows for cross-attention. 0: the prompt's tokens have the image's embeddings.
+        is_bidirectional: Each token attends to all tokens of the image.
     """
 
     height: int
@@ -41,6 +42,12 @@ class PreparedImage(msgspec.Struct, frozen=True):
     digest: bytes
     pixels: bytes
     num_rows: int = 0
+    is_bidirectional: bool = False
+
+    @property
+    def changes_rotation(self) -> bool:
+        """Return whether rotary positions differ from positions."""
+        return not self.num_rows and not self.is_bidirectional
 
     @property
     def num_tokens(self) -> int:

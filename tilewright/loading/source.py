@@ -15,8 +15,7 @@ from tilewright.compiler.artifacts.start import Start
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
 from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.errors import CheckpointError, RequestError
-from tilewright.images.processor import ImageProcessor
-from tilewright.images.tiles import TileSettings
+from tilewright.images.squares import AnyProcessor
 from tilewright.models import (
     FoundModel,
     LoadedModel,
@@ -191,7 +190,7 @@ def served_facts(source: ModelHandle, compiled: Compiled, *, invariance: str) ->
     return facts
 
 
-def image_processor(source: ModelHandle) -> ImageProcessor | TileSettings:
+def image_processor(source: ModelHandle) -> AnyProcessor:
     """Return the model's image processor. A checkpoint of the start index is opened.
 
     Raises:

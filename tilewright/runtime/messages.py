@@ -10,8 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from tilewright.compiler.targets.interface.step import LogProbs
-from tilewright.images.processor import ImageProcessor
-from tilewright.images.tiles import TileSettings
+from tilewright.images.squares import AnyProcessor
 from tilewright.runtime.request import EngineRequest
 from tilewright.runtime.scheduling.engine_stats import HistogramCounts
 from tilewright.runtime.speculative.counts import SpeculationCounts
@@ -59,7 +58,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     shares_prefixes: bool = True
     hidden_size: int = 0
     speculation: dict[str, Any] | None = None
-    images: ImageProcessor | TileSettings | None = None
+    images: AnyProcessor | None = None
     facts: dict[str, str] = {}
 
 

@@ -15,6 +15,7 @@ import msgspec
 from tilewright.images.decode import ImageLimits
 from tilewright.images.fetch import MediaHosts
 from tilewright.images.processor import PreparedImage
+from tilewright.images.squares import expand_markers
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.messages import EngineReady
 from tilewright.serve.jobs import Served, make_job, read_calls, template_variables
@@ -127,6 +128,7 @@ class JobMaker(ABC):
             )
             request = msgspec.structs.replace(request, messages=messages)
         text = await self.render(request, tools, **how)
+        text = expand_markers(text, ready.images) if images else text
         prompt = await self.aside(len(text), encode, coder, text, ready, add_special=False)
         if images:
             assert ready.images is not None

@@ -28,6 +28,7 @@ class Batch:
             ``positions``.
         cross_rows: Cross-attention keys and values per image, float32 ``[rows, width]``.
         visible: First visible image and end per token, int64 ``[T, 2]``. None: no images.
+        ends: Position after the last visible position per token, int64 ``[T]``. None: causal.
         hidden: A draft layer's input, float32 ``[T, hidden]``. None: another model.
     """
 
@@ -42,6 +43,7 @@ class Batch:
     rotary: np.ndarray | None = None
     cross_rows: tuple[np.ndarray, ...] = ()
     visible: np.ndarray | None = None
+    ends: np.ndarray | None = None
     hidden: np.ndarray | None = None
 
     @property

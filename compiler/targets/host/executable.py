@@ -384,13 +384,16 @@ class HostExecutable(Executable):
     def _with_images(self, batch: Batch, chunk: PrefillChunk, start: int) -> Batch:
         """Add embeddings and positions of rotation to a batch of a chunk's tokens at ``start``."""
         first, count = start - chunk.start, len(batch.tokens)
-        indices, rows = [], []
+        indices, rows, ends = [], [], batch.positions + 1
         for run in chunk.images:
             begin, end = max(run.offset, first), min(run.offset + run.count, first + count)
             if begin < end:
                 indices.append(np.arange(begin, end) - first)
                 at = run.first + begin - run.offset
                 rows.append(self._images[run.image][at : at + end - begin])
+                if run.is_bidirectional:
+                    assert end - begin == len(self._images[run.image]), "a cut image"
+                    ends[begin - first : end - first] = chunk.start + end
         delta, rotary = self._slot_states[chunk.slot].rotary_delta, None
         if chunk.rotary:
             whole = np.array(chunk.rotary).reshape(3, -1)
@@ -400,7 +403,8 @@ class HostExecutable(Executable):
         if not rows:
             return batch if rotary is None else replace(batch, rotary=rotary)
         tokens, embeddings = np.concatenate(indices), np.concatenate(rows)
-        return replace(batch, image_tokens=tokens, embeddings=embeddings, rotary=rotary)
+        batch = replace(batch, image_tokens=tokens, embeddings=embeddings, rotary=rotary)
+        return replace(batch, ends=ends) if (ends > batch.positions + 1).any() else batch
 
     def _with_visible(self, batch: Batch, seen: Sequence[tuple[ImageId, ...]]) -> Batch:
         """Add images for cross-attention to a batch. ``seen`` are the images per token."""

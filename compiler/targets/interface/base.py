@@ -300,6 +300,7 @@ class Target(ABC):
         block_axis: The only supported axis of weight blocks. Empty: both.
         has_images: Executables take images in prompts.
         has_cross_layers: Executables run cross-attention layers to images.
+        has_bidirectional_images: Prompts have attention in both directions inside an image.
     """
 
     name: str
@@ -311,6 +312,7 @@ class Target(ABC):
     block_axis: str = ""
     has_images: bool = False
     has_cross_layers: bool = False
+    has_bidirectional_images: bool = False
 
     def tower_device(self) -> str:
         """Return torch's name of the device for vision towers."""

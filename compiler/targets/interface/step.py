@@ -175,12 +175,14 @@ class ImageRows:
         image: Image number.
         first: First token's index in the image's embeddings.
         count: Token count.
+        is_bidirectional: Each token attends to all tokens of the image. A chunk has all of them.
     """
 
     offset: int
     image: ImageId
     first: int
     count: int
+    is_bidirectional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,7 @@ class PrefillChunk:
             low, high = max(rows.offset, first), min(rows.offset + rows.count, last)
             if low < high:
                 at = rows.first + low - rows.offset
-                images.append(ImageRows(low - first, rows.image, at, high - low))
+                images.append(replace(rows, offset=low - first, first=at, count=high - low))
         seen = [v for v in self.visible if v.offset < last]
         begin = max((at for at, v in enumerate(seen) if v.offset <= first), default=0)
         visible = (VisibleImages(max(0, v.offset - first), v.images) for v in seen[begin:])

@@ -58,8 +58,13 @@ _OTHER_PARTS = (
 )
 """Prefixes of tensors outside the model: unsupported image towers, and the draft layer."""
 _TOWER, _TOWER_PREFIX = "visual.", "model.visual."
-_TILE_TOWER = "vision_model."
-_FLAT = ("visual.patch_embed.proj.weight", "vision_model.patch_embedding.weight")
+_TILE_TOWER, _SQUARE_TOWER = "vision_model.", "siglip."
+_UNUSED = "siglip.head."
+"""Pooled output of SigLIP, without use in language models."""
+_FLAT = (
+    *("visual.patch_embed.proj.weight", "vision_model.patch_embedding.weight"),
+    "siglip.embeddings.patch_embedding.weight",
+)
 """Convolutions over patches. Their rows are read as vectors."""
 _LAYER_NAME = re.compile(r"model\.layers\.(\d{1,6})\.")
 _COMPARED_ROWS = 4096
@@ -336,6 +341,7 @@ class SafetensorsCheckpoint:
                 break
         if self._skips is not None:
             is_skipped = self.vision is None and self._skips(self.config, stored)
+            is_skipped |= stored.startswith(_UNUSED)
             return None if is_skipped else stored
         if stored.startswith(_OTHER_PARTS):
             return None
@@ -351,7 +357,7 @@ class SafetensorsCheckpoint:
         if why:
             self.notes = (*self.notes, why)
         elif self.vision is not None:
-            towers = (_TOWER, _TILE_TOWER)
+            towers = (_TOWER, _TILE_TOWER, _SQUARE_TOWER)
             if any(name.startswith(towers) for name in self.names):
                 return
             self.vision = None

@@ -7,8 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.images.processor import ImageProcessor
+from tilewright.images.squares import SquareSettings
 from tilewright.images.tiles import TileSettings
+from tilewright.models.architectures.gemma3_vision import SquareTowerConfig
 from tilewright.models.architectures.mllama_vision import TileTowerConfig
+from tilewright.models.checkpoints.huggingface.squares import (
+    read_square_settings,
+    read_square_tower,
+)
 from tilewright.models.checkpoints.huggingface.tiles import read_tile_settings, read_tile_tower
 from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.checkpoints.spelling.keys import Keys
@@ -19,7 +25,7 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Files with image processor settings. The first file has precedence."""
 
 _FAMILIES = ("qwen3_5", "qwen3_5_moe")
-_TILE_FAMILY = "mllama"
+_TILE_FAMILY, _SQUARE_FAMILY = "mllama", "gemma3_text"
 _SECTIONS = (11, 11, 10)
 _MAX_SIZE = 1 << 10
 _MAX_PIXELS = 1 << 28
@@ -46,7 +52,11 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 _SIZES = ("depth", "hidden_size", "num_heads", "out_hidden_size")
 """A configuration without any of these keys describes no tower."""
 
-Vision = tuple[VisionConfig, ImageProcessor] | tuple[TileTowerConfig, TileSettings]
+Vision = (
+    tuple[VisionConfig, ImageProcessor]
+    | tuple[TileTowerConfig, TileSettings]
+    | tuple[SquareTowerConfig, SquareSettings]
+)
 
 
 def read_vision(
@@ -63,11 +73,10 @@ def read_vision(
         CheckpointError: A key is invalid or unsupported.
     """
     section = values.get("vision_config")
-    families = (*_FAMILIES, _TILE_FAMILY)
+    families = (*_FAMILIES, _TILE_FAMILY, _SQUARE_FAMILY)
     if config.model_type not in families or not isinstance(section, Mapping):
         return None, ""
-    has_tiles = config.model_type == _TILE_FAMILY
-    if not has_tiles and not any(name in section for name in _SIZES):
+    if config.model_type in _FAMILIES and not any(name in section for name in _SIZES):
         return None, ""
     keys = Keys(values, path / "config.json")
     file = next((path / name for name in PROCESSORS if (path / name).is_file()), None)
@@ -100,6 +109,11 @@ def vision_of(keys: Keys, config: ModelConfig, processor: Keys | None) -> Vision
         if processor is None:
             return None
         return tower, read_tile_settings(processor, keys, tower, config)
+    if config.model_type == _SQUARE_FAMILY:
+        square = read_square_tower(keys, section, config)
+        return (
+            None if processor is None else (square, read_square_settings(processor, keys, square))
+        )
     result = _vision_config(keys, {**_DEFAULTS, **section}, config)
     if processor is None:
         return None

@@ -110,6 +110,7 @@ def _prompt_of(source: ModelHandle, prompt: str, arguments: Any) -> tuple[tuple[
     from tilewright.images.decode import ImageLimits
     from tilewright.images.parts import take_images
     from tilewright.images.prompt import insert_images
+    from tilewright.images.squares import expand_markers
     from tilewright.loading.source import image_processor
 
     processor = image_processor(source)
@@ -120,6 +121,7 @@ def _prompt_of(source: ModelHandle, prompt: str, arguments: Any) -> tuple[tuple[
     chat, images = take_images(asking, ImageLimits(), processor.prepare, is_local=True)
     tokenizer = source.tokenizer
     text = tokenizer.apply_chat_template(chat)
+    text = expand_markers(text, processor)
     return insert_images(tokenizer.encode(text), images, processor.image_token)
 
 

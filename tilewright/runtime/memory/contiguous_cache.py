@@ -40,7 +40,7 @@ class ContiguousCacheManager(CacheManager):
         for slot, tokens, reached, is_kept in self._holders(request.cache_salt):
             if tokens[: best.length + 1] != usable[: best.length + 1]:
                 continue
-            common = common_length(tokens, usable)
+            common = request.whole_images(common_length(tokens, usable))
             if common <= best.length:
                 continue
             is_whole = is_kept and common == len(tokens)
@@ -92,6 +92,7 @@ class ContiguousCacheManager(CacheManager):
 
     def shared_with(self, request: RequestState, other: RequestState) -> int:
         common = common_length(request.cache_tokens[:-1], other.cache_tokens)
+        common = request.whole_images(common)
         if not self.capabilities.can_cut(len(other.prompt), common):
             return 0
         if not self._has_state:

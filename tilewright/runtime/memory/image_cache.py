@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from tilewright.compiler.targets.interface.step import (
     DropImage,
@@ -90,7 +91,8 @@ class ImageCache:
             first, last = max(placed.first, start), min(placed.end, end)
             if first < last and not placed.image.num_rows:
                 image = self._take(placed, edits)
-                result.append(ImageRows(first - start, image, first - placed.first, last - first))
+                rows = ImageRows(first - start, image, first - placed.first, last - first)
+                result.append(replace(rows, is_bidirectional=placed.image.is_bidirectional))
         return tuple(result)
 
     def visible(

@@ -97,7 +97,8 @@ class PrefillScheduler:
             return running.prompt_left
         grain = limits.page_size or min(limits.cell, most)
         count = within // grain * grain
-        return count or (min(grain, running.prompt_left) if is_first else 0)
+        count = count or (min(grain, running.prompt_left) if is_first else 0)
+        return _with_whole_images(running, count, is_first=is_first)
 
     def _until_saved(self, running: RequestState, count: int) -> int:
         """Return ``count``, cut at the first snapshot that would split the chunk.
@@ -218,6 +219,16 @@ class PrefillScheduler:
         """
         allowed = max(self._policy.step_ms, self._cost.decode(num_decoding))
         return max(self._cost.tokens_within(allowed) or 0, self._limits.cell)
+
+
+def _with_whole_images(request: RequestState, count: int, *, is_first: bool) -> int:
+    """Return ``count`` without a cut in a bidirectional image.
+
+    The first chunk may have an image over the token budget.
+    """
+    start = request.num_computed
+    whole = request.whole_images(start + count) - start
+    return whole or (request.image_end(start) - start if is_first and count else 0)
 
 
 def weight_of(start: int, count: int, far: int) -> float:

@@ -164,7 +164,7 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.cache_tokens = cache_tokens(self.prompt, self.images)
-        if self.images and not self.images[0].image.num_rows:
+        if self.images and self.images[0].image.changes_rotation:
             self.rotary, self.rotary_delta = rotary_positions(self.images)
         if self.sampling.prompt_logprobs is not None:
             self.is_private, self.like = True, None
@@ -195,6 +195,20 @@ class RequestState:
     def image_tokens(self) -> frozenset[int]:
         """Return the placeholder ids. They may be outside the logits."""
         return frozenset(self.prompt[placed.first] for placed in self.images)
+
+    def whole_images(self, end: int) -> int:
+        """Return ``end``, or the start of a bidirectional image that ``end`` would cut."""
+        for placed in self.images:
+            if placed.image.is_bidirectional and placed.first < end < placed.end:
+                return placed.first
+        return end
+
+    def image_end(self, start: int) -> int:
+        """Return the end of a bidirectional image from ``start``, or ``start``."""
+        for placed in self.images:
+            if placed.image.is_bidirectional and placed.first == start:
+                return placed.end
+        return start
 
     def rotary_of(self, start: int, end: int) -> tuple[int, ...]:
         """Return positions of rotation for a chunk: times, then rows, then columns.

@@ -11,9 +11,9 @@ import msgspec
 from tilewright.images.decode import ImageError, ImageLimits
 from tilewright.images.fetch import MediaHosts
 from tilewright.images.parts import has_images, take_images
-from tilewright.images.processor import ImageProcessor, PreparedImage
+from tilewright.images.processor import PreparedImage
 from tilewright.images.prompt import insert_images
-from tilewright.images.tiles import TileSettings
+from tilewright.images.squares import AnyProcessor
 from tilewright.serve.prompt.prepare import TokenizedPrompt
 from tilewright.serve.web.errors import ApiError, refuse, unsupported
 from tilewright.serve.web.requests import ChatMessage
@@ -32,7 +32,7 @@ def chat_has_images(messages: Sequence[ChatMessage]) -> bool:
 
 async def prepare_images(
     messages: Sequence[ChatMessage],
-    processor: ImageProcessor | TileSettings | None,
+    processor: AnyProcessor | None,
     limits: ImageLimits,
     in_worker: InWorker,
     hosts: MediaHosts | None = None,
@@ -69,7 +69,7 @@ async def prepare_images(
 def with_images(
     prompt: TokenizedPrompt,
     images: Sequence[PreparedImage],
-    processor: ImageProcessor | TileSettings,
+    processor: AnyProcessor,
 ) -> TokenizedPrompt:
     """Return a prompt with placeholders for all embeddings.
 

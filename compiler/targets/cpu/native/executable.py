@@ -137,8 +137,12 @@ class NativeExecutable(HostExecutable):
         decodes: bool,
     ) -> None:
         """Run more tokens than the library's limit, in several calls."""
-        for first in range(0, len(tokens), MAX_TOKENS):
-            last = min(first + MAX_TOKENS, len(tokens))
+        ends = None if self._image_inputs is None else self._image_inputs.ends
+        last = 0
+        while last < len(tokens):
+            first, last = last, min(last + MAX_TOKENS, len(tokens))
+            if ends is not None:  # an image is not cut
+                last = whole_images(ends - positions[0], first, last)
             selected = [
                 at for at in range(len(slots)) if bounds[at] < last and bounds[at + 1] > first
             ]
@@ -259,6 +263,17 @@ def _max_drafts(options: CompileOptions, has_state: bool) -> int:
     return min(MAX_DRAFTS, MAX_TOKENS // options.max_batch - 1) if has_state else MAX_DRAFTS
 
 
+def whole_images(ends: np.ndarray, first: int, last: int) -> int:
+    """Return ``last``, or the start of an image that a call with tokens ``first`` to ``last`` would
+    cut.
+
+    ``ends``: Index after the last visible token, per token.
+    """
+    cut = np.flatnonzero(ends[first:last] > last)
+    assert not len(cut) or cut[0], "an image has more tokens than a call"
+    return first + int(cut[0]) if len(cut) else last
+
+
 @dataclass(frozen=True, slots=True)
 class _ImageInputs:
     """Image inputs to a forward, as in `TwStep`. ``rotary`` None: as the positions."""
@@ -266,6 +281,7 @@ class _ImageInputs:
     rows: np.ndarray
     embeddings: np.ndarray
     rotary: np.ndarray | None
+    ends: np.ndarray | None
 
     @classmethod
     def of(cls, batch: Batch) -> _ImageInputs | None:
@@ -278,7 +294,8 @@ class _ImageInputs:
             rows[batch.image_tokens] = np.arange(len(batch.image_tokens))
             embeddings = np.ascontiguousarray(batch.embeddings, np.float32)
         rotary = None if batch.rotary is None else batch.rotary.astype(np.int32)
-        return cls(rows, embeddings, rotary)
+        ends = None if batch.ends is None else batch.ends.astype(np.int32)
+        return cls(rows, embeddings, rotary, ends)
 
     def complete(self, step: lib.TwStep, first: int) -> None:
         """Add the fields for the tokens from ``first``."""
@@ -286,6 +303,8 @@ class _ImageInputs:
         step.embeddings = self.embeddings.ctypes.data
         if self.rotary is not None:
             step.rotary = self.rotary[first:].ctypes.data
+        if self.ends is not None:
+            step.ends = self.ends[first:].ctypes.data
 
 
 @dataclass(frozen=True, slots=True)

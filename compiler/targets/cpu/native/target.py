@@ -41,6 +41,7 @@ class NativeTarget(Target):
     name = "cpu-native"
     is_cached = True
     has_images = True
+    has_bidirectional_images = True
     has_cross_layers = True
     wire = "bf16"
     reach_back = REACH_BACK

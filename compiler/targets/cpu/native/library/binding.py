@@ -194,6 +194,7 @@ class TwStep(Structure):
         ("num_images", c_int32),
         ("cross_width", c_int32),
         ("carried", c_void_p),
+        ("ends", c_void_p),
     )
 
 

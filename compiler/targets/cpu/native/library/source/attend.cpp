@@ -28,6 +28,9 @@ struct Layer {
     int32_t begin_of(int32_t end) const { return each.window > 0 && end > each.window ? end - each.window : 0; }
 };
 
+// Position after a token's last visible position.
+int32_t end_of(const TwStep& step, int64_t token) { return step.ends ? step.ends[token] : step.positions[token] + 1; }
+
 // Cosines, then sines, for every pair of channels, token by token.
 struct Angles {
     const Kernels& kernels;
@@ -188,7 +191,7 @@ class Agenda {
         if (first >= end) return {sequence, end, end, 0, 0};
         const int64_t last = std::min(first + kQueryTokens, end);
         const int32_t begin = layer_.begin_of(step_.positions[first] + 1) / kSegment * kSegment;
-        return {sequence, first, last, begin, (int32_t)rounded(step_.positions[last - 1] + 1, kSegment)};
+        return {sequence, first, last, begin, (int32_t)rounded(end_of(step_, last - 1), kSegment)};
     }
 
     bool is_split(const Block& block) const {
@@ -260,8 +263,8 @@ struct Rows {
             uint8_t* to = scratch.q + row * width;
             if (angles) take_query(worker, layer, token(row), query(row), *angles, scratch.values, to);
             else std::memcpy(to, worker.engine.queries.data() + (token(row) * layer.num_heads + query(row)) * width, width);
-            scratch.ends[row] = worker.step.positions[token(row)] + 1;
-            scratch.begins[row] = layer.begin_of(scratch.ends[row]);
+            scratch.ends[row] = end_of(worker.step, token(row));
+            scratch.begins[row] = layer.begin_of(worker.step.positions[token(row)] + 1);
             scratch.all_largest[row] = -INFINITY;
             scratch.all_sum[row] = 0.0f;
         }

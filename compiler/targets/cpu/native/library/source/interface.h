@@ -116,6 +116,7 @@ struct TwStep {
     const int32_t* cross_rows;                // per image
     int32_t num_images, cross_width;
     const float* carried;                     // [num_tokens, hidden size], for TW_READ_HIDDEN
+    const int32_t* ends;                      // [num_tokens], after the last visible position, ascending; null: causal
 };
 
 // A program's ranks: sockets by rank (its own entry is unused), timeout, socket polls before

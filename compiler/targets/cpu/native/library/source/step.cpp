@@ -149,6 +149,9 @@ bool fits(const Engine& engine, const TwStep& step) {
         for (int32_t t = step.bounds[i] + 1; t < step.bounds[i + 1]; t++)
             if (step.positions[t] != step.positions[t - 1] + 1) return false;
     }
+    for (int32_t i = 0; step.ends && i < step.num_sequences; i++)
+        for (int32_t t = step.bounds[i], last = 0; t < step.bounds[i + 1]; last = step.ends[t++])
+            if (step.ends[t] <= step.positions[t] || step.ends[t] < last || step.ends[t] > step.positions[step.bounds[i + 1] - 1] + 1) return false;
     if (engine.needs_peers && !engine.exchange) return false;
     if (engine.reads_hidden && !step.carried) return false;
     if (step.hidden && step.logits && (engine.head < 0 || engine.instructions[engine.head].norm < 0)) return false;
