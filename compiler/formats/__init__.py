@@ -29,7 +29,7 @@ from tilewright.compiler.formats.ggml import (
     GgmlFileFormat,
     GgmlFormat,
 )
-from tilewright.compiler.formats.scaled_codes import FP8, NVFP4, ScaledCodes
+from tilewright.compiler.formats.scaled_codes import FP8, NF4, NVFP4, ScaledCodes
 
 __all__ = [
     "BF16",
@@ -43,6 +43,7 @@ __all__ = [
     "FP16",
     "FP32",
     "IQ4_XS",
+    "NF4",
     "NVFP4",
     "Q4_K",
     "Q5_K",
@@ -71,7 +72,7 @@ __all__ = [
 
 _ALL = (
     *(FP32, BF16, FP16, BFP8, BFP4, BFP2, FP8, Q40, Q80, Q41, Q50, Q51, Q4_K, Q5_K, Q6_K, IQ4_XS),
-    NVFP4,
+    *(NF4, NVFP4),
 )
 for _format in _ALL:
     FORMATS.register(_format.name, _format)

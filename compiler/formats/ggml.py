@@ -254,6 +254,7 @@ STORED_NAMES: Mapping[str, str] = MappingProxyType(
         "iq4_xs": "IQ4_XS",
         "fp8": "FP8",
         "nvfp4": "NVFP4 1x16",
+        "nf4": "bitsandbytes nf4",
     }
 )
 """Tensor type in a checkpoint (ggml's or safetensors' name), by format."""

@@ -142,5 +142,14 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))
 """Values of 4-bit float codes."""
 
+_NEGATIVE = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453)
+NF4_VALUES = (
+    *(*_NEGATIVE, -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""4-bit normal-float codes. They are not exact in bfloat16."""
+
 FP8 = ScaledCodes("fp8", 8, 128, shared_bits=32)
 NVFP4 = ScaledCodes("nvfp4", 4, 16, shared_bits=32, codebook=E2M1)
+NF4 = ScaledCodes("nf4", 4, 64, shared_bits=32, codebook=NF4_VALUES)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilewright.compiler.formats import FP8, NVFP4, ScaledEncoded, get_format
+from tilewright.compiler.formats import FP8, NF4, NVFP4, ScaledEncoded, get_format
 from tilewright.compiler.formats.scaled_codes import E2M1
 from tilewright.errors import CheckpointError, ConfigError
 
@@ -83,5 +83,6 @@ def test_pairs_of_4_bit_codes_decode_with_a_scale_per_16() -> None:
     assert torch.equal(NVFP4.unpack(packed, (3, 32)), expected)
     found = NVFP4.read(packed, (3, 20))
     assert torch.equal(NVFP4.dequantise(found), expected[:, :20])
+    assert NF4.bits == 4.5 and not NF4.is_offered
     with pytest.raises(ConfigError, match=r"nvfp4: nothing is quantized to it; .* from a file"):
         NVFP4.quantise(torch.ones(1, 16))

@@ -131,6 +131,8 @@ def meanings(*, exact: bool, fp8: bool = False, bfp8_pages: bool = False) -> Mea
     """
 
     def weight(name: str, axis: str) -> Meaning:
+        if name == "nf4" and axis == "in" and not exact:
+            return Meaning(EMULATED, "nf4 codes with values rounded to bf16")
         if name in CODED_TILES and axis == "in":
             return Meaning(HONOURED, name)
         if name not in EXACT_IN_BF16:

@@ -7,9 +7,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tilewright.compiler.formats import NF4, STORED_NAMES, ScaledEncoded
+from tilewright.compiler.formats.scaled_codes import NF4_VALUES
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.base import WHOLE, QuantizedTensor, RawModel, Read
 
@@ -45,6 +49,25 @@ class CodebookTensor(QuantizedTensor):
         codebook = read_finite(read, self.names[1])
         scales = self._scales(read)[torch.arange(first, last) // self.block]
         return (codebook[codes.long()] * scales).view(stop - start, columns)
+
+    def stored_type(self, read: Read) -> str:
+        if not self.label.endswith("nf4"):
+            return self.label
+        if self.block != NF4.block or self.shape[1] % self.block:
+            return f"{self.label}, blocks of {self.block} across outputs"
+        if not torch.equal(read_finite(read, self.names[1]), torch.tensor(NF4_VALUES)):
+            return f"{self.label}, own codebook"
+        scales = self._scales(read).abs()
+        is_normal = (scales >= 2.0**-100) & (scales <= 2.0**100) | (scales == 0)
+        return self.label if bool(is_normal.all()) else f"{self.label}, extreme scales"
+
+    def stored(self, read: Read, start: int, stop: int) -> tuple[str, npt.NDArray[np.uint8]]:
+        columns = self.shape[1]
+        pairs = read(self.names[0], (slice(start * columns // 2, stop * columns // 2), WHOLE))
+        codes = torch.stack((pairs >> 4, pairs & 0xF), dim=-1).view(stop - start, columns)
+        scales = self._scales(read).view(self.shape[0], -1)[start:stop]
+        blocks = NF4.pack_encoded(ScaledEncoded(codes, scales, -1))
+        return STORED_NAMES[NF4.name], blocks.view(stop - start, -1).numpy()
 
     def _scales(self, read: Read) -> Tensor:
         if not self.nested_block:

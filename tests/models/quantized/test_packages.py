@@ -54,6 +54,7 @@ def schemes() -> dict[str, Tensors]:
 SCHEMES = schemes()
 HAVE_FORMATS = (
     *("MLX int2", "MLX int3", "MLX int4", "MLX int5", "NVFP4 1x16"),
+    *("bitsandbytes nf4", "bitsandbytes nf4 nested"),
     *("torchao float8", "torchao int8", "torchao bytes int4", "torchao int4"),
 )
 LABELS = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ggml_blocks import SHAPES, write_llama
-from tests.models.quantized import test_float4
+from tests.models.quantized import test_float4, test_packages
 from tests.models.quantized.folders import Tensors, write
 from tests.models.quantized.test_float8 import BLOCKS, quantizer
 from tests.targets.test_stored import STORED, compiled
@@ -32,7 +32,11 @@ def test_file_of_several_types_is_near_the_reference(tmp_path: Path) -> None:
     )
 
 
-FOLDERS = {"fp8": (quantizer((128, 128)), BLOCKS), "nvfp4": test_float4.CASES["nvfp4"][:2]}
+FOLDERS = {
+    "fp8": (quantizer((128, 128)), BLOCKS),
+    "nvfp4": test_float4.CASES["nvfp4"][:2],
+    "nf4": test_packages.CASES["bitsandbytes"][:2],
+}
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.formats.ggml_small_blocks import IQ4_VALUES
-from tilewright.compiler.formats.scaled_codes import E2M1
+from tilewright.compiler.formats.scaled_codes import E2M1, NF4_VALUES
 
 INTEGER, E4M3, CODEBOOK = "integer", "e4m3", "codebook"
 ROWS, COLUMNS = 16, 128
@@ -112,13 +112,14 @@ CODED_TILES: Mapping[str, CodedTile] = MappingProxyType(
         "iq4_xs": CodedTile(4, 32, "i8", "fp16", values=CODEBOOK),
         "fp8": CodedTile(8, 128, "fp32", values=E4M3),
         "nvfp4": CodedTile(4, 16, "fp32", values=CODEBOOK),
+        "nf4": CodedTile(4, 64, "fp32", values=CODEBOOK),
     }
 )
 """Layout by format."""
 
 
 CODEBOOKS: Mapping[str, tuple[float, ...]] = MappingProxyType(
-    {"iq4_xs": tuple(map(float, IQ4_VALUES)), "nvfp4": E2M1}
+    {"iq4_xs": tuple(map(float, IQ4_VALUES)), "nvfp4": E2M1, "nf4": NF4_VALUES}
 )
 """Values of codes by format."""
 
