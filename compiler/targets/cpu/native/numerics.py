@@ -17,7 +17,10 @@ K_KINDS = ("q4_k", "q5_k", "q6_k", "iq4_xs")
 FLOAT_CODES = ("fp8",)
 """Formats with float codes: kernels multiply them as bfloat16, or as float32 if exact."""
 
-SCALED_CODES = (*FLOAT_CODES, "nvfp4")
+NF4 = "nf4"
+"""The values of its codes are only exact in float32."""
+
+SCALED_CODES = (*FLOAT_CODES, NF4, "nvfp4")
 """Formats with a float32 scale per block."""
 
 BLOCK_KINDS = ("q80", "q40", "q41", "q50", "q51", "bfp8", "bfp4", *K_KINDS, *SCALED_CODES)
@@ -56,7 +59,7 @@ def storage_format(recipe: WeightRecipe) -> str:
 def arithmetic(kind: str, fidelity: str, *, exact: bool) -> str:
     """Return the operand type for matmuls with a weight. Sums are fp32."""
     requested = FIDELITIES[fidelity]
-    if exact or kind in (FP32, FP16) or requested.fp32_outputs:
+    if exact or kind in (FP32, FP16, NF4) or requested.fp32_outputs:
         return AS_FP32
     if kind in BLOCK_KINDS and kind not in FLOAT_CODES and requested.num_phases < 3:
         return AS_INT8

@@ -114,7 +114,7 @@ void fuzz(int count, int seed) {
     for (int i = 0; i < count; i++) {
         state = 1;
         const int kind = i % TW_VECTOR;
-        Model model(kind, kind == TW_BF16 ? TW_AS_BF16 : kind <= TW_FP16 ? TW_AS_FP32 : tw::has_float_codes(kind) ? TW_AS_BF16 : TW_AS_INT8, i % TW_NUM_CACHES);
+        Model model(kind, tw::has_arithmetic(kind, TW_AS_INT8) ? TW_AS_INT8 : tw::has_arithmetic(kind, TW_AS_BF16) ? TW_AS_BF16 : TW_AS_FP32, i % TW_NUM_CACHES);
         state = (uint32_t)(seed + i) * 2654435761u;
         for (int same = 0; same < 20; same++) {
             Model changed = model;
@@ -137,9 +137,7 @@ int main(int argc, char** argv) {
     }
     for (int kind = TW_FP32; kind < TW_VECTOR; kind += TW_EVERY)
         for (int arithmetic = 0; arithmetic < TW_NUM_ARITHMETICS; arithmetic++) {
-            bool scaled = tw::has_float_codes(kind) ? arithmetic == TW_AS_BF16 : tw::in_blocks(kind) && !(tw::has_minimums(kind) && arithmetic == TW_AS_BF16);
-            bool fits = arithmetic == TW_AS_FP32 || scaled || (kind == TW_BF16 && arithmetic == TW_AS_BF16);
-            if (!fits) continue;
+            if (!tw::has_arithmetic(kind, arithmetic)) continue;
             std::vector<float> first;
             for (int isa = 0; isa <= tw_best_isa(); isa++) {
                 if (TW_SKIPPED >> isa & 1) continue;

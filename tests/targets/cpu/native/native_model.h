@@ -58,7 +58,7 @@ struct Model {
                 }
             for (int64_t i = size.codes; i < size.total; i++)  // small scales of float16, or exponents
                 panel[i] = kind == TW_BFP8 || kind == TW_BFP4 ? (uint8_t)(117 + number() % 3) : (i % 2 ? 0x14 : 0x31);
-            if (kind == TW_FP8 || kind == TW_NVFP4)
+            if (kind == TW_FP8 || kind == TW_NVFP4 || kind == TW_NF4)
                 for (int64_t i = size.codes; i < size.total; i += 4) *(float*)(panel + i) = 0x1p-14f * (float)(1 + number() % 8);
         }
         return index;

@@ -10,6 +10,7 @@ import torch
 from tests.ggml_blocks import HIDDEN, SHAPES, VOCAB, write_llama
 from tests.models.quantized.folders import write
 from tests.models.quantized.test_float4 import CASES
+from tests.models.quantized.test_packages import BNB, four_bits
 from tests.targets.cpu.native.native_checks import check_every_batch, mapped_of, written
 from tests.targets.cpu.native.native_contract import promised
 from tests.targets.test_conformance import EXACT
@@ -32,7 +33,7 @@ from tilewright.models import LoadedModel, load_model
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
 STORED = load_precision("stored")
-FOLDERS = {CASES["nvfp4"][2]: "nvfp4"}
+FOLDERS = {"NVFP4 1x16": CASES["nvfp4"][:2], "bitsandbytes nf4": (four_bits, BNB)}
 TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1", "IQ4_XS", *FOLDERS)
 TOKENS = random_tokens(11, vocab_size=VOCAB)
 
@@ -40,8 +41,7 @@ TOKENS = random_tokens(11, vocab_size=VOCAB)
 def of_type(folder: Path, dtype: str) -> LoadedModel:
     """A model whose every matrix has blocks of one type, and in GGUF the table."""
     if dtype in FOLDERS:
-        quantize, config, _ = CASES[FOLDERS[dtype]]
-        write(folder / "m", quantize, config, sizes={"vocab_size": VOCAB})
+        write(folder / "m", *FOLDERS[dtype], sizes={"vocab_size": VOCAB})
         return load_model(folder / "m")
     types = dict.fromkeys(SHAPES, dtype)
     return load_model(write_llama(folder / f"{dtype}.gguf", types, embedding=dtype))

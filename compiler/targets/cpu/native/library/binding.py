@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cpu.native.library.build import library_path
 from tilewright.compiler.targets.cpu.native.library.recipe import ARM
 from tilewright.errors import CompileError
 
-VERSION = 12
+VERSION = 13
 _ERROR_BYTES = 512
 
 ISA_NAMES = (
@@ -36,7 +36,7 @@ OPS = (
 )
 KINDS = (
     *("fp32", "bf16", "fp16", "q80", "q40", "bfp8", "bfp4", "q41", "q50", "q51", "q4_k", "q5_k"),
-    *("q6_k", "fp8", "iq4_xs", "nvfp4", "vector"),
+    *("q6_k", "fp8", "iq4_xs", "nvfp4", "nf4", "vector"),
 )
 ARITHMETICS = ("fp32", "bf16", "int8")
 FUNCTIONS = ("add", "mul", "div", "tanh", "gelu", "gelu_tanh")

@@ -54,9 +54,7 @@ struct Checked {
     void arithmetics(const TwInstruction& each, int32_t kind) const {
         for (int32_t arithmetic : each.arithmetic) {
             holds(is_between(arithmetic, 0, TW_NUM_ARITHMETICS), "arithmetic");
-            bool scaled = has_float_codes(kind) ? arithmetic == TW_AS_BF16 : in_blocks(kind) && !(has_minimums(kind) && arithmetic == TW_AS_BF16);
-            bool fits = arithmetic == TW_AS_FP32 || scaled || (arithmetic == TW_AS_BF16 && kind == TW_BF16);
-            holds(fits, "arithmetic of its weight");
+            holds(has_arithmetic(kind, arithmetic), "arithmetic of its weight");
         }
     }
 

@@ -9,6 +9,10 @@ using namespace tw;
 constexpr bool has_byte_codes(int kind) { return code_bits(kind) == 8 || has_codebook(kind); }
 
 alignas(16) constexpr uint8_t kIq4Values[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // plus 128
+alignas(64) constexpr float kNf4Values[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,
+    -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
 alignas(16) constexpr uint8_t kFp4Values[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};  // twice e2m1, plus 128
 
 // Words with 16 rows per block.
@@ -17,7 +21,7 @@ constexpr int block_words(int kind) { return code_bits(kind); }
 // Scales follow a panel's codes. `index` counts along a row.
 template <int KIND> inline vf block_scales(const uint8_t* scales, int64_t padded, int64_t index) {
     if constexpr (KIND == TW_BFP8 || KIND == TW_BFP4) return of_bits(left<23>(widened(scales + index * 16)));
-    if constexpr (KIND == TW_FP8 || KIND == TW_NVFP4) return load((const float*)(scales + index * 64));
+    if constexpr (KIND == TW_FP8 || KIND == TW_NVFP4 || KIND == TW_NF4) return load((const float*)(scales + index * 64));
     const int64_t supers = rounded(padded, kSuper) / kSuper;
     if constexpr (KIND == TW_Q6_K || KIND == TW_IQ4_XS) {
         vi small = right_signed<24>(left<24>(widened(scales + supers * 32 + index * 16)));
@@ -63,6 +67,7 @@ template <int KIND, int GROUP> inline vi four_codes(const uint8_t* block) {
 }
 
 template <int KIND, int J> inline vf code_of(vi four) {
+    if constexpr (KIND == TW_NF4) return float_at(kNf4Values, iand(right<8 * J>(four), ispread(15)));
     if constexpr (has_float_codes(KIND)) {  // e4m3 fields in a float with another bias
         vi code = right<8 * J>(four);
         vi fields = ior(left<20>(iand(code, ispread(0x7f))), left<24>(iand(code, ispread(0x80))));
@@ -190,6 +195,7 @@ template <class Make> inline void by_kind(int kind, Make make) {
         case TW_FP8: return make.template kind<TW_FP8>();
         case TW_IQ4_XS: return make.template kind<TW_IQ4_XS>();
         case TW_NVFP4: return make.template kind<TW_NVFP4>();
+        case TW_NF4: return make.template kind<TW_NF4>();
         default: return make.template kind<TW_Q6_K>();
     }
 }

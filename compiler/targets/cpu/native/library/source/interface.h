@@ -9,7 +9,7 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum { TW_VERSION = 12 };
+enum { TW_VERSION = 13 };
 
 enum TwOp : int32_t {
     TW_EMBED, TW_LINEAR, TW_ATTEND, TW_GATHER, TW_SWIGLU, TW_NORM_HEADS, TW_NORM, TW_ELEMENTWISE,
@@ -28,7 +28,7 @@ enum TwFlag : int32_t {
 // Weight storage: see panels.h. FP32 is also used for norms, biases and constants.
 enum TwKind : int32_t {
     TW_FP32, TW_BF16, TW_FP16, TW_Q80, TW_Q40, TW_BFP8, TW_BFP4, TW_Q41, TW_Q50, TW_Q51, TW_Q4_K, TW_Q5_K,
-    TW_Q6_K, TW_FP8, TW_IQ4_XS, TW_NVFP4, TW_VECTOR, TW_NUM_KINDS
+    TW_Q6_K, TW_FP8, TW_IQ4_XS, TW_NVFP4, TW_NF4, TW_VECTOR, TW_NUM_KINDS
 };
 
 // Operand types for matmuls. Sums are always fp32.

@@ -26,6 +26,7 @@
 //   both minimums.
 // - IQ4_XS: `[T][16]` float16, then `[S][16]` int8. Codes are indices of uneven values.
 // - FP8: `[columns / 128][16]` float, rounded up. Codes are bytes in e4m3, without a zero.
+// - NF4: `[columns / 64][16]` float, rounded up. Codes index float values.
 // - NVFP4: `[columns / 16][16]` float, half of the scales. Codes are indices of doubled e2m1 values.
 //
 // kPacked is an engine's compressed BF16 copy. It has equal values in 12 bits:
@@ -68,13 +69,22 @@ constexpr bool has_minimums(int kind) {
 constexpr bool has_codebook(int kind) { return kind == TW_IQ4_XS || kind == TW_NVFP4; }
 
 // Codes are floats: products have no integer form.
-constexpr bool has_float_codes(int kind) { return kind == TW_FP8; }
+constexpr bool has_float_codes(int kind) { return kind == TW_FP8 || kind == TW_NF4; }
+
+// Supported arithmetic. NF4 values are only exact in float.
+constexpr bool has_arithmetic(int kind, int arithmetic) {
+    if (arithmetic == TW_AS_FP32) return true;
+    if (has_float_codes(kind)) return kind == TW_FP8 && arithmetic == TW_AS_BF16;
+    if (arithmetic == TW_AS_BF16 && kind == TW_BF16) return true;
+    return in_blocks(kind) && !(has_minimums(kind) && arithmetic == TW_AS_BF16);
+}
 
 constexpr int zero_of(int kind) { return has_minimums(kind) || has_float_codes(kind) ? 0 : has_codebook(kind) ? 128 : 1 << (code_bits(kind) - 1); }
 
 // Columns per scale.
 constexpr int scale_length(int kind) {
     if (kind == TW_FP8) return 128;
+    if (kind == TW_NF4) return 64;
     return kind == TW_BFP8 || kind == TW_BFP4 || kind == TW_Q6_K || kind == TW_NVFP4 ? 16 : 32;
 }
 
@@ -86,6 +96,7 @@ constexpr int64_t scale_bytes(int kind, int64_t padded) {
         case TW_IQ4_XS: return supers * 32 + padded / 2;
         case TW_Q41: case TW_Q51: return padded * 2;
         case TW_FP8: return rounded(padded, 128) / 128 * 64;
+        case TW_NF4: return rounded(padded, 64);
         case TW_NVFP4: return padded * 4;
         default: return padded;
     }

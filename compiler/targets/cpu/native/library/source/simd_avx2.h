@@ -77,6 +77,12 @@ inline vi repeated(const uint8_t* p) {
     __m256i v = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
     return {v, v};
 }
+inline vf float_at(const float* values, vi index) {
+    const __m256 low = _mm256_load_ps(values), high = _mm256_load_ps(values + 8);
+    const vi upper = left<28>(index);
+    return {_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index.a), _mm256_permutevar8x32_ps(high, index.a), _mm256_castsi256_ps(upper.a)),
+            _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index.b), _mm256_permutevar8x32_ps(high, index.b), _mm256_castsi256_ps(upper.b))};
+}
 inline vi looked_up(vi table, vi places) {
     return {_mm256_shuffle_epi8(table.a, places.a), _mm256_shuffle_epi8(table.b, places.b)};
 }

@@ -50,6 +50,7 @@ inline vf float16s(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256
 inline vi widened(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 
 inline vi repeated(const uint8_t* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }
+inline vf float_at(const float* values, vi index) { return _mm512_permutexvar_ps(index, _mm512_load_ps(values)); }
 inline vi looked_up(vi table, vi places) { return _mm512_shuffle_epi8(table, places); }
 // Bytes of two in turns, of the lower or the upper halves of every 16.
 inline vi in_turns_low(vi a, vi b) { return _mm512_unpacklo_epi8(a, b); }

@@ -71,6 +71,13 @@ inline vi widened(const uint8_t* p) {
 
 #define TW_BYTES(value) vreinterpretq_u8_s32(value)
 inline vi repeated(const uint8_t* p) { TW_MAKE(vi, vreinterpretq_s32_u8(vld1q_u8(p))); }
+inline vf float_at(const float* values, vi index) {
+    int32_t at[16];
+    float result[16];
+    istore(at, index);
+    for (int i = 0; i < 16; i++) result[i] = values[at[i]];
+    return load(result);
+}
 inline vi looked_up(vi table, vi places) { TW_MAKE(vi, vreinterpretq_s32_u8(vqtbl1q_u8(TW_BYTES(table.x[i]), TW_BYTES(places.x[i])))); }
 // Bytes of two in turns, of the lower or the upper halves of every 16.
 inline vi in_turns_low(vi a, vi b) { TW_MAKE(vi, vreinterpretq_s32_u8(vzip1q_u8(TW_BYTES(a.x[i]), TW_BYTES(b.x[i])))); }

@@ -71,6 +71,7 @@ inline vi repeated(const uint8_t* p) {
     for (int i = 0; i < 64; i++) r[i] = p[i % 16];
     return of_bytes(r);
 }
+inline vf float_at(const float* values, vi index) { TW_MAKE(vf, values[index.x[i]]); }
 inline vi looked_up(vi table, vi places) {
     uint8_t t[64], at[64], r[64];
     std::memcpy(t, table.x, 64);
