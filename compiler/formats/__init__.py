@@ -64,6 +64,7 @@ __all__ = [
     "GgmlFormat",
     "ScaledCodes",
     "ScaledEncoded",
+    "exact_blocks",
     "get_format",
     "is_quantised",
     "stored_format",
@@ -97,6 +98,15 @@ def stored_format(stored_type: str) -> str | None:
     if stored_type in EXACT_FORMATS:
         return EXACT_FORMATS[stored_type]
     return next((name for name, stored in STORED_NAMES.items() if stored == stored_type), None)
+
+
+def exact_blocks(stored_types: Iterable[str]) -> str | None:
+    """Return the smallest block format with exactly the values of all types, or None.
+
+    Blocks have a power of two as their scale. A target with such blocks can store them instead of
+    `stored_format`.
+    """
+    return BFP8.name if {*stored_types} == {"MXFP4"} else None
 
 
 def is_quantised(stored_type: str) -> bool:

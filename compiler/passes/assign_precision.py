@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from tilewright.compiler import ops
 from tilewright.compiler.formats import (
     STORED_NAMES,
+    exact_blocks,
     get_format,
     is_quantised,
     stored_format,
@@ -98,7 +99,12 @@ def _assign_weight(node: Node, ctx: PassContext, target_format: TargetFormat | N
         assigned = recipe.as_stored(wanted)
     elif wanted == STORED:
         stored = _stored_format(recipe, facts.fqn, ctx)
-        name = target_format(stored, len(recipe.shape)) if target_format is not None else stored
+        name = stored
+        if target_format is not None:
+            blocks = exact_blocks(map(ctx.stored_type, recipe.names)) if ctx.stored_type else None
+            name = target_format(stored, len(recipe.shape))
+            if blocks is not None and name == stored == "bf16":
+                name = target_format(blocks, len(recipe.shape))
         changed = set(recipe.names) if name != stored else set()
         assigned = recipe.with_format(name, "in") if changed else recipe.as_stored(stored)
     else:
@@ -182,7 +188,8 @@ def _note_requantised(
                     rounded[stored, used].add(group)
                 continue
             keeps = recipe.is_stored or get_format(used).block == 1
-            if used != "fp32" and not (keeps and used == stored_format(stored)):
+            is_equal = (keeps and used == stored_format(stored)) or used == exact_blocks([stored])
+            if used != "fp32" and not is_equal:
                 found[stored, used].add(group)
             elif stored not in known:
                 same[stored, used].add(group)

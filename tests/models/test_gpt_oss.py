@@ -16,9 +16,19 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests import architecture_checks as checks
 from tests.tiny import compiled, precision_of, prefill, random_tokens, tiny_model
 from tests.twins import Twin, twin_of
-from tilewright.compiler.driver import compile_model
+from tilewright.compiler.driver import (
+    compile_model,
+    lower_model,
+    resolve_precision,
+    weight_source,
+)
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.recipe import load_dense
 from tilewright.compiler.precision import load_precision
+from tilewright.compiler.targets.contract.weight_storage import weight_uses
 from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.compiled import silent
+from tilewright.compiler.targets.table import get_target
 from tilewright.errors import CheckpointError, CompileError
 from tilewright.models import load_model
 from tilewright.models.checkpoints.base import check_tensors
@@ -197,3 +207,20 @@ def test_malformed_mxfp4_is_one_line(
     with pytest.raises(CheckpointError, match=words) as caught:
         open_checkpoint(tmp_path).get("model.layers.0.mlp.experts.gate_proj.weight")
     assert "\n" not in str(caught.value)
+
+
+def test_mxfp4_experts_are_exact_in_bfp8_on_cuda(tmp_path: Path) -> None:
+    """8.5 bits a weight in place of 16, with the file's values, and a line for it."""
+    values = _write_mxfp4(_wide(), tmp_path)
+    loaded = load_model(tmp_path, tokenizer=byte_tokenizer(300, "tiny"))
+    resolved = resolve_precision(loaded, load_precision("stored"))
+    stages = get_target("cuda").stages()
+    graph_module, ctx = lower_model(loaded, resolved, stages, silent)
+    assert "stored with equal values: MXFP4 → bfp8 (experts_ff1_3, experts_ff2)" in ctx.notes
+    recipes = [use.recipe for use in weight_uses(graph_module) if len(use.recipe.shape) == 3]
+    recipes = [recipe for recipe in recipes if {*recipe.names} & {*values}]
+    assert len(recipes) == 2 and {recipe.format for recipe in recipes} == {"bfp8"}
+    source = weight_source(loaded)
+    for recipe in recipes:
+        dense = load_dense(recipe, source)
+        assert torch.equal(get_format("bfp8").round_trip(dense.float()), dense.float())
