@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.gpu_memory import DEFAULT_GB, gpu_memory, num_slots
+from tilewright.compiler.targets.cpu.native.library.recipe import units
 
 hypothesis.settings.register_profile(
     "tilewright", deadline=None, max_examples=10, derandomize="CI" in os.environ
@@ -170,6 +171,8 @@ def _own_cache(
         patch.setattr(
             "tilewright.compiler.driver._MAX_TRACED", 256
         )  # for all files: models are tiny
+        # The library with every instruction set serves all tests: one compilation, not two.
+        patch.setattr("tilewright.compiler.targets.cpu.native.library.build.own_units", units)
         if kept is not None:  # also for tests with a private cache
             patch.setenv("TILEWRIGHT_NATIVE", str(kept.mkdir("native")))
         yield

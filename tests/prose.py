@@ -47,6 +47,7 @@ _NUMBER = re.compile(r"(?<![\w.-])\d[\d,.]*(?=[\s%;:)]|$)")
 _DIRECTIVE = re.compile(r"^(#!|# ?(fmt|type|noqa|ruff|mypy|pragma|SPDX|Copyright))|[-=_]{5}")
 _NATIVE_COMMENT = re.compile(r"(?:^[ \t]*//[^\n]*\n)+|/\*.*?\*/|//[^\n]*", re.S | re.M)
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[A-Z\"'(*])|\n\s*\n")
+_LEAVES = ast.expr_context | ast.operator | ast.cmpop | ast.Name | ast.Constant
 _STOP = "\n\n"
 _NOUN = " Code "
 _CLEANING = (
@@ -113,7 +114,7 @@ def measure_texts(texts: list[str]) -> Prose:
 
 def _strings(tree: ast.Module) -> Iterator[str]:
     """Yield docstrings, help texts and error messages."""
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
@@ -128,6 +129,18 @@ def _strings(tree: ast.Module) -> Iterator[str]:
                 yield _literal(node.args[0])
 
 
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes with children. `ast.walk` also visits names and their contexts."""
+    pending = [tree]
+    while pending:
+        yield (node := pending.pop())
+        for name in node._fields:
+            value = getattr(node, name)
+            for child in value if isinstance(value, list) else (value,):
+                if isinstance(child, ast.AST) and not isinstance(child, _LEAVES):
+                    pending.append(child)
+
+
 def _literal(node: ast.expr) -> str:
     if isinstance(node, ast.JoinedStr):
         return "".join(
@@ -139,6 +152,8 @@ def _literal(node: ast.expr) -> str:
 def _comments(source: str) -> Iterator[str]:
     """Yield comments. Consecutive lines are one text."""
     text, previous = "", -1
+    if "#" not in source:
+        return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT or _DIRECTIVE.search(token.string):
             continue

@@ -54,7 +54,7 @@ def is_here(row: perf_md.PerfRow) -> bool:
 
 def key_of(model: str, device: str, precision: PrecisionConfig) -> str:
     """Equal for one configuration under several names."""
-    return f"{model} {device} {precision.resolve(1000, model).id}"
+    return f"{model} {device} {precision.resolve(100, model).id}"
 
 
 def measured_keys() -> list[str]:

@@ -32,7 +32,7 @@ def test_plan_prints_boards_as_json_and_as_a_table(tiny_gguf: Path, run: Run) ->
 def test_plan_of_large_shapes_names_boards_with_and_without_room(run: Run) -> None:
     boards = "n150,p150,qb2"
     argv = ("--boards", boards, "--precision", "performance", "--json")
-    rows = json.loads(run("plan", "shape:qwen3-30b-a3b", *argv))
+    rows = json.loads(run("plan", "shape:gpt-oss-20b", *argv))
     by_board = {row["board"]: row for row in rows}
     assert "exceeded by" in by_board["n150"]["refused"]
     assert by_board["qb2"]["tsu"] > by_board["p150"]["tsu"] > 0

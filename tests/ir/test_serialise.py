@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,12 @@ MIXED = precision_of("bfp8", "hifi2", layers="0: {ff2: bf16, li_ff2: hifi4}", bl
 
 def graph(target: str = "cpu", **changes: Any) -> GraphModule:
     return lowered(tiny_model(**changes), target=target, precision=MIXED)[0]
+
+
+@functools.cache
+def whole() -> bytes:
+    """A layer's graph as a file."""
+    return graph_json(graph("reference", num_layers=1))
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, QWEN2], ids=repr)
@@ -87,7 +94,7 @@ def test_a_graph_that_came_back_computes_the_same() -> None:
 
 def changed(path: list[Any], value: Any) -> bytes:
     """The JSON of a graph with one value replaced."""
-    record = json.loads(graph_json(graph("reference", num_layers=1)))
+    record = json.loads(whole())
     place = record
     for key in path[:-1]:
         place = place[key]
@@ -96,7 +103,7 @@ def changed(path: list[Any], value: Any) -> bytes:
 
 
 def call_of(op: str) -> int:
-    record = json.loads(graph_json(graph("reference", num_layers=1)))
+    record = json.loads(whole())
     return next(index for index, call in enumerate(record["calls"]) if call["op"] == op)
 
 
@@ -130,7 +137,7 @@ def test_a_file_that_lies_is_refused(path: list[Any], value: Any, reason: str) -
 
 
 def test_shapes_that_contradict_each_other_are_refused() -> None:
-    record = json.loads(graph_json(graph("reference", num_layers=1)))
+    record = json.loads(whole())
     at = next(i for i, each in enumerate(record["inputs"]) if "down_proj" in each["name"])
     with pytest.raises(CheckpointError, match="not a lowered graph"):
         read_graph(changed(["inputs", at, "shape"], [32, 47]), WHERE)
@@ -145,13 +152,11 @@ def test_what_is_no_graph_is_refused(data: bytes) -> None:
     assert "\n" not in str(caught.value)
 
 
-WHOLE = graph_json(graph("reference", num_layers=1))
-
-
-@given(st.integers(0, len(WHOLE) - 1), st.binary(max_size=3), st.integers(0, 5))
-def test_damaged_bytes_are_a_graph_or_refused(at: int, new: bytes, cut: int) -> None:
+@given(st.data(), st.binary(max_size=3), st.integers(0, 5))
+def test_damaged_bytes_are_a_graph_or_refused(data: st.DataObject, new: bytes, cut: int) -> None:
+    at = data.draw(st.integers(0, len(whole()) - 1))
     with suppress(CheckpointError):
-        read_graph(WHOLE[:at] + new + WHOLE[at + cut :], WHERE)
+        read_graph(whole()[:at] + new + whole()[at + cut :], WHERE)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_5_moe"])
