@@ -1,41 +1,24 @@
 #!/usr/bin/env bash
-# A round on one GPU: tests, rows and load tests, part by part,
-# each within seconds of its own, so that a machine at hand for an hour is used whole.
+# Load tests of a served shape on a GPU, and of another server after it.
 #
 #   round.sh OUT PART[=SECONDS] ...     OUT: a folder that gets PART.log and rows as JSON lines
 #
-#   tests      all tests that need a GPU (WORKERS processes)
-#   rows       bench-cuda (ROWS: names of rows, 8b-* fits)
 #   streams    SHAPE served, STREAMS as USERS:REQUESTS, INPUT tokens in and OUTPUT out
-#   poisson    the same, RATES requests a second that arrive by chance, for PERIOD seconds each
-#   contest    the contest's load on SHAPE (LEVELS, FLUSH=1: an empty prefix cache before each)
-#              these three also joined, as in streams-poisson: one start of a server for all of them,
-#              where the contest is among them with a prefix cache and --step-ms 0
-#   start      seconds from a server's start to /health, twice: caches cold, or as they were, and warm
-#   overhead   128 tokens in and 256 out at 1 user and at USERS: what serving adds to a bare engine
-#   json       USERS, half of them with a schema
-#   intruder   a prompt of LONG tokens into eight streams
-#   chat       64 chats of eight turns
-#   invariant  500 requests alone and in company, of a strict server
-#   soak       SOAK requests of all kinds, ROUNDS times, as chat
-#   batch      BATCH rows through `tilewright batch`
-#   generate   the generator of engines, on the shape it is tested with
-#   sanitize   sanitize.sh
+#   poisson    the same, RATES requests a second at random times, for PERIOD seconds each
+#   contest    rising LEVELS of users on SHAPE (FLUSH=1: an empty prefix cache before each)
+#              Joined, as in streams-poisson: a single start of a server for all of them. With
+#              contest among them it has a prefix cache and --max-prefill-ms 0
 #
 # PYTHON: the interpreter; TARGET: cuda; OPTIONS: more of `serve`; OUR_PORT: 18200; THEIRS: a command
-# that starts another server of OpenAI's API on port 18201, which `streams`, `poisson`, `contest`,
-# `chat` (which wants its prefix cache, counts of cached tokens and POST /reset_prefix_cache) and
-# `start` have behind ours. WORDS and THEIR_WORDS: of a prompt of the contest and of what begins all
-# chats, of which shapes have as many tokens (1,010 of 305 words, for their tokens are bytes; a
-# made-up tokenizer may have one a word).
+# that starts another server of OpenAI's API on port 18201. WORDS and THEIR_WORDS: words of a prompt
+# of the contest (1,010 tokens in 305 words, if the tokens are bytes). `tilewright bench --url --plan`
+# has further loads.
 set -u
 [ $# -ge 2 ] || { sed -n '2,/^set -u/s/^# \{0,1\}//p' "$0" | sed '$d' >&2; exit 2; }
 PYTHON=${PYTHON:-python} TARGET=${TARGET:-cuda} OPTIONS=${OPTIONS:-} THEIRS=${THEIRS:-}
 SHAPE=${SHAPE:-llama-3.1-8b} STREAMS=${STREAMS:-1:4 32:128 64:256} INPUT=${INPUT:-1024}
-RATES=${RATES:-12 19} PERIOD=${PERIOD:-20} USERS=${USERS:-64}
-OUTPUT=${OUTPUT:-256} LEVELS=${LEVELS:-1 2 4 8 16 32 64} LONG=${LONG:-64000} SOAK=${SOAK:-2000}
-ROUNDS=${ROUNDS:-1} BATCH=${BATCH:-2000} ROWS=${ROWS:-8b-*} WORKERS=${WORKERS:-10}
-VOCABULARY=${VOCABULARY:-100000} SEATS=${SEATS:-256} CONTEXT=${CONTEXT:-4096} FLUSH=${FLUSH:-}
+RATES=${RATES:-12 19} PERIOD=${PERIOD:-20} OUTPUT=${OUTPUT:-256} LEVELS=${LEVELS:-1 2 4 8 16 32 64}
+VOCABULARY=${VOCABULARY:-100000} SEQUENCES=${SEQUENCES:-256} CONTEXT=${CONTEXT:-4096} FLUSH=${FLUSH:-}
 WORDS=${WORDS:-305} THEIR_WORDS=${THEIR_WORDS:-1010} DRAWN=
 OURS=${OUR_PORT:-18200}
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
@@ -56,7 +39,7 @@ ready() { # PORT: until /health says 200, or the server is gone
 }
 serve() { # more options of `serve`
     # shellcheck disable=SC2086
-    "$PYTHON" -P -c "$CLI" serve "shape:$SHAPE" --target "$TARGET" --precision bf16 --max-num-seqs "$SEATS" \
+    "$PYTHON" -P -c "$CLI" serve "shape:$SHAPE" --target "$TARGET" --precision bf16 --max-num-seqs "$SEQUENCES" \
         --max-model-len "$CONTEXT" --admin --chat-template "$template" --port $OURS $OPTIONS "$@" &
     server=$!
     trap 'kill $server 2>/dev/null; wait $server' EXIT
@@ -81,10 +64,6 @@ both() { # a function: with our server, then with theirs
     return $code
 }
 
-tests() {
-    "$PYTHON" -P -m pytest -v -m 'gpu or multigpu' -n "$WORKERS" --dist worksteal -rfE
-}
-rows() { python -m bench bench-cuda --rows $ROWS --repeats "${REPEATS:-5}" --results "$out/rows.jsonl"; }
 load_streams() {
     for one in $STREAMS; do
         load streams --concurrency "${one%:*}" --requests "${one#*:}" --input-tokens "$INPUT" \
@@ -108,57 +87,24 @@ all_loads() {
     return $code
 }
 under_load() { # by both servers
-    local options=--no-prefix-cache
-    [[ $loads != *contest* ]] || options=--step-ms=0
+    local options=--no-enable-prefix-caching
+    [[ $loads != *contest* ]] || options=--max-prefill-ms=0
     both all_loads $options
 }
-start() { both true && both true; }
-overhead() {
-    serve --no-prefix-cache && port=$OURS load overhead --concurrency "$USERS" --requests 256 \
-        --input-tokens 128 --output-tokens 256
-}
-json() {
-    serve && port=$OURS load json --concurrency "$USERS" --requests 256 --input-tokens 128 \
-        --output-tokens 256
-}
-intruder() {
-    port=$OURS CONTEXT=$((LONG + 2000)) serve --no-prefix-cache &&
-        port=$OURS load intruder --concurrency 8 --input-tokens 128 --output-tokens 2000 \
-        --long-tokens "$LONG"
-}
-load_chat() {
-    load chat --flush --rounds "$ROUNDS" --concurrency 64 --long-tokens "$WORDS" \
-        --input-tokens $((WORDS / 15))
-}
-chat() { both load_chat; }
-invariant() { serve --arithmetic strict && port=$OURS load invariant --concurrency 64 --requests 500; }
-soak() { serve && port=$OURS load soak --concurrency 64 --requests "$SOAK" --rounds "$ROUNDS"; }
-batch() {
-    python -m bench make-batch --rows "$BATCH" --token-ids "$VOCABULARY" -o "$out/batch.jsonl" &&
-        tilewright batch "$out/batch.jsonl" -o "$out/answers.jsonl" --model "shape:$SHAPE" \
-            --target "$TARGET" --precision bf16 --no-prefix-cache --json
-}
-generate() {
-    env -u TARGET PYTHON="$PYTHON" WORKSPACE="$out/engine" bash demo/engine_generator/run.sh
-}
-sanitize() { bash bench/cuda/sanitize.sh; }
 
-export -f tilewright ready serve load both tests rows load_streams load_poisson load_contest load_chat \
-    all_loads under_load start overhead json intruder chat invariant soak batch generate sanitize
-export CLI PYTHON TARGET OPTIONS THEIRS SHAPE STREAMS INPUT OUTPUT RATES PERIOD USERS LEVELS LONG SOAK \
-    ROUNDS BATCH ROWS \
-    WORKERS VOCABULARY SEATS CONTEXT FLUSH WORDS THEIR_WORDS DRAWN OURS out template
+export -f tilewright ready serve load both load_streams load_poisson load_contest all_loads under_load
+export CLI PYTHON TARGET OPTIONS THEIRS SHAPE STREAMS INPUT OUTPUT RATES PERIOD LEVELS VOCABULARY \
+    SEQUENCES CONTEXT FLUSH WORDS THEIR_WORDS DRAWN OURS out template
 status=0
 for part in "$@"; do
     name=${part%%=*} seconds=${part#*=}
     [ "$seconds" != "$part" ] || seconds=0 # no limit
-    does=$name functions=$name
-    [[ $name != @(streams|poisson|contest)* ]] || does=under_load functions="load_${name//-/ load_}"
+    functions="load_${name//-/ load_}"
     # shellcheck disable=SC2086
     declare -F $functions >/dev/null || { echo "round.sh: no part $name" >&2; exit 2; }
     export loads=$name
     began=$(date +%s)
-    timeout --kill-after=10 "$seconds" bash -c "$does" >"$out/$name.log" 2>&1
+    timeout --kill-after=10 "$seconds" bash -c under_load >"$out/$name.log" 2>&1
     code=$?
     echo "== $name: exit $code after $(($(date +%s) - began)) s"
     tail -n 12 "$out/$name.log" | cut -c1-1500
