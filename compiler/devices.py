@@ -1,4 +1,4 @@
-"""Known devices with sizes and rates for targets, plans and time models.
+"""Known devices with sizes, for targets and plans.
 
 Values are published or measured, see the ``source`` of each row. Imports no torch and starts no
 device. Only :func:`describe_cpu` inspects the host.
@@ -10,24 +10,14 @@ import ctypes
 import importlib.util
 import os
 import platform
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from tilewright.errors import CompileError, ConfigError
 from tilewright.utils.registry import Registry
 
-# A worker core has 4.096 TFLOP/s at LoFi and 1 GHz. The time is proportional to the phases. A chip
-# has 64 cores. In practice, kernels reach up to 265 GB/s of the DRAM rate.
-_WORMHOLE_TFLOPS = MappingProxyType({"lofi": 262.0, "hifi2": 131.0, "hifi3": 87.0, "hifi4": 66.0})
-_WORMHOLE = "Tenstorrent Wormhole, 64 workers at 1 GHz: published peak rates, 12 DRAM banks"
-
-# Blackhole has 110 workers for kernels at 1.35 GHz, with the cycles per phase of Wormhole.
-_BLACKHOLE_TFLOPS = MappingProxyType(
-    {"lofi": 608.0, "hifi2": 304.0, "hifi3": 203.0, "hifi4": 152.0}
-)
-_BLACKHOLE = "Tenstorrent Blackhole, 110 workers at 1.35 GHz: published peak rates, 2026-11"
+_WORMHOLE = "Tenstorrent Wormhole, 64 workers at 1 GHz: published, 12 DRAM banks"
+_BLACKHOLE = "Tenstorrent Blackhole, 110 workers at 1.35 GHz: published, 2026-11"
 
 WORMHOLE, BLACKHOLE = "wormhole", "blackhole"
 
@@ -40,10 +30,6 @@ class DeviceSpec:
         grid: worker cores as (rows, columns).
         num_cores: multiprocessor count, for devices without a grid.
         l1_bytes: usable L1 per core.
-        dram_bytes_per_s: DRAM rate.
-        num_links: links between neighboring chips.
-        link_bytes_per_s: a link's rate in one direction.
-        tflops: 1e12 operations per second, by fidelity (board) or format (GPU).
         architecture: architecture of a board's chips.
         num_banks: DRAM banks per chip.
     """
@@ -56,10 +42,6 @@ class DeviceSpec:
     num_cores: int | None = None
     l1_bytes: int | None = None
     dram_bytes: int | None = None
-    dram_bytes_per_s: float | None = None
-    num_links: int | None = None
-    link_bytes_per_s: float | None = None
-    tflops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     architecture: str = ""
     num_banks: int = 0
 
@@ -70,14 +52,12 @@ class CpuDescription:
 
     Attributes:
         num_cores: cores that this process may use.
-        num_physical_cores: the machine's cores without hyper-threads. None: unknown.
         isa: instruction sets for matmuls, in Linux spelling.
         family: processor family, useful if a virtual machine hides the name.
     """
 
     model_name: str
     num_cores: int
-    num_physical_cores: int | None
     isa: tuple[str, ...]
     family: str = ""
 
@@ -87,9 +67,7 @@ class CpuDescription:
         return f"{self.model_name}, {self.family}" if self.family else self.model_name
 
 
-def _wormhole(
-    name: str, num_chips: int, *, grid: tuple[int, int] | None, num_links: int | None
-) -> DeviceSpec:
+def _wormhole(name: str, num_chips: int, *, grid: tuple[int, int] | None = (8, 8)) -> DeviceSpec:
     """Return the row of a Wormhole board or box."""
     return DeviceSpec(
         name.upper(),
@@ -99,17 +77,13 @@ def _wormhole(
         grid=grid,
         l1_bytes=1_393_312,
         dram_bytes=12_870_000_000,
-        dram_bytes_per_s=288e9,
-        num_links=num_links,
-        link_bytes_per_s=12.5e9 if num_links is not None else None,
-        tflops=_WORMHOLE_TFLOPS if grid is not None else MappingProxyType({}),
         architecture=WORMHOLE,
         num_banks=12,
     )
 
 
 def _blackhole(name: str, num_chips: int, *, num_banks: int = 8) -> DeviceSpec:
-    """Return the row of a Blackhole board or box. A bank has 4 GB and 64 GB/s."""
+    """Return the row of a Blackhole board or box. A bank has 4 GB."""
     return DeviceSpec(
         name.upper(),
         name,
@@ -118,10 +92,6 @@ def _blackhole(name: str, num_chips: int, *, num_banks: int = 8) -> DeviceSpec:
         grid=(10, 11),
         l1_bytes=1_393_312,
         dram_bytes=num_banks * 4_000_000_000,
-        dram_bytes_per_s=num_banks * 64e9,
-        num_links=2 if num_chips > 1 else None,
-        link_bytes_per_s=25e9 if num_chips > 1 else None,
-        tflops=_BLACKHOLE_TFLOPS,
         architecture=BLACKHOLE,
         num_banks=num_banks,
     )
@@ -139,12 +109,11 @@ CPU_BACKENDS = {"onnxruntime": "cpu", "native": "cpu-native"}
 """Full name of the target cpu by backend."""
 
 DEVICES.register("cpu", DeviceSpec("CPU", "cpu", 1, "the host; see describe_cpu"))
-DEVICES.register("n150", _wormhole("n150", 1, grid=(8, 8), num_links=None))
-DEVICES.register("n300", _wormhole("n300", 2, grid=(8, 8), num_links=2))
-# Two links within each N300 are published. Two links between boards are assumed.
-DEVICES.register("t3k", _wormhole("t3k", 8, grid=(8, 8), num_links=2))
-# The worker grid, rates and links of Galaxy are not published in the same terms.
-DEVICES.register("tg", _wormhole("tg", 32, grid=None, num_links=None))
+DEVICES.register("n150", _wormhole("n150", 1))
+DEVICES.register("n300", _wormhole("n300", 2))
+DEVICES.register("t3k", _wormhole("t3k", 8))
+# The worker grid of Galaxy is not published in the same terms.
+DEVICES.register("tg", _wormhole("tg", 32, grid=None))
 DEVICES.register("p100", _blackhole("p100", 1, num_banks=7))
 DEVICES.register("p150", _blackhole("p150", 1))
 DEVICES.register("p300", _blackhole("p300", 2))
@@ -158,11 +127,9 @@ DEVICES.register(
         "H200",
         "cuda",
         1,
-        "NVIDIA H200: reads and matrix rates measured with streaming kernels and 8192^3 products",
+        "NVIDIA H200: published sizes",
         num_cores=132,
         dram_bytes=143_771 * 2**20,
-        dram_bytes_per_s=4.35e12,
-        tflops=MappingProxyType({"bf16": 754.0, "fp8": 1335.0}),
     ),
 )
 
@@ -269,23 +236,15 @@ def describe_cpu(cpuinfo: Path = _CPUINFO) -> CpuDescription:
     except OSError:
         text = ""  # not Linux; the platform module has a name
     fields: dict[str, str] = {}
-    cores: set[tuple[str, str]] = set()
-    package = "0"
     for line in text.splitlines():
         key, separator, value = line.partition(":")
         if not separator:
             continue
-        key, value = key.strip().lower(), value.strip()
-        fields.setdefault(key, value)
-        if key == "physical id":
-            package = value
-        elif key == "core id":
-            cores.add((package, value))
+        fields.setdefault(key.strip().lower(), value.strip())
     flags = set((fields.get("flags") or fields.get("features") or "").split())
     return CpuDescription(
         model_name=fields.get("model name") or platform.processor() or "unknown processor",
         num_cores=_usable_cores(),
-        num_physical_cores=len(cores) or None,
         isa=tuple(flag for flag in _ISA_FLAGS if flag in flags),
         family=f"family {fields['cpu family']}" if "cpu family" in fields else "",
     )

@@ -21,37 +21,14 @@ def test_chips() -> None:
     assert all(device.source for device in DEVICES.values())
 
 
-def test_wormhole_rates_follow_from_one_core() -> None:
+def test_boards_have_the_published_grids_and_banks() -> None:
     for name in ("n150", "n300", "t3k"):
-        device = DEVICES[name]
-        assert device.grid == (8, 8)
-        for phases, fidelity in enumerate(("lofi", "hifi2", "hifi3", "hifi4"), start=1):
-            assert device.tflops[fidelity] == pytest.approx(64 * 4.096 / phases, rel=0.01)
-        assert device.dram_bytes_per_s == 288e9
-        assert device.l1_bytes == 1_393_312
-
-
-def test_blackhole_rates_follow_from_banks_and_cores() -> None:
+        assert (DEVICES[name].grid, DEVICES[name].l1_bytes) == ((8, 8), 1_393_312)
     assert [DEVICES[name].num_banks for name in ("n150", "p100", "p150")] == [12, 7, 8]
     for name in ("p100", "p150", "p300", "qb2", "loudbox", "bh-galaxy"):
-        device = DEVICES[name]
-        assert device.architecture == "blackhole"
-        assert device.dram_bytes_per_s == device.num_banks * 64e9
-        for phases, fidelity in enumerate(("lofi", "hifi2", "hifi3", "hifi4"), start=1):
-            of_all = 110 * 1.35 * 4.096 / phases
-            assert device.tflops[fidelity] == pytest.approx(of_all, rel=0.01)
-
-
-def test_what_is_unknown_of_galaxy_is_none() -> None:
-    galaxy = DEVICES["tg"]
-    assert galaxy.grid is None
-    assert galaxy.link_bytes_per_s is None
-    assert not galaxy.tflops
-
-
-def test_h200() -> None:
-    device = DEVICES["h200"]
-    assert (device.target, device.num_cores, device.dram_bytes_per_s) == ("cuda", 132, 4.35e12)
+        assert DEVICES[name].architecture == "blackhole"
+    assert DEVICES["tg"].grid is None, "unknown"
+    assert (DEVICES["h200"].target, DEVICES["h200"].num_cores) == ("cuda", 132)
 
 
 def test_get_device() -> None:
@@ -79,7 +56,6 @@ def write_table(folder: Path, *cores: tuple[int, int]) -> Path:
 def test_cpu_from_the_systems_table(tmp_path: Path) -> None:
     cpu = describe_cpu(write_table(tmp_path, (0, 0), (0, 1), (0, 0), (1, 0)))
     assert cpu.model_name == cpu.full_name == "Some CPU: 3 GHz"
-    assert cpu.num_physical_cores == 3
     assert cpu.isa == ("avx2", "avx512f", "avx512_vnni")
 
 
@@ -94,7 +70,6 @@ def test_arm_names_its_instructions_otherwise(tmp_path: Path) -> None:
     path.write_text("processor\t: 0\nFeatures\t: fp asimd asimddp\n")
     cpu = describe_cpu(path)
     assert cpu.isa == ("asimddp",)
-    assert cpu.num_physical_cores is None
     assert cpu.model_name
 
 
@@ -106,7 +81,6 @@ def test_cpu_without_a_table(tmp_path: Path, content: bytes | None) -> None:
     cpu = describe_cpu(path)
     assert cpu.model_name
     assert cpu.num_cores >= 1
-    assert cpu.num_physical_cores is None
     assert cpu.isa == ()
 
 
@@ -121,5 +95,3 @@ def test_rows_do_not_change() -> None:
     for row in (DEVICES["n150"], describe_cpu()):
         with pytest.raises(dataclasses.FrozenInstanceError):
             row.num_cores = 1  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        DEVICES["n150"].tflops["lofi"] = 1.0  # type: ignore[index]

@@ -22,11 +22,12 @@ def test_store_reads_results_and_sweeps_alike() -> None:
 
 def test_query_selects_results_that_meet_all_conditions() -> None:
     query = Query(precisions=("bf16", "all-q80"), devices=("CPU native",), kinds=("measured",))
-    found = read_store(RESULTS / "cpu.jsonl", SWEEP, query=query)
+    swept = read_store(SWEEP)
+    found = query.select(read_store(RESULTS / "cpu.jsonl", SWEEP))
     assert {result.precision_name for result in found} == {"bf16", "all-q80"}
     assert {result.device for result in found} == {"CPU native"}
-    assert read_store(SWEEP, query=Query(models=("another",))) == []
-    assert read_store(SWEEP, query=Query()) == read_store(SWEEP)
+    assert Query(models=("another",)).select(swept) == []
+    assert Query().select(swept) == swept
 
 
 def test_store_names_the_line_of_another_record(tmp_path: Path) -> None:

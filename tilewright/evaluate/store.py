@@ -51,14 +51,13 @@ class Query:
         return list(filter(self.selects, results))
 
 
-def read_store(*paths: Path, query: Query | None = None) -> list[Result]:
-    """Return the selected results of files, in the order of the files and lines.
+def read_store(*paths: Path) -> list[Result]:
+    """Return the results of files, in the order of the files and lines.
 
     Raises:
         ConfigError: for a missing file, or a malformed line.
     """
-    found = [result for path in paths for result in _read(path)]
-    return found if query is None else query.select(found)
+    return [result for path in paths for result in _read(path)]
 
 
 def _read(path: Path) -> list[Result]:
