@@ -94,8 +94,10 @@ def test_every_kernel_has_a_product(kind: str) -> None:
         (shaped("bfp8", 4096, 14336), native.Walk(4, 2)),
         (shaped("bfp8", 3072, 2048), native.Walk(4, 2)),
         (shaped("bfp8", 8192, 28672), native.Walk(3, 2)),
-        (shaped("bfp4", 28672, 4096), native.Walk(3, 2)),
-        (shaped("bfp4", 16384, 2048), native.Walk(3, 2)),
+        (shaped("bfp4", 28672, 4096), native.Walk(11, 2)),
+        (shaped("bfp4", 4096, 14336), native.Walk(8, 2)),
+        (shaped("q40", 28672, 4096), native.Walk(11, 2)),
+        (shaped("q40", 8192, 28672), native.Walk(6, 2)),
     ],
     ids=lambda each: f"{each.kind} {each.num_rows}" if isinstance(each, PackedWeight) else "",
 )
@@ -177,7 +179,9 @@ def test_it_compiles_without_spills(source: nvrtc.KernelSource, tmp_path: Path) 
     )
     assert {name for name, *_ in kernels} == set(source.names)
     assert [name for name, spilled, _ in kernels if spilled != "0"] == []
-    assert max(int(used) for name, _, used in kernels if name.startswith("gemv")) <= 80
+    for name, _, used in kernels:
+        if name.startswith("gemv"):  # three blocks of one token fit, and two of more
+            assert int(used) <= (80 if "_0_" in name else 128), name
 
 
 def gpu_of(device: torch.device, source: nvrtc.KernelSource) -> torch.device:

@@ -10,6 +10,7 @@
 template <int F, int MT, int DEPTH, bool LEAVES = false>
 __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
   constexpr int GROUPS = MT ? MT : 1, TOKENS = MT ? MT * 8 : 1;
+  constexpr int UNROLLED = DEPTH > 6 ? 1 : DEPTH;  // long code takes long to fetch
   extern __shared__ __align__(128) u8 memory[];
   __shared__ float sums[2][SLICES][TOKENS][16];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -133,7 +134,7 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
     return;
   }
   while (tile < p.num_tiles) {
-#pragma unroll
+#pragma unroll UNROLLED
     for (int slot = 0; slot < DEPTH; ++slot) {
       wait_copies<DEPTH - 1>();
       if (is_exchanged<F>) __syncwarp();  // lanes read the copies of other lanes
