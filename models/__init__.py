@@ -247,10 +247,17 @@ def load_draft_layer(model: LoadedModel) -> LoadedModel:
     import torch
 
     from tilewright.models.checkpoints.base import check_tensors
+    from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
     from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
     from tilewright.models.checkpoints.huggingface.draft_layer import DraftLayerCheckpoint
     from tilewright.models.sources import stored_shapes
 
+    if isinstance(model.checkpoint, GGUFCheckpoint) and model.checkpoint.draft_names:
+        raise CheckpointError(
+            f"{model.checkpoint.path}: {model.checkpoint.draft_names[0]} belongs to a draft layer, "
+            "and draft layers of GGUF files are not read; allowed: a folder of Qwen3.5 or 3.6, or "
+            '--speculative-config without "mtp"'
+        )
     make = _architecture(model.config).draft_layer
     if make is None or not isinstance(model.checkpoint, SafetensorsCheckpoint):
         raise CheckpointError(

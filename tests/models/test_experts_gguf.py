@@ -20,6 +20,7 @@ from tilewright.compiler.driver import weight_source
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.recipe import load_dense
 from tilewright.errors import CheckpointError
+from tilewright.models import load_draft_layer
 from tilewright.models.checkpoints.base import check_tensors
 from tilewright.models.checkpoints.containers import open_checkpoint
 from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
@@ -136,6 +137,10 @@ def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:
         writer.kv_data[0]["qwen35moe.block_count"].value = count + 1
 
     check(model, files.write(model, tmp_path / "m.gguf", extra=extra, changed=draft))
+    opened = SimpleNamespace(checkpoint=open_checkpoint(tmp_path / "m.gguf"), config=model.config)
+    words = rf"blk\.{count}\.nextn\.eh_proj\.weight belongs to a draft layer, .* are not read; allo"
+    with pytest.raises(CheckpointError, match=words):
+        load_draft_layer(opened)  # type: ignore[arg-type]
     draft = {f"blk.{count + 1}.attn_norm.weight": np.ones(32, np.float32)}
     path = files.write(model, tmp_path / "n.gguf", extra=extra, changed=draft)
     with pytest.raises(CheckpointError, match=r"layers\.5\.input_layernorm\.weight .* is not part"):

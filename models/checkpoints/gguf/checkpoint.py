@@ -97,8 +97,11 @@ class GGUFCheckpoint:
         self._header_bytes = [each.nbytes for each in header.headers]
         self.config = config_of_gguf(self._metadata, where=path)
         self._tensors: dict[str, GGUFTensor] = {}
+        self.draft_names = sorted(
+            filter(self._is_draft, header.tensors), key=lambda name: (".nextn." not in name, name)
+        )
         for name, tensor in header.tensors.items():
-            if name in _CONSTANTS or _IGNORED.fullmatch(name) or self._is_draft(name):
+            if name in _CONSTANTS or _IGNORED.fullmatch(name) or name in self.draft_names:
                 continue
             ours = hf_name(name, layer_names)
             if ours in self._tensors:
