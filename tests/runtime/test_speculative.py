@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -152,6 +153,23 @@ def test_the_length_follows_acceptance_and_cost() -> None:
         mixed.record(1, 0)
     chosen = [mixed.choose(1, [5]) for _ in range(130)]
     assert chosen.count(0) == 128 and chosen.count(1) == 2, "two steps measure again"
+
+
+def test_requests_with_images_have_no_drafts_of_a_model() -> None:
+    reasons = {}
+    for method in ("ngram", "mtp"):
+        executable = QueuedExecutable(max_drafts=4)
+        executable.capabilities = replace(executable.capabilities, max_proposals=4)
+        config = SpeculativeConfig(method=method, max_drafts=4)
+        loop = EngineLoop(executable, policy=SchedulerConfig(speculative=config))
+        request = RequestState(0, (1,), SamplingParams(max_tokens=9))
+        request.images = (Any,)  # type: ignore[assignment]
+        speculator = loop.scheduler.speculator
+        speculator.on_arrival(request)
+        facts = speculator.facts()
+        assert facts is not None and ("images" in facts["without_drafts"]) is (method == "mtp")
+        reasons[method] = request.has_drafts, speculator.counts.without_drafts
+    assert reasons == {"ngram": (True, {}), "mtp": (False, {"images": 1})}
 
 
 def test_requests_with_penalties_or_an_opt_out_have_no_drafts() -> None:

@@ -12,7 +12,8 @@ import pytest
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import compiled, precision_of, random_tokens, tiny_model
 from tilewright.compiler.sampling.params import SamplingParams
-from tilewright.compiler.targets.interface.base import Executable
+from tilewright.compiler.targets.cpu.native.executable import _max_drafts
+from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.interface.step import Chosen, OpenSlot, PrefillChunk, Slot, Step
 from tilewright.compiler.targets.interface.token_masks import Allowed, num_words, put_bits
@@ -164,3 +165,8 @@ def test_ngram_drafts_change_no_output(executable: Executable) -> None:
     assert outputs == expected and num_accepted > 0
     if executable.capabilities.invariant == "rows":
         assert scores == wanted
+
+
+@pytest.mark.parametrize(("seqs", "drafts"), [(1, 15), (128, 3), (512, 0), (1024, 0)])
+def test_native_drafts_of_hybrids_fit_a_call(seqs: int, drafts: int) -> None:
+    assert _max_drafts(CompileOptions(max_batch=seqs), has_state=True) == drafts

@@ -167,9 +167,11 @@ class EngineConfig:
         group=ENGINE,
     )
     speculative_config: str | None = option(
-        'JSON object with vLLM\'s keys, as \'{"method": "ngram"}\' for drafts from earlier text. '
-        "Others are num_speculative_tokens (1 to 15, default 5), prompt_lookup_max, "
-        "prompt_lookup_min and num_speculative_tokens_per_batch_size. Default no drafts",
+        'JSON object with vLLM\'s keys. \'{"method": "ngram"}\' drafts from earlier text, "mtp" '
+        'with the draft layer in the model\'s file, "draft_model" with a smaller "model". '
+        "Further keys: num_speculative_tokens (1 to 15, default 5, with mtp 3), "
+        "prompt_lookup_max, prompt_lookup_min and num_speculative_tokens_per_batch_size. "
+        "Default no drafts",
         group=ENGINE,
         type=_speculative,
         metavar="JSON",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-PENALTIES, GRAMMAR, OPT_OUT = "penalties", "grammar", "opt_out"
+PENALTIES, GRAMMAR, OPT_OUT, IMAGES = "penalties", "grammar", "opt_out", "images"
 """Reasons for a request without drafts."""
 
 

@@ -16,6 +16,7 @@ from tilewright.runtime.scheduling.step_cost_model import StepCost
 from tilewright.runtime.speculative.config import MTP, NGRAM, SpeculativeConfig
 from tilewright.runtime.speculative.counts import (
     GRAMMAR,
+    IMAGES,
     OPT_OUT,
     PENALTIES,
     SpeculationCounts,
@@ -30,6 +31,7 @@ class Speculator:
     """Proposes drafts for decoding requests.
 
     A request has drafts if its last token is known, and if it has neither penalties nor a grammar.
+    Draft models and draft layers read no images.
 
     Attributes:
         max_drafts: Maximum draft tokens per request and step. 0: no drafts.
@@ -68,7 +70,8 @@ class Speculator:
             facts["prompt_lookup_min"] = self._config.min_lookup
         elif self._config.model is not None:
             facts["model"] = self._config.model
-        return {**facts, "without_drafts": [PENALTIES, GRAMMAR, OPT_OUT]}
+        reasons = [PENALTIES, GRAMMAR, OPT_OUT] + ([] if self._model is None else [IMAGES])
+        return {**facts, "without_drafts": reasons}
 
     def forget(self) -> None:
         """Discard all observations."""
@@ -88,6 +91,8 @@ class Speculator:
             reason = PENALTIES
         elif request.grammar is not None:
             reason = GRAMMAR
+        elif request.images and self._model is not None:
+            reason = IMAGES
         if reason:
             request.has_drafts = False
             counts = self.counts.without_drafts
@@ -128,7 +133,6 @@ class Speculator:
             if count > 0 and self._is_known(request):
                 counts[request] = count
         if self._model is not None:
-            counts = {request: count for request, count in counts.items() if not request.images}
             limit = self._choose(len(decoding), [*counts.values()], limit)
             short = {request: min(count, limit) for request, count in counts.items()}
             found = self._drafts_of(self._model, short) if limit else {}

@@ -260,7 +260,9 @@ class NativeExecutable(HostExecutable):
 
 def _max_drafts(options: CompileOptions, has_state: bool) -> int:
     """Return the maximum drafts per slot. A call stores the state after every token."""
-    return min(MAX_DRAFTS, MAX_TOKENS // options.max_batch - 1) if has_state else MAX_DRAFTS
+    if not has_state:
+        return MAX_DRAFTS
+    return max(0, min(MAX_DRAFTS, MAX_TOKENS // options.max_batch - 1))
 
 
 def whole_images(ends: np.ndarray, first: int, last: int) -> int:
