@@ -1,7 +1,8 @@
 """``python -m bench speculative``: cost of verified drafts, and speed with an oracle, on a GPU.
 
 The oracle drafts tokens from a plain run, and corrupts them with a set probability. Plain runs
-alternate with drafted runs and must have equal tokens. Steps have no scheduler.
+alternate with drafted runs and must have equal tokens. These steps have no scheduler. Runs
+with automatic lengths use the scheduler.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.common import keeper
+from bench.cuda.auto_drafts import MIN_RATIO, measure_auto, show_auto
 from tilewright.cli.arguments.bench import read_options
 from tilewright.cli.terminal.console import compile_progress, err, note, out, print_table
 from tilewright.errors import ConfigError
@@ -57,6 +59,15 @@ class _Options:
         nargs="*",
         type=_rate,
     )
+    auto_rates: tuple[float, ...] = option(
+        "probabilities for a right draft, for automatic lengths",
+        default=(0.0, 0.8),
+        nargs="*",
+        type=_rate,
+    )
+    auto_tokens: int = option(
+        "tokens per request with automatic lengths", default=160, type=integer(8, 4096)
+    )
     tokens: int = option("tokens per oracle run", default=192, type=integer(8, 4096))
     strict_rows: int = option(
         "maximum users with batch-invariant steps; 0: none",
@@ -67,7 +78,8 @@ class _Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the measurements. Return 0 if all outputs with drafts equal the plain output.
+    """Run the measurements. Return 0 if all outputs with drafts equal the plain output, and if
+    automatic lengths are not slower.
 
     Raises:
         TilewrightError: for bad arguments, or without a GPU.
@@ -103,10 +115,19 @@ def main(argv: Sequence[str]) -> int:
         print_table(screen, "cost of verification", _show_costs(costs, options), numbers=True)
         runs = _measure_oracle(executable, options, costs, lambda values: keep({**facts, **values}))
         print_table(screen, "oracle drafts, a single user", _show_runs(runs), numbers=True)
+        records = measure_auto(
+            executable,
+            users=options.users,
+            rates=options.auto_rates,
+            num_drafts=min(limits.max_drafts, len(ACCEPTANCE)),
+            num_tokens=options.auto_tokens,
+            keep=lambda values: keep({**facts, **values}),
+        )
+        print_table(screen, "automatic draft lengths", show_auto(records), numbers=True)
     finally:
         executable.close()
-    is_equal = all(run["differing_tokens"] == 0 for run in runs)
-    return 0 if is_equal or limits.invariant != "rows" else 1
+    is_equal = all(run["differing_tokens"] == 0 for run in runs) or limits.invariant != "rows"
+    return 0 if is_equal and all(each["ratio"] >= MIN_RATIO for each in records) else 1
 
 
 def expected_tokens(rate: float, num_drafts: int) -> float:
@@ -123,7 +144,7 @@ def _compile(options: _Options) -> Compiled:
     run = read_options([*words, "--no-results", "--no-cache"])
     assert run is not None
     num_drafts = max(options.rows, default=1) - 1
-    steps = (_WARM_UP + _STEPS) * (1 + num_drafts)
+    steps = max((_WARM_UP + _STEPS) * (1 + num_drafts), options.auto_tokens)
     choices = CompileOptions(
         max_batch=max(1, *options.users),
         max_context=_PROMPT + max(steps, options.tokens + _SPARE),

@@ -374,17 +374,19 @@ class PromptBucket(Bucket):
     def __init__(
         self,
         steps: Steps,
-        table: SlotTable,
+        device_slots: SlotTable,
         num_tokens: int,
         width: int,
         pool: Any,
     ) -> None:
         device = steps.device
-        self.num_tokens, self._table = num_tokens, table
+        self.num_tokens, self._device_slots = num_tokens, device_slots
         self._words = torch.zeros(4 * num_tokens + 3, dtype=torch.int64, device=device)
         words, self._at, self.last, ends = self._words.split((4 * num_tokens, 1, 1, 1))
         self.rows = TokenBatch.over(words.view(4, num_tokens))
-        choice = make_choice(1, width, table.num_ends, device, positions=ends, group=steps.group)
+        choice = make_choice(
+            1, width, device_slots.num_ends, device, positions=ends, group=steps.group
+        )
         super().__init__(choice, device, pool)
         self._steps = steps
         self._passes: dict[bool, CapturedGraph] = {}
@@ -419,12 +421,12 @@ class PromptBucket(Bucket):
         if from_start not in self._passes:
             self.rows.positions.fill_(-1)
             self.last.zero_()
-            self._at.fill_(self._table.padding)
+            self._at.fill_(self._device_slots.padding)
             self._passes[from_start] = self.captured(lambda: self._run(from_start))
         return self._passes[from_start]
 
     def _run(self, from_start: bool) -> None:
-        self.choice.gather(self._table, self._at)
+        self.choice.gather(self._device_slots, self._at)
         logits = self._steps.prefill(self.rows, logit_rows=self.last, from_start=from_start)
         assert logits is not None
         if not len(self.logits):
