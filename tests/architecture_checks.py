@@ -64,7 +64,7 @@ def their_logits(model: SimpleNamespace, tokens: list[int]) -> Tensor:
 
 
 def check_mixed_lengths(model: SimpleNamespace, target: str) -> None:
-    """Decode sequences with different lengths together, in any order, and compare with single runs."""
+    """Decode sequences with different lengths together, and compare with single runs."""
     executable = compiled(model, target)
     prompts = [random_tokens(count, seed=count) for count in (5, 1, 17, 9)]
     tails = [random_tokens(3, seed=100 + index) for index in range(4)]
