@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilewright.cli.arguments.sampling import SamplingOptions
-from tilewright.cli.terminal.notes import only_fallbacks
+from tilewright.cli.terminal.notes import RANDOM_NOTE, only_fallbacks
 from tilewright.models import DEFAULT_MODEL
 from tilewright.options.arguments import (
     Parser,
@@ -109,8 +109,6 @@ def open_model(args: PromptArgs, sign: Sign) -> ModelHandle:
     for note in source.notes:
         sign.note(note)
     if source.weights == "random":
-        from tilewright.cli.terminal.console import RANDOM_NOTE
-
         sign.note(RANDOM_NOTE.format(source.name))
     return source
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.cli.commands import generate_engine
-from tilewright.cli.terminal.notes import without_details
+from tilewright.cli.terminal.notes import RANDOM_NOTE, without_details
 from tilewright.compiler.artifacts.paths import digest_memory
 from tilewright.compiler.devices import check_triton
 from tilewright.distributed.grouping import read_grouping
@@ -100,7 +100,6 @@ def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.cli.measure.explain import print_byte_plan
     from tilewright.cli.terminal.console import (
-        RANDOM_NOTE,
         compile_progress,
         err,
         note,

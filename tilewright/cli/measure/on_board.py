@@ -17,7 +17,7 @@ from tilewright.cli.measure.explain import (
     print_byte_plan,
 )
 from tilewright.cli.terminal import console
-from tilewright.cli.terminal.notes import only_fallbacks
+from tilewright.cli.terminal.notes import RANDOM_NOTE, only_fallbacks
 from tilewright.compiler.driver import lower_model, resolve_precision
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.targets.interface.base import CompileOptions
@@ -60,7 +60,7 @@ def run_board(source: ModelHandle, options: RunOptions, screen: Console) -> int:
         explain_precision(screen, precision_of(source, options.model.precision))
     board = _Board(source, options, plan)  # raises if the board has too little memory
     if source.weights == "random":
-        console.note(screen, console.RANDOM_NOTE.format(source.name))
+        console.note(screen, RANDOM_NOTE.format(source.name))
     sizes: dict[str, Any] = {"batch": options.case.batch_size, "context": plan.context}
     if options.explain:
         print_byte_plan(console.err(), source.model, options.model, **sizes)

@@ -17,7 +17,7 @@ from tilewright.cli.measure.explain import (
     print_byte_plan,
 )
 from tilewright.cli.terminal import console
-from tilewright.cli.terminal.notes import only_fallbacks
+from tilewright.cli.terminal.notes import RANDOM_NOTE, only_fallbacks
 from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.evaluate.measure.timing import TimedRun, time_jobs
 from tilewright.evaluate.report.table import Table
@@ -36,7 +36,7 @@ def run_here(source: ModelHandle, options: RunOptions, screen: Console) -> int:
     """Compile, generate, measure, print and record. Returns the exit code."""
     case, plan = options.case, measure.plan_jobs(source, options)
     if source.weights == "random":
-        console.note(screen, console.RANDOM_NOTE.format(source.name))
+        console.note(screen, RANDOM_NOTE.format(source.name))
     with console.compile_progress(console.err()) as progress:
         options = replace(options, model=settle_backend(options.model, progress))
     sizes = {"batch": options.case.batch_size, "context": plan.context}

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from tilewright.compiler.targets.interface.base import Progress as ProgressCallback
 
 
-RANDOM_NOTE = "{}: random weights; its text means nothing, its speed does"
-
-
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Raise BrokenPipeError for `cli.main`. The default of rich exits with 1."""

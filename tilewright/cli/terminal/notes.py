@@ -9,6 +9,8 @@ _DETAILS = ("not merged: ", "whole on every rank: ")
 
 _FALLBACK = "backend auto: onnxruntime"
 
+RANDOM_NOTE = "{}: random weights; its text means nothing, its speed does"
+
 
 def without_details(notes: Sequence[str], *, is_verbose: bool) -> tuple[str, ...]:
     """Return the notes about the whole model, or all notes with ``--verbose``."""
