@@ -103,14 +103,16 @@ def of_torchao() -> Tensors:
         quantize_,
     )
 
-    found: Tensors = {}
+    tensors: Tensors = {}
 
     def add(name: str, quantized: Any, value: torch.Tensor) -> None:
         stored, entries = flatten_tensor_state_dict({"m.weight": quantized})
         prefix = f"torchao {name}|"
-        found.update({f"{prefix}{key.removeprefix('m.')}": part for key, part in stored.items()})
-        found[f"{prefix}entry"] = torch.tensor([*entries["m.weight"].encode()], dtype=torch.uint8)
-        found[f"{prefix}value"] = value
+        tensors.update(
+            {f"{prefix}{key.removeprefix('m.')}": tensor for key, tensor in stored.items()}
+        )
+        tensors[f"{prefix}entry"] = torch.tensor([*entries["m.weight"].encode()], dtype=torch.uint8)
+        tensors[f"{prefix}value"] = value
 
     for name, config in (
         ("int8", Int8WeightOnlyConfig()),
@@ -137,7 +139,7 @@ def of_torchao() -> Tensors:
         spread = [part.float().T.repeat_interleave(32, 1) for part in (scales, zeros)]
         own = Int4Tensor(pairs, scales, zeros, [1, 32], torch.Size((8, 64)))
         add(name, own, codes.float() * spread[0] + spread[1])
-    return found
+    return tensors
 
 
 MAKERS = {
