@@ -135,3 +135,16 @@ def test_steps_select_the_kernels_of_the_checksums(
                 f"{text[0]}: {len(text) - 1} ranges, {zlib.crc32(repr(text).encode()):08x}"
             )
     check_golden(f"cuda/op_kernels_{capability[0]}{capability[1]}.txt", "\n".join(found) + "\n")
+
+
+def test_gpt_oss_has_kernels_for_its_stored_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MXFP4 experts are bfp8 on a GPU, with biases and a clamp. The rest is bf16."""
+    config = config_of_hf({**SHAPES["gpt-oss-20b"], "num_hidden_layers": 2}, where="gpt-oss")
+    plan = plan_of(config, precision_of("bf16", experts_ff1_3="bfp8", experts_ff2="bfp8"))
+    with recorded_gpu(monkeypatch, (9, 0)) as launches:
+        steps = steps_of(plan, max_rows=64, max_context=4096)
+        for count in (1, 64):
+            launches.clear()
+            steps.decode(rows_of(count), reach=steps.attention.reaches[0], captured=True)
+            shown = launches.shown()
+            assert shown.count("expert_linear") == 2 and shown.count("KIND=bfp8") == 2
