@@ -132,9 +132,9 @@ def mutated_value(value: Any, rng: random.Random) -> Any:
             result[key] = mutated_value(value[key], rng)
         return result
     if isinstance(value, list) and value and rng.random() < 0.7:
-        result = list(value)
-        result[rng.randrange(len(value))] = rng.choice(SETTINGS)
-        return result
+        items = list(value)
+        items[rng.randrange(len(value))] = rng.choice(SETTINGS)
+        return items
     return rng.choice(SETTINGS)
 
 

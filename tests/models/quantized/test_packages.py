@@ -198,7 +198,7 @@ def test_permuted_codes_are_refused(layout: int, tmp_path: Path) -> None:
     assert load_model(tmp_path / "m").checkpoint.stored_type(f"{UP}.weight") == "bitsandbytes int8"
 
 
-INT8 = {
+INT8: dict[str, Any] = {
     "_type": "Int8Tensor",
     "_data": {"block_size": [1, 128], "dtype": {"_type": "torch.dtype", "_data": "bfloat16"}},
 }
