@@ -150,8 +150,8 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
 
     def constants(self, max_context: int | None = None) -> dict[str, Tensor]:
         local = inverse_frequencies(self.config.local_rope, self.config.head_dim)
-        found = {"model.local_rotary.inv_freq": torch.tensor(local, dtype=torch.float32)}
-        return super().constants(max_context) | found
+        own = {"model.local_rotary.inv_freq": torch.tensor(local, dtype=torch.float32)}
+        return super().constants(max_context) | own
 
 
 def read_hf(keys: Keys, config: Gemma3Config) -> Gemma3Config:

@@ -42,6 +42,7 @@ from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes
 from tilewright.compiler.targets.cuda.weights.stream import Weights
+from tilewright.compiler.targets.host.batch import visible_ends
 from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, MemoryUse
 from tilewright.compiler.targets.interface.step import (
@@ -506,6 +507,8 @@ class CudaExecutable(Executable):
         else:
             delta = self._slot_states[chunk.slot].rotary_delta
             offsets = torch.full((count,), delta, dtype=torch.int64, device=self.device)
+        if (ends := visible_ends(chunk)) is not None:
+            rows = replace(rows, ends=send(ends, self.device))
         runs, parts = [], []
         for run in chunk.images:
             runs.append(np.arange(run.offset, run.offset + run.count))

@@ -67,6 +67,7 @@ class CudaTarget(Target):
     emits = ("program", "engine")
     has_images = True
     has_cross_layers = True
+    has_bidirectional_images = True
 
     def tower_device(self) -> str:
         """Return the current GPU. With Triton's interpreter, return the CPU."""

@@ -64,6 +64,16 @@ def decode_batch(step: Step, tokens: Sequence[int | None], lengths: Sequence[int
     return Batch(flat, np.concatenate(positions), bounds, np.arange(len(flat)), step.decode, True)
 
 
+def visible_ends(chunk: PrefillChunk) -> np.ndarray | None:
+    """Return the position after the last visible position per token, int64. None: causal."""
+    ends = np.arange(chunk.start, chunk.end) + 1
+    runs = [run for run in chunk.images if run.is_bidirectional]
+    for run in runs:
+        assert not run.first, "a cut image"
+        ends[run.offset : run.offset + run.count] = chunk.start + run.offset + run.count
+    return ends if runs else None
+
+
 def images_by_token(chunk: PrefillChunk) -> list[tuple[ImageId, ...]]:
     """Return the visible images per token in a chunk."""
     seen: list[tuple[ImageId, ...]] = [()] * len(chunk.tokens)

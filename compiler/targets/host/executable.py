@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tilewright.compiler.targets.host.batch import Batch, decode_batch, images_by_token
+from tilewright.compiler.targets.host.batch import (
+    Batch,
+    decode_batch,
+    images_by_token,
+    visible_ends,
+)
 from tilewright.compiler.targets.host.choice import HostChoice, SlotState, log_probs
 from tilewright.compiler.targets.host.draft_layer import DraftLayer
 from tilewright.compiler.targets.host.draft_outputs import divide, join, output_at
@@ -384,16 +389,13 @@ class HostExecutable(Executable):
     def _with_images(self, batch: Batch, chunk: PrefillChunk, start: int) -> Batch:
         """Add embeddings and positions of rotation to a batch of a chunk's tokens at ``start``."""
         first, count = start - chunk.start, len(batch.tokens)
-        indices, rows, ends = [], [], batch.positions + 1
+        indices, rows = [], []
         for run in chunk.images:
             begin, end = max(run.offset, first), min(run.offset + run.count, first + count)
             if begin < end:
                 indices.append(np.arange(begin, end) - first)
                 at = run.first + begin - run.offset
                 rows.append(self._images[run.image][at : at + end - begin])
-                if run.is_bidirectional:
-                    assert end - begin == len(self._images[run.image]), "a cut image"
-                    ends[begin - first : end - first] = chunk.start + end
         delta, rotary = self._slot_states[chunk.slot].rotary_delta, None
         if chunk.rotary:
             whole = np.array(chunk.rotary).reshape(3, -1)
@@ -403,8 +405,10 @@ class HostExecutable(Executable):
         if not rows:
             return batch if rotary is None else replace(batch, rotary=rotary)
         tokens, embeddings = np.concatenate(indices), np.concatenate(rows)
-        batch = replace(batch, image_tokens=tokens, embeddings=embeddings, rotary=rotary)
-        return replace(batch, ends=ends) if (ends > batch.positions + 1).any() else batch
+        ends = visible_ends(chunk)
+        ends = None if ends is None else ends[first : first + count]
+        batch = replace(batch, image_tokens=tokens, embeddings=embeddings)
+        return replace(batch, rotary=rotary, ends=ends)
 
     def _with_visible(self, batch: Batch, seen: Sequence[tuple[ImageId, ...]]) -> Batch:
         """Add images for cross-attention to a batch. ``seen`` are the images per token."""

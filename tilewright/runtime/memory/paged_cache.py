@@ -39,6 +39,7 @@ class PagedCacheManager(CacheManager):
         usable = (len(request.prompt) - 1) // self.grain  # the last token is always computed
         is_small = not self._shares_passes(max(self.num_present, len(self.running) + 1))
         pages = self.pool.find(request.page_keys[:usable], is_invariant=is_small)
+        pages = pages[: self._whole_images(request, len(pages))]
         if not pages:
             return NOTHING
         if not self._has_state:
@@ -52,7 +53,14 @@ class PagedCacheManager(CacheManager):
 
     def shared_with(self, request: RequestState, other: RequestState) -> int:
         usable = (len(request.prompt) - 1) // self.grain
-        return min(common_keys(request.page_keys, other.page_keys), usable) * self.grain
+        common = min(common_keys(request.page_keys, other.page_keys), usable)
+        return self._whole_images(request, common) * self.grain
+
+    def _whole_images(self, request: RequestState, num_pages: int) -> int:
+        """Return the number of pages without a cut in a bidirectional image."""
+        while (whole := request.whole_images(num_pages * self.grain)) < num_pages * self.grain:
+            num_pages = whole // self.grain
+        return num_pages
 
     def fits(self, request: RequestState, match: PrefixMatch) -> bool:
         return self._has_room(match.pages, self._num_fresh(request, match))

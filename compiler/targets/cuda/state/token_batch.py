@@ -40,6 +40,7 @@ class TokenBatch:
         by_slot: Rows by slot. None: a row is a slot.
         offsets: Rotary position minus position, ``[R]`` or by rotated pair. None: zeros.
         image_rows: Indices and their image embeddings, float32. None: no images.
+        ends: Position after the last visible position, ``[R]``. None: causal.
         tiles: Image tiles for cross-attention layers. None: the step skips them.
         hidden: A draft layer's input: hidden states ``[R, hidden]``. None: not a draft layer.
     """
@@ -52,6 +53,7 @@ class TokenBatch:
     by_slot: SlotRows | None = None
     offsets: Tensor | None = None
     image_rows: tuple[Tensor, Tensor] | None = None
+    ends: Tensor | None = None
     tiles: ImageTiles | None = None
     hidden: Tensor | None = None
 

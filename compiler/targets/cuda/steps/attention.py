@@ -223,7 +223,7 @@ class AttentionRunner:
         num_tokens, head_dim, device = len(qkv), each.state.shape[-1], qkv.device
         q = torch.empty(num_tokens, each.num_heads, head_dim, dtype=self._operand, device=device)
         k = v = None
-        if from_start and bound.prompt.at(num_tokens) == CUDNN:
+        if from_start and rows.ends is None and bound.prompt.at(num_tokens) == CUDNN:
             k = q.new_empty(num_tokens, *each.state.shape[1:])
             v = torch.empty_like(k)
         rotate_and_store(
@@ -250,5 +250,6 @@ class AttentionRunner:
             slots=rows.slots,
             block=block,
             scratch=self._prompt_scratch,
+            ends=rows.ends,
             **bound.given,
         )

@@ -83,6 +83,7 @@ def _add_pages(
     acc,
     q,
     position,
+    last,
     first,
     stop,
     newest,
@@ -103,8 +104,8 @@ def _add_pages(
 ):
     """Add the pages ``first .. stop`` to the online softmax (base 2) of ``q [R, E]``.
 
-    ``MASKED``: hide keys after a row's position or before its window. Keys before ``oldest`` or
-    after ``newest`` are not read.
+    ``MASKED``: hide keys after a row's ``last`` position or before its window. Keys before
+    ``oldest`` or after ``newest`` are not read.
     """
     for page in range(first, stop):
         number = tl.load(table + page).to(tl.int64)
@@ -118,7 +119,7 @@ def _add_pages(
         start = tl.zeros([q.shape[0], L], tl.float32)
         scores = product(q, tl.trans(keys), start, CHAINED) * scale
         if MASKED:
-            seen = at[None, :] <= position[:, None]
+            seen = at[None, :] <= last[:, None]
             if WINDOW > 0:
                 seen = seen & (at[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, HIDDEN)
@@ -137,6 +138,7 @@ def _add_pages(
 def _attend_pages(
     rows,
     position,
+    last,
     first,
     stop,
     lowest,
@@ -158,7 +160,8 @@ def _attend_pages(
 ):
     """Return the online softmax of ``rows [R, E]`` over the pages ``first .. stop``.
 
-    The rows have positions ``lowest .. newest``. The page range may be empty.
+    The rows have positions from ``lowest``, and see keys up to ``newest``. The page range may be
+    empty.
     """
     peak, total = tl.full([R], HIDDEN, tl.float32), tl.zeros([R], tl.float32)
     acc = tl.zeros([R, E], tl.float32)
@@ -169,15 +172,15 @@ def _attend_pages(
         begin = tl.minimum(tl.maximum(newest - WINDOW + L, 0) // L, stop)
         full = tl.maximum(full, begin)
         peak, total, acc = _add_pages(
-            peak, total, acc, rows, position, first, begin, newest, oldest, values, exponents,
+            peak, total, acc, rows, position, last, first, begin, newest, oldest, values, exponents,
             table, g, scale, True, WINDOW, G, D, E, L, BFP8, CHAINED,
         )  # fmt: skip
     peak, total, acc = _add_pages(
-        peak, total, acc, rows, position, begin, full, newest, oldest, values, exponents,
+        peak, total, acc, rows, position, last, begin, full, newest, oldest, values, exponents,
         table, g, scale, False, WINDOW, G, D, E, L, BFP8, CHAINED,
     )  # fmt: skip
     return _add_pages(
-        peak, total, acc, rows, position, full, stop, newest, oldest, values, exponents,
+        peak, total, acc, rows, position, last, full, stop, newest, oldest, values, exponents,
         table, g, scale, True, WINDOW, G, D, E, L, BFP8, CHAINED,
     )  # fmt: skip
 
@@ -235,11 +238,12 @@ def _attend_prefill_kernel(
     arrived, values, exponents, tables, table_width,
     SPLITS: tl.constexpr, SPLIT_PAGES: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
-    WINDOW: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr,
+    WINDOW: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr, ENDS: tl.constexpr = False,
 ):  # fmt: skip
     """Program (i, h, s) computes R tokens, head h and part s of the context.
 
-    Program 0 has the last tokens, which take longest.
+    Program 0 has the last tokens, which take longest. With ``ENDS``, the ends of all rows follow
+    their positions.
     """
     release_dependents(CHAINED)
     h = tl.program_id(1)
@@ -253,7 +257,11 @@ def _attend_prefill_kernel(
     table = tables + tl.load(slots + block.to(tl.int64) * R) * table_width
     work: tl.constexpr = tl.bfloat16 if BFP8 else values.dtype.element_ty
     rows = tl.load(q + here, mask=inside & (position >= 0)[:, None], other=0.0).to(work)
-    newest = tl.max(position, 0)
+    last = position
+    if ENDS:
+        end = tl.load(positions + num_tokens + token, mask=token < num_tokens, other=0)
+        last = end.to(tl.int32) - 1
+    newest = tl.max(last, 0)
     # Positions are consecutive: the block's first position, and the oldest position of its
     # windows.
     lowest = tl.load(positions + block.to(tl.int64) * R).to(tl.int32)
@@ -266,8 +274,8 @@ def _attend_prefill_kernel(
         first = tl.program_id(2) * count
         stop = tl.minimum(first + count, stop)
     peak, total, acc = _attend_pages(
-        rows, position, first, stop, lowest, newest, oldest, values, exponents, table, g, scale,
-        WINDOW, G, D, E, R, L, BFP8, CHAINED,
+        rows, position, last, first, stop, lowest, newest, oldest, values, exponents, table, g,
+        scale, WINDOW, G, D, E, R, L, BFP8, CHAINED,
     )  # fmt: skip
     if SPLITS > 1:  # noqa: SIM102 (a constant, and a branch)
         if (used > 1) & (tl.program_id(2) < used):
@@ -296,6 +304,7 @@ def attend_prefill(
     block: int = 0,
     scratch: PrefillScratch | None = None,
     sinks: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
 ) -> None:
     """Attend causally from rotated queries to the pages.
 
@@ -314,6 +323,7 @@ def attend_prefill(
         scratch: Buffers for long context splits. None: no splits. Sliding windows have no
             splits.
         sinks: A further score per head, float32 ``[H]``. None: none.
+        ends: Position after the last visible position, int64 ``[T]``, ascending. None: causal.
     """
     num_tokens, num_heads, head_dim = q.shape
     assert q.is_contiguous() and out.stride(1) == 1 and pages.head_dim == head_dim
@@ -323,6 +333,9 @@ def attend_prefill(
     assert block % rows == 0
     shares = scratch is not None and not window and num_tokens <= SPLIT_TOKENS
     splits = SPLITS if shares and rows == _SPLIT_ROWS else 1
+    more: dict[str, bool] = {}
+    if ends is not None:
+        positions, more = torch.cat((positions, ends)), {"ENDS": True}
     left = (
         (scratch.partial, scratch.peaks, scratch.totals, scratch.arrived) if scratch else (q,) * 4
     )
@@ -330,7 +343,7 @@ def attend_prefill(
         q, out, positions, slots, num_tokens, out.stride(0), scale * LOG2_E, sinks, *left,
         **page_arguments(pages, block_tables), SPLITS=splits, SPLIT_PAGES=SPLIT_PAGES,
         H=num_heads, R=rows, L=PAGE, WINDOW=window,
-        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=_FUSES, **chained(q),
+        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=_FUSES, **chained(q), **more,
     )  # fmt: skip
 
 
