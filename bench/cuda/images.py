@@ -123,6 +123,7 @@ class _Session:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.made.compiled.executable.encoder = None  # its tower has memory of the device
         self.made.close()
 
     def measure(self) -> list[dict[str, Any]]:

@@ -247,7 +247,7 @@ class ReferenceExecutable(HostExecutable):
         )
         self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
         self._run: Callable[..., Tensor] = graph_module
-        self._runs: dict[tuple[bool, bool, bool], Callable[..., Tensor]] = {}
+        self._runs: dict[tuple[bool, bool, bool, bool], Callable[..., Tensor]] = {}
         self._exchange: SocketAllGather | None = None
 
     def join(self, peers: SetupCollectives) -> None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Tower = Callable[..., "Tensor"]
 """Called with a tower's inputs as arrays. Returns float32 values on the tower's device."""
 
+NARROW = ("bf16", "bfp8", "bfp4")
+"""Formats of keys and values without loss in bfloat16."""
+
 CROSS_CACHE_BYTES = 4 << 30
 """Maximum bytes for keys and values of images."""
 

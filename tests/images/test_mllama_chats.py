@@ -112,6 +112,28 @@ def test_an_image_is_encoded_once_and_another_shares_no_prefix(
     assert cached[1] > 20 and cached[2] <= len("user:")
 
 
+def test_the_cpu_stores_bfloat16_images_with_the_bits_of_fp32(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for is_narrow in (True, False):
+        options: dict[str, Any] = {"target": "cpu", "precision": "bf16", "use_cache": False}
+        with LLM(folder, max_seats=1, **options) as llm:
+            executable: Any = llm.compiled.executable
+            assert executable.image_value_bytes == 2
+            if not is_narrow:
+                monkeypatch.setattr(executable, "stored_image", lambda values: values)
+            prompt, images = llm._of_chat(chat_of(*CHATS["two_images"]))
+            sampling: dict[str, Any] = {"max_tokens": COUNT, "logprobs": 5, "stop_token_ids": ()}
+            with llm.stream_tokens(prompt, images, **sampling) as stream:
+                for _ in stream:
+                    pass
+                found.append([position.top for position in stream._request.logprobs])
+            sizes = {values.itemsize for values in executable._images.values()}
+            assert sizes == {2 if is_narrow else 4}
+    assert found[0] == found[1]
+
+
 def test_penalties_ignore_the_placeholder(llm: LLM) -> None:
     answer = llm.chat(chat_of(SMALL, "x"), max_tokens=3, repetition_penalty=1.5)
     assert answer.tokens

@@ -198,7 +198,8 @@ class HostExecutable(Executable):
             slot_state.length, slot_state.is_cut = position, False
         elif isinstance(edit, EncodeImage):
             assert self.encoder is not None, "there is no tower"
-            self._images[edit.image] = self.encoder.encode(edit.height, edit.width, edit.pixels)
+            values = self.encoder.encode(edit.height, edit.width, edit.pixels)
+            self._images[edit.image] = self.stored_image(values)
         elif isinstance(edit, DropImage):
             del self._images[edit.image]
         else:
@@ -385,6 +386,10 @@ class HostExecutable(Executable):
         if self.draft_layer is not None:
             self.draft_layer.note(chunk.slot, start, tokens, self.last_hidden)
         return logits
+
+    def stored_image(self, values: np.ndarray) -> np.ndarray:
+        """Return an encoded image as the executable stores it."""
+        return values
 
     def _with_images(self, batch: Batch, chunk: PrefillChunk, start: int) -> Batch:
         """Add embeddings and positions of rotation to a batch of a chunk's tokens at ``start``."""

@@ -25,6 +25,7 @@ from tilewright.compiler.targets.host.executable import HostExecutable, with_all
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, MemoryUse, Slot
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.interface.step import Snapshot
+from tilewright.compiler.targets.tile_encoder import NARROW, TileEncoderSettings
 
 _NUM_SNAPSHOTS = 64
 
@@ -205,6 +206,21 @@ class NativeExecutable(HostExecutable):
         if self._times is not None:
             self._times.count_step()
 
+    @property
+    def image_value_bytes(self) -> int:
+        return 2 if self._has_narrow_images else 4
+
+    @property
+    def _has_narrow_images(self) -> bool:
+        """Return whether bfloat16 has all values of an image's keys and values."""
+        settings = None if self.encoder is None else self.encoder.settings
+        return isinstance(settings, TileEncoderSettings) and settings.cache_format in NARROW
+
+    def stored_image(self, values: np.ndarray) -> np.ndarray:
+        if not self._has_narrow_images:
+            return values
+        return (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16)
+
     def copy_state(self, source: Slot, target: Slot, num_positions: int) -> None:
         self._library.tw_copy(self._opened(), source, target, num_positions)
         self._lengths[target] = num_positions
@@ -323,7 +339,7 @@ class _CrossInputs:
         """Return a batch's images. None: no token sees an image."""
         if batch.visible is None:
             return None
-        rows = tuple(np.ascontiguousarray(values, np.float32) for values in batch.cross_rows)
+        rows = tuple(map(np.ascontiguousarray, batch.cross_rows))
         addresses = np.array([values.ctypes.data for values in rows], np.uint64)
         counts = np.array([len(values) for values in rows], np.int32)
         return cls(batch.visible.astype(np.int32), rows, addresses, counts)
@@ -334,6 +350,7 @@ class _CrossInputs:
         step.cross = self.addresses.ctypes.data
         step.cross_rows = self.counts.ctypes.data
         step.num_images, step.cross_width = len(self.rows), self.rows[0].shape[1]
+        step.cross_bits = 8 * self.rows[0].itemsize
 
 
 def _described(isa: str, num_threads: int) -> str:

@@ -195,6 +195,7 @@ class TwStep(Structure):
         ("cross_width", c_int32),
         ("carried", c_void_p),
         ("ends", c_void_p),
+        ("cross_bits", c_int32),
     )
 
 

@@ -112,11 +112,12 @@ struct TwStep {
     const float* embeddings;                  // [image tokens, hidden size]
     const int32_t* rotary;                    // [num_tokens, frequencies], rotary positions, or null
     const int32_t* visible;                   // [num_tokens, 2], first image and end; null: no images
-    const float* const* cross;                // per image: [cross_rows, cross_width], keys and values
+    const void* const* cross;                 // per image: [cross_rows, cross_width], keys and values
     const int32_t* cross_rows;                // per image
     int32_t num_images, cross_width;
     const float* carried;                     // [num_tokens, hidden size], for TW_READ_HIDDEN
     const int32_t* ends;                      // [num_tokens], after the last visible position, ascending; null: causal
+    int32_t cross_bits;                       // of a value in `cross`: 32, or 16 for bfloat16
 };
 
 // A program's ranks: sockets by rank (its own entry is unused), timeout, socket polls before

@@ -156,6 +156,7 @@ bool fits(const Engine& engine, const TwStep& step) {
     if (engine.reads_hidden && !step.carried) return false;
     if (step.hidden && step.logits && (engine.head < 0 || engine.instructions[engine.head].norm < 0)) return false;
     if (step.visible && step.cross_width != engine.cross_width) return false;
+    if (step.visible && step.cross_bits != 16 && step.cross_bits != 32) return false;
     for (int32_t i = 0; step.visible && i < step.num_tokens; i++)
         if (step.visible[2 * i] < 0 || step.visible[2 * i] > step.visible[2 * i + 1] || step.visible[2 * i + 1] > step.num_images) return false;
     const int32_t table = engine.instructions[0].op == TW_EMBED ? engine.tensors[engine.instructions[0].weight].rows : 0;
