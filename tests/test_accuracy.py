@@ -1,7 +1,7 @@
-"""PERF.md's accuracy figures, measured again: every row whose device and weights are here.
+"""Measures PERF.md's accuracy again: all rows with available device and weights.
 
-A row this machine cannot run is skipped with the reason. Tolerance: half a point, both ways.
-By default the row of one configuration and backend; the others are marked slow.
+A skipped row has a reason. Tolerance: half a point, both ways. By default a single row per
+configuration and backend. The rest are slow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Row = tuple[perf_md.Section, perf_md.PerfRow]
 
 
 def rows_of(document: perf_md.Document) -> list[Row]:
-    """The rows with a measured accuracy."""
+    """Return the rows with a measured accuracy."""
     return [
         (section, row)
         for section in document.sections
@@ -47,7 +47,7 @@ def rows_of(document: perf_md.Document) -> list[Row]:
 
 
 def is_here(row: perf_md.PerfRow) -> bool:
-    """Whether this machine may run it."""
+    """Return whether this machine can run a row."""
     is_plain = not row.random and not row.calibration
     return row.device in _TARGET_OF and row.model in _MODEL_OF and is_plain
 
@@ -58,12 +58,12 @@ def key_of(model: str, device: str, precision: PrecisionConfig) -> str:
 
 
 def measured_keys() -> list[str]:
-    """What is measured by default."""
+    """Return the keys for default runs."""
     return [key_of(model, DEFAULT_DEVICE, load_precision(BY_DEFAULT)) for model in _MODEL_OF]
 
 
 def is_slow(section: perf_md.Section, row: perf_md.PerfRow, keys: list[str]) -> bool:
-    """Whether a row that could be measured is left for later."""
+    """Return whether a row is slow."""
     try:
         return (
             is_here(row) and key_of(row.model, row.device, section_precision(section)) not in keys
@@ -73,7 +73,7 @@ def is_slow(section: perf_md.Section, row: perf_md.PerfRow, keys: list[str]) -> 
 
 
 def params_of(rows: list[Row]) -> list[Any]:
-    """The rows as parameters of a test."""
+    """Return rows as test parameters."""
     keys = measured_keys()
     return [
         pytest.param(
@@ -90,7 +90,7 @@ ROWS = params_of(rows_of(perf_md.load(PERF_MD)))
 
 
 def precision_of(section: perf_md.Section) -> PrecisionConfig:
-    """The configuration a section's rows were measured with; skips where it is not at hand."""
+    """Return a section's configuration, or skip if it is missing."""
     try:
         return section_precision(section)
     except ConfigError as error:
@@ -99,12 +99,12 @@ def precision_of(section: perf_md.Section) -> PrecisionConfig:
 
 @pytest.fixture(scope="session")
 def measured() -> dict[str, Accuracy]:
-    """Rows of different sections may be one configuration, which is measured once."""
+    """Equal configurations in several sections are measured once."""
     return {}
 
 
 def measure(model_path: str, target: str, precision: PrecisionConfig) -> Accuracy:
-    """Top-1 and top-5 against the versioned reference."""
+    """Return top-1 and top-5 against the versioned reference."""
     from tilewright.api import load
     from tilewright.cli.measure.measure import subject_of
     from tilewright.compiler.driver import compile_model
@@ -122,7 +122,7 @@ def measure(model_path: str, target: str, precision: PrecisionConfig) -> Accurac
 
 
 def test_there_are_rows_to_measure() -> None:
-    """A PERF.md that lost its tables must not pass."""
+    """PERF.md without tables must fail."""
     here = [row for row in ROWS if row.values[1].device in _TARGET_OF]
     assert len(here) >= 5
     assert any(not row.marks for row in here), "none without -m slow"
@@ -150,7 +150,7 @@ def test_every_cpu_row_of_the_default_model_is_measured_by_default_or_slow() -> 
 
 
 def table_of(*headings: str) -> list[Row]:
-    """A file with a row of the default model for each heading."""
+    """Return a file with a default-model row per heading."""
     row = "| Model | Device | Top-1 (%) |\n|---|---|---|\n"
     row += f"| SmolLM2-135M-Instruct | {DEFAULT_DEVICE} | 90 |\n"
     return rows_of(perf_md.parse("".join(f"## {heading}\n\n{row}\n" for heading in headings)))
@@ -194,7 +194,7 @@ def test_a_configuration_that_is_not_at_hand_is_no_slow_one() -> None:
 def test_accuracy_does_not_fall_below_its_bar(
     device: str, name: str, measured: dict[str, Accuracy]
 ) -> None:
-    """Also where PERF.md has been rendered anew from worse figures."""
+    """Also for a PERF.md with worse values."""
     found = remembered("SmolLM2-135M-Instruct", device, load_precision(name), measured)
     assert 100 * found.num_top1 / found.num_positions >= BARS[name]
 
@@ -202,7 +202,7 @@ def test_accuracy_does_not_fall_below_its_bar(
 def remembered(
     model: str, device: str, precision: PrecisionConfig, measured: dict[str, Accuracy]
 ) -> Accuracy:
-    """Measure a configuration, once a session; skip where its weights are not installed."""
+    """Measure a configuration once per session. Skip if its weights are missing."""
     key = key_of(model, device, precision)
     if key not in measured:
         try:

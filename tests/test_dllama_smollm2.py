@@ -1,8 +1,8 @@
-"""The default model through dllama's files: the perplexity of a fixed text, and its distributions.
+"""The default model in dllama files: perplexity on a fixed text, and KL.
 
-Measured on the `reference` target: perplexity 4.566427 from the GGUF file and from the F32 ``.m``
-file; KL 0.0042 between q40 weights with q80 activations and an eager model of these roundings,
-0.0171 where that one does not round what blocks give.
+Measured on the `reference` target: perplexity 4.566427 from GGUF and from the F32 ``.m`` file. KL
+is 0.0042 between q40 weights with q80 activations and an eager model with these roundings. It is
+0.0171 without rounding of block outputs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ORDER = [*range(17, 49152), 1, 0, *range(2, 17)]
 
 
 def logits_of(model: LoadedModel, ids: list[int], *, precision: str) -> torch.Tensor:
-    """Of every position, teacher-forced, all in one prefill."""
+    """Return teacher-forced logits for all positions from a single prefill."""
     options = CompileOptions(max_batch=1, max_context=64, compute="exact")
     compiled = compile_model(model, load_precision(precision), target="reference", options=options)
     logits = prefill(compiled.executable, ids)
@@ -45,7 +45,7 @@ def logits_of(model: LoadedModel, ids: list[int], *, precision: str) -> torch.Te
 
 
 def perplexity(path: Path) -> float:
-    """Of TEXT from its second token on."""
+    """Return the perplexity of TEXT from its second token."""
     model = load_model(path)
     ids = model.tokenizer.encode(TEXT)
     logits = logits_of(model, ids, precision="reference")
@@ -82,15 +82,16 @@ def test_f32_has_the_perplexity_of_the_gguf_file(smollm2_path: Path, f32: Path) 
 
 
 def rounded_to_q80(x: torch.Tensor) -> torch.Tensor:
-    """By gguf's quantiser, not ours."""
+    """Round with gguf's quantizer."""
     kind = gguf.GGMLQuantizationType.Q8_0
     blocks = gguf.quants.quantize(x.numpy(), kind)
     return torch.from_numpy(gguf.quants.dequantize(blocks, kind))
 
 
 def eager_logits(model: LoadedModel, ids: list[int], *, outputs: bool) -> torch.Tensor:
-    """transformers' model of a ``.m`` file, whose products read q80; with ``outputs``, what wo and
-    down give is q80, too.
+    """Return logits of transformers' model with a ``.m`` file and q80 matmul inputs.
+
+    ``outputs``: wo and down also have q80 outputs.
     """
     checkpoint = model.checkpoint
     theirs = twin_of(model.config, {name: checkpoint.get(name) for name in checkpoint.names})
@@ -105,15 +106,16 @@ def eager_logits(model: LoadedModel, ids: list[int], *, outputs: bool) -> torch.
 
 
 def kl(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Mean over positions, in nats."""
+    """Return the mean over positions, in nats."""
     ours, theirs = (logits.double().log_softmax(-1) for logits in (reference, other))
     return float((ours.exp() * (ours - theirs)).sum(-1).mean())
 
 
 @pytest.mark.slow
 def test_q40_times_q80(smollm2_path: Path, tmp_path: Path) -> None:
-    """Rounding amplifies what the order of a sum changes, so that no two implementations have one
-    perplexity; their distributions agree, and would not with a rounding more or less.
+    """Rounding amplifies the order of sums, so perplexity differs between implementations.
+
+    KL detects an additional or missing rounding.
     """
     assert main(["convert", "-o", str(tmp_path / "q40")]) == 0
     model = load_model(tmp_path / "q40")

@@ -1,7 +1,7 @@
-"""The house's rules that a linter does not know: who imports whom, how long, how named.
+"""Rules without a linter: imports, lengths and names.
 
-The checks are functions from a module's name and source to complaints; each is first shown to
-complain about a source that breaks its rule.
+A check is a function from a module's name and source to complaints. Each check is first tested with
+an invalid source.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# From the bottom to the top; a module imports from its own layer and from those below.
+# Bottom to top. A module imports from its own layer and from lower layers.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("utils",),
@@ -45,8 +45,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-# Of the rest: ``files``, because a checkpoint's files are opened as carefully as all others;
-# ``formats``, because what the bytes of a stored type mean is said once.
+# Exceptions: ``files``, because checkpoints are opened as carefully as all files, and ``formats``,
+# because stored types are defined there.
 MODELS_MAY_IMPORT = ("compiler.ops", "errors", "utils", "images", "compiler.formats")
 SEES_MODELS = (
     "tilewright.models",
@@ -58,7 +58,7 @@ SEES_MODELS = (
     "bench",
 )
 
-# Optional libraries, and the only places that import them.
+# Optional libraries, and the only modules that import them.
 ONLY_IN = {
     "triton": (
         "tilewright.compiler.targets.cuda",
@@ -96,11 +96,11 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 
-# Import names of the folders at the top of the tree.
+# Import names for the top directories.
 PACKAGES = {
     "tilewright": "tilewright",
     "compiler": "tilewright.compiler",
-}  # of links, none is followed
+}  # links are not followed
 PACKAGES |= {"models": "tilewright.models", "bench": "bench", "demo": "demo"}
 PUBLIC_FACE = "tilewright"
 
@@ -128,9 +128,9 @@ def is_within(module: str, package: str) -> bool:
 
 
 def imports(found: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Line and full name of all that is imported, at any depth; relative names start with a dot.
+    """Return line and full name for all imports at any depth.
 
-    A folder whose modules are imported by a name that is put together is `folder.*`.
+    Relative names start with a dot. A directory with computed module names is `folder.*`.
     """
     for node in found:
         if isinstance(node, ast.Import):
@@ -155,7 +155,7 @@ def _constant_start(name: ast.expr) -> Iterator[str]:
 
 
 def complaint_about_import(module: str, imported: str) -> str | None:
-    """Why `module` may not import `imported`; None where it may."""
+    """Return the reason against an import of `imported` in `module`, or None."""
     if imported.startswith("."):
         return "is relative"
     top = imported.partition(".")[0]
@@ -188,7 +188,7 @@ def complaint_about_import(module: str, imported: str) -> str | None:
 
 
 def layer_of(module: str) -> str | None:
-    """The layer of a module of ours: the longest name that holds it."""
+    """Return a module's layer: the longest matching prefix."""
     _, _, rest = module.partition("tilewright.")
     parts = rest.split(".")
     names = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
@@ -197,12 +197,12 @@ def layer_of(module: str) -> str | None:
 
 @functools.cache
 def nodes(source: str) -> tuple[ast.AST, ...]:
-    """All of a source's syntax tree, walked once for every check."""
+    """Return all nodes of a source, computed once for all checks."""
     return tuple(ast.walk(ast.parse(source)))
 
 
 def nodes_at_runtime(source: str) -> Iterator[ast.AST]:
-    """Without what stands under `if TYPE_CHECKING:`."""
+    """Exclude nodes under `if TYPE_CHECKING:`."""
     waiting: list[ast.AST] = [ast.parse(source)] if "TYPE_CHECKING" in source else []
     yield from nodes(source) if not waiting else ()
     while waiting:
@@ -228,8 +228,9 @@ def import_complaints(module: str, source: str) -> list[str]:
 
 
 def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    """Each module with those of `sources` that it imports while it runs, in functions too, or
-    names, as a table does; the packages around them included, save for those around itself.
+    """Return the imports among `sources` at run time, in functions and in tables of names.
+
+    Includes parent packages, except the module's own.
     """
     graph: dict[str, set[str]] = {}
     for module, source in sources.items():
@@ -248,7 +249,7 @@ def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[tuple[str, ...]]:
-    """Groups of modules each of which imports, over others, all of its group."""
+    """Return import cycles."""
     left = {module: set(others) for module, others in graph.items()}
     while ends := {module for module, others in left.items() if not others & left.keys()}:
         left = {module: others - ends for module, others in left.items() if module not in ends}
@@ -285,7 +286,7 @@ def length_complaints(module: str, source: str) -> list[str]:
 
 
 def name_complaints(module: str) -> list[str]:
-    """Parts of a module's name that a standard module has: as a script's folder they shadow it."""
+    """Return parts of a module's name that shadow a standard module."""
     return [
         f"{module}: {part} is a standard module"
         for part in module.split(".")
@@ -364,7 +365,7 @@ def test_the_circle_check_finds_one(sources: dict[str, str], circle: str | tuple
 
 
 def test_the_package_is_one_folder() -> None:
-    """The folders at the top that are its parts are links in it; all else in it is real."""
+    """The top directories are links in the package. All else is real."""
     links = {
         path.name: path.readlink() for path in (ROOT / "tilewright").iterdir() if path.is_symlink()
     }

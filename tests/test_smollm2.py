@@ -1,7 +1,4 @@
-"""The default model against transformers, the CPU against the reference, and the issue's bars.
-
-What is measured on one machine stands beside each bar; the bar is what fails.
-"""
+"""The default model: reference against transformers, CPU against reference, limits."""
 
 from __future__ import annotations
 
@@ -44,9 +41,7 @@ NUM_LAYERS = 30
 
 @pytest.fixture(scope="module", autouse=True)
 def _threads() -> Iterator[None]:
-    """One for torch, the fixtures included: two on a busy machine wait for each other, and tests
-    take twenty times as long.
-    """
+    """A single torch thread, fixtures included: on a busy machine two threads are much slower."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -85,7 +80,7 @@ def build(
 
 @pytest.fixture(scope="module")
 def theirs(model: LoadedModel) -> transformers.LlamaForCausalLM:
-    """transformers' own Llama, with its own rope, on the dequantised tensors of the same file."""
+    """transformers' Llama with its rope, and dequantized tensors from the file."""
     config = model.config
     assert config.rope.scaling is None
     found = transformers.LlamaForCausalLM(
@@ -113,7 +108,7 @@ def theirs(model: LoadedModel) -> transformers.LlamaForCausalLM:
 def test_the_reference_is_transformers(
     reference: Executable, theirs: transformers.LlamaForCausalLM, tokens: list[int]
 ) -> None:
-    """Measured over 320 positions: 5.5e-5, on logits of up to 30."""
+    """The error over 320 positions is 5.5e-5, for logits up to 30."""
     with torch.no_grad():
         expected = theirs(torch.tensor([tokens])).logits[0]
     difference = (prefill(reference, tokens, [256]) - expected).abs().max()
@@ -122,7 +117,7 @@ def test_the_reference_is_transformers(
 
 
 def chats(model: LoadedModel, count: int) -> list[tuple[int, ...]]:
-    """The first sample questions as the demo asks them."""
+    """Sample questions as in the demo."""
     questions = [prompt.text for prompt in sample_prompts("questions.json")[:count]]
     return [
         tuple(
@@ -138,7 +133,7 @@ def chats(model: LoadedModel, count: int) -> list[tuple[int, ...]]:
 def answered(
     model: LoadedModel, reference: Executable, *, count: int, max_tokens: int
 ) -> list[RequestState]:
-    """The greedy answers of the reference, all at once."""
+    """Greedy answers of the reference."""
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(model.tokenizer.eos_ids))
     requests = [
         RequestState(index, prompt, params) for index, prompt in enumerate(chats(model, count))
@@ -152,9 +147,8 @@ def answered(
 def test_greedy_text_is_transformers_likeliest(
     model: LoadedModel, reference: Executable, theirs: transformers.LlamaForCausalLM
 ) -> None:
-    """Every token is transformers' argmax after the ones before it: its greedy text, by induction.
-
-    `generate` itself, one token after another and of longer answers, is the slow test below.
+    """Every token is transformers' argmax after the previous tokens, which implies equal greedy
+    text. The slow test below runs `generate`.
     """
     for request in answered(model, reference, count=2, max_tokens=16):
         fed = torch.tensor([[*request.prompt, *request.output[:-1]]])
@@ -187,7 +181,7 @@ def test_greedy_text_is_transformers_generate(
 def test_the_exact_cpu_is_the_reference_on_the_same_weights(
     model: LoadedModel, tokens: list[int], name: str
 ) -> None:
-    """256 positions prefilled, 64 decoded; measured: all agree, KL 2e-11 at most, logits 9e-5."""
+    """256 positions prefilled and 64 decoded."""
     oracle = build(model, "reference", name)
     expected = prefill(oracle, tokens)
     del oracle
@@ -213,7 +207,7 @@ def fast(model: LoadedModel) -> Iterator[Executable]:
 def test_rows_of_the_fast_mode_are_what_they_are_alone(
     model: LoadedModel, fast: Executable, tokens: list[int]
 ) -> None:
-    """Eight sequences decoded together and each alone, int8 activations. Measured: equal."""
+    """Eight sequences decoded together and separately, with int8 activations."""
     engine = Engine(fast)
     prompts = [torch.tensor(tokens[10 * n : 17 * n + 3]) for n in range(1, 9)]
     steps = torch.tensor(tokens[-8:])
@@ -233,7 +227,7 @@ def test_rows_of_the_fast_mode_are_what_they_are_alone(
 
 
 def test_the_fast_cpu_answers_a_question(model: LoadedModel, fast: Executable) -> None:
-    """Teacher forcing can pass while real output is garbage."""
+    """Teacher forcing can pass with wrong output."""
     text = model.tokenizer.apply_chat_template([{"role": "user", "content": "What is gravity?"}])
     ends = tuple(model.tokenizer.eos_ids)
     prompt = tuple(model.tokenizer.encode(text, add_special=False))
@@ -245,7 +239,7 @@ def test_the_fast_cpu_answers_a_question(model: LoadedModel, fast: Executable) -
 @pytest.mark.slow
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 def test_the_default_configuration_names_the_capital_of_france(smollm2_path: Path) -> None:
-    """Under `stored` it does not: 8-bit activations decide a near tie in the prompt."""
+    """Under `stored`, 8-bit activations decide a near tie in the prompt."""
     with LLM(smollm2_path, max_num_seqs=1, max_context=512) as llm:
         assert llm.compiled.precision.name == SMALL
         answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}])
@@ -280,7 +274,10 @@ def test_every_fusion_fires_its_expected_count(model: LoadedModel) -> None:
 
 
 def run_alone(path: Path, name: str, *options: str) -> tuple[Result, float]:
-    """128 tokens in and one out in a process of its own: its result and all its seconds."""
+    """Run 128 tokens in and a token out in a separate process.
+
+    Return its result and total seconds.
+    """
     argv = ["--case", "performance-ci-1", "--precision", name, "--no-results", "--json"]
     argv += ["--max-generated-tokens", "1", "--repeat-batches", "1", *options]
     started = time.perf_counter()
@@ -301,9 +298,7 @@ TRITON_BYTES = 110e6
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["all-bfp8", "bf16"])
 def test_peak_memory(smollm2_path: Path, name: str) -> None:
-    """Weights as held, cache, and 700 MB; of another model, test_cpu_peak.py is not slow. Measured
-    beyond the first two: 620 and 615 MB.
-    """
+    """Weights, cache, and 700 MB. test_cpu_peak.py has a fast test with another model."""
     result, _ = run_alone(smollm2_path, name, "--no-cache")
     assert result.peak_memory_bytes and result.resident_bytes and result.cache_bytes
     allowed = result.resident_bytes + result.cache_bytes + 700e6
@@ -316,7 +311,7 @@ def test_peak_memory(smollm2_path: Path, name: str) -> None:
 @pytest.mark.quiet
 @pytest.mark.parametrize("name", ["all-bfp8", "bf16"])
 def test_start_to_first_token(smollm2_path: Path, name: str) -> None:
-    """Slow, because a busy machine fails it. Measured on two idle cores: 12 and 14 s."""
+    """Slow, because a busy machine fails."""
     _, seconds = run_alone(smollm2_path, name, "--no-cache")
     assert seconds <= 20
 
@@ -325,8 +320,7 @@ def test_start_to_first_token(smollm2_path: Path, name: str) -> None:
 @pytest.mark.quiet
 @pytest.mark.parametrize("name", ["all-bfp8", "bf16"])
 def test_second_start_to_first_token(smollm2_path: Path, name: str) -> None:
-    """The program comes from the cache, and so do the bytes told before. Measured: 3.6 s, of which
-    3.5 are computed, 1.3 of them importing torch."""
+    """The cache has the program. Most of the time is computation and the import of torch."""
     run_alone(smollm2_path, name)
     _, seconds = run_alone(smollm2_path, name)
     assert seconds <= 5

@@ -1,7 +1,7 @@
-"""Tiny random models, precisions and steps for tests of the compiler.
+"""Tiny random models, precisions and steps for compiler tests.
 
-Golden texts are written anew by ``TILEWRIGHT_UPDATE_GOLDENS=1 pytest ...``; read the difference
-before keeping it.
+``TILEWRIGHT_UPDATE_GOLDENS=1 pytest ...`` writes golden texts again. Read the difference before a
+commit.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ _OP_GROUPS = (
 
 
 class FakeCheckpoint:
-    """Tensors in a dictionary; ``reads`` lists the names asked for, in order, and ``num_bytes``
-    counts what was handed out.
+    """Tensors in a dictionary.
+
+    ``reads`` lists the requested names in order. ``num_bytes`` counts the read bytes.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -92,7 +93,7 @@ class FakeCheckpoint:
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
-    """Two layers, grouped heads, tied embeddings, an odd vocabulary."""
+    """Two layers, grouped heads, tied embeddings, and an odd vocabulary size."""
     values: dict[str, Any] = {
         "name": "tiny",
         "model_type": "llama",
@@ -116,7 +117,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def tiny_model(*, seed: int = 0, std: float = 0.05, **changes: Any) -> SimpleNamespace:
-    """What `load_model` returns, as far as the compiler looks: random weights, N(0, std)."""
+    """Return a loaded model for the compiler, with random weights from N(0, std)."""
     config = tiny_config(**changes)
     with torch.device("meta"):
         module: Any = architecture_of(config.model_type).model(config)
@@ -140,10 +141,10 @@ def precision_of(
     block_axis: str = "in",
     **changes: str,
 ) -> PrecisionConfig:
-    """One format and one fidelity everywhere, then ``changes`` by group.
+    """Return a precision with a common format and fidelity, and ``changes`` by group.
 
-    ``layers`` is the inside of a heading's ``layer_cfg = {...}``. kv_cache is at most bfp8-like:
-    it takes ``weights`` too.
+    ``layers`` is the inside of a heading's ``layer_cfg = {...}``. kv_cache also has the format
+    ``weights``, but bfp8 at most.
     """
     formats = dict.fromkeys(_TENSOR_GROUPS, weights) | {"activation": "mixed"}
     formats["router"] = weights if weights in ("fp32", "bf16", "fp16") else "bf16"
@@ -161,13 +162,13 @@ def _map(settings: dict[str, str]) -> str:
 
 
 def context_of(model: SimpleNamespace, precision: PrecisionConfig | None = None) -> PassContext:
-    """A fresh context of passes; fp32 unless told otherwise."""
+    """Return a new pass context, by default fp32."""
     chosen = precision if precision is not None else precision_of()
     return PassContext(chosen.resolve(model.config.num_layers, model.name))
 
 
 def pipeline(target: str = "cpu") -> list[Pass]:
-    """All passes of a target, in order, without its verification."""
+    """Return all passes of a target in order, without verification."""
     return [current for stage in get_target(target).stages() for current in stage.passes]
 
 
@@ -178,9 +179,9 @@ def lowered(
     target: str = "cpu",
     precision: PrecisionConfig | None = None,
 ) -> tuple[fx.GraphModule, PassContext]:
-    """The traced graph after a target's passes, stopping before the pass called ``until``.
+    """Return the traced graph after a target's passes, before the pass ``until``.
 
-    Made once for equal configurations; every call returns a copy of its own.
+    Cached by configuration. Every call returns a copy.
     """
     ctx = context_of(model, precision)
     key = (model.config, target, until, ctx.precision.id)
@@ -205,8 +206,9 @@ _LOWERED: dict[tuple[object, ...], tuple[fx.GraphModule, PassContext]] = {}
 
 
 def _matched(model: SimpleNamespace, passes: list[Pass], ctx: PassContext) -> fx.GraphModule:
-    """A copy of the graph after the passes that every precision shares, made once; ``ctx`` is told
-    their reports.
+    """Return a copy of the graph after the passes before precision.
+
+    Cached. ``ctx`` receives their reports.
     """
     key = (model.config, *passes)
     if key not in _MATCHED:
@@ -222,9 +224,9 @@ _MATCHED: dict[tuple[object, ...], tuple[fx.GraphModule, list[PassReport]]] = {}
 
 
 def run_graph(graph_module: fx.GraphModule, model: SimpleNamespace, **inputs: Any) -> Any:
-    """Run a graph eagerly on the values its recipes stand for; ``inputs`` by name.
+    """Run a graph eagerly on its recipes' values, with ``inputs`` by name.
 
-    States are made here: zeros of one slot and 32 positions.
+    States are zeros for a slot with 32 positions.
     """
     graph_module.recompile()
     with torch.no_grad():
@@ -234,7 +236,7 @@ def run_graph(graph_module: fx.GraphModule, model: SimpleNamespace, **inputs: An
 def arguments_of(
     graph_module: fx.GraphModule, model: SimpleNamespace, inputs: Mapping[str, Any]
 ) -> list[Any]:
-    """What `run_graph` calls a graph with."""
+    """Return the call arguments for `run_graph`."""
     get = weight_source(model)
     arguments = []
     for node in graph_module.graph.nodes:
@@ -255,7 +257,7 @@ def arguments_of(
 
 
 def step_inputs(num_tokens: int, *, vocab_size: int = 61, seed: int = 0) -> dict[str, Tensor]:
-    """The inputs of a graph for one sequence of random tokens, from position 0 in slot 0."""
+    """Return graph inputs for a sequence of random tokens, from position 0 in slot 0."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "tokens": torch.randint(0, vocab_size, (num_tokens,), generator=generator),
@@ -273,9 +275,9 @@ def compiled(
     precision: PrecisionConfig | None = None,
     **options: Any,
 ) -> Executable:
-    """What `compile_model` builds, from a trace that tests share (tests/test_driver.py compares).
+    """Return an executable from a cached trace (tests/test_driver.py compares).
 
-    Small defaults: four sequences of 64 positions, float arithmetic, one thread.
+    Defaults: four sequences with 64 positions, float arithmetic, a single thread.
     """
     defaults = CompileOptions(max_batch=4, max_context=64, compute="exact", num_threads=1)
     graph_module, _ = lowered(model, target=target, precision=precision)
@@ -289,7 +291,7 @@ def compiled(
 
 
 class _Slots:
-    """Who sits where on an executable that tests step by hand."""
+    """Open slots on an executable in manual steps."""
 
     def __init__(self, executable: Executable) -> None:
         self.free = list(range(executable.capabilities.max_num_seqs))
@@ -303,7 +305,7 @@ _SLOTS: WeakKeyDictionary[Executable, _Slots] = WeakKeyDictionary()
 def take_slot(
     executable: Executable, num_positions: int = 0, choosing: SamplingParams | None = None
 ) -> Slot:
-    """Open the lowest free slot, with pages for so many positions (0: for a whole context)."""
+    """Open the lowest free slot, with pages for these positions (0: a whole context)."""
     limits, slots = executable.capabilities, _SLOTS.setdefault(executable, _Slots(executable))
     slot = Slot(heapq.heappop(slots.free))
     edits: list[StateUpdate] = [OpenSlot(slot, choosing or SamplingParams())]
@@ -316,7 +318,7 @@ def take_slot(
 
 
 def leave_slot(executable: Executable, slot: Slot) -> None:
-    """Close a slot and give its pages back."""
+    """Close a slot and free its pages."""
     executable.step(Step(edits=(CloseSlot(slot),)))
     slots = _SLOTS[executable]
     slots.pool.release(slots.pages.pop(slot, []))
@@ -324,7 +326,7 @@ def leave_slot(executable: Executable, slot: Slot) -> None:
 
 
 def copy_slot(executable: Executable, slot: Slot, num_positions: int) -> Slot:
-    """A new slot with the first positions of another's history; whole pages are shared."""
+    """Copy a slot's first positions to a new slot. Whole pages are shared."""
     fresh = take_slot(executable)
     slots, size = _SLOTS[executable], executable.capabilities.page_size
     edits: list[StateUpdate] = []
@@ -343,9 +345,8 @@ def step(
     *,
     rows: Sequence[int] | None = None,
 ) -> Tensor:
-    """Logits of one step over (slot, tokens, first position) entries; default: last rows.
-
-    Single tokens that follow others are decoded, together; everything else is a piece of a prompt.
+    """Run a step for entries (slot, tokens, first position) and return logits, by default of last
+    rows. Single tokens after a prefix are decode rows. All other entries are prefill chunks.
     """
     if rows is None and all(len(tokens) == 1 and start for _, tokens, start in work):
         forced = {slot: tokens[0] for slot, tokens, _ in work}
@@ -361,12 +362,12 @@ def step(
 
 
 def joined(output: StepOutput) -> Tensor:
-    """The logits of all parts of a step, in its order."""
+    """Return the logits of a step in order."""
     return torch.cat([part.logits() for part in output.parts if part.logits is not None])
 
 
 def prefill(executable: Executable, tokens: Sequence[int], chunks: Iterable[int] = ()) -> Tensor:
-    """Logits at every position of a fresh sequence, run in chunks of these sizes, then freed."""
+    """Prefill a new sequence in chunks with these sizes. Return all logits and close the slot."""
     slot = take_slot(executable, len(tokens))
     parts, start = [], 0
     for size in [*chunks, len(tokens)]:
@@ -381,13 +382,13 @@ def prefill(executable: Executable, tokens: Sequence[int], chunks: Iterable[int]
 
 
 def random_tokens(count: int, *, vocab_size: int = 61, seed: int = 0) -> list[int]:
-    """Token ids, the same for the same seed."""
+    """Return token ids from a seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab_size, (count,), generator=generator).tolist()
 
 
 def check_golden(name: str, text: str) -> None:
-    """Compare with ``tests/goldens/<name>``; write it instead where the variable above is set."""
+    """Compare with ``tests/goldens/<name>``, or write it if the variable above is set."""
     path = GOLDENS / name
     if os.environ.get(UPDATE_VARIABLE):
         path.parent.mkdir(parents=True, exist_ok=True)

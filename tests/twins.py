@@ -1,4 +1,4 @@
-"""transformers' own model of one of our configurations: what ours is compared with."""
+"""transformers' models for our configurations."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tilewright.models.sources import TensorSource
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Twin:
-    """transformers' classes of an architecture, and what its configuration says besides.
+    """transformers' classes for an architecture, and additional configuration.
 
-    ``loaded``: a checkpoint's tensors as the class has them, where it stacks some.
+    ``loaded``: converts checkpoint tensors to the class, for stacked tensors.
     """
 
     config: Any
@@ -37,13 +37,13 @@ def _llama(config: ModelConfig) -> dict[str, Any]:
 
 
 def _windows(config: ModelConfig) -> dict[str, Any]:
-    """Of Mistral and Phi-3, whose layers are alike."""
+    """For Mistral and Phi-3."""
     assert len(set(config.windows)) <= 1
     return {"sliding_window": config.windows[0] if config.windows else None}
 
 
 def _upper_windows(config: ModelConfig) -> dict[str, Any]:
-    """Of Qwen2 and Qwen3, where the upper layers may slide."""
+    """For Qwen2 and Qwen3 with windows in upper layers."""
     if not config.windows:
         return {"use_sliding_window": False}
     return {
@@ -59,7 +59,7 @@ def _qwen3(config: ModelConfig) -> dict[str, Any]:
 
 
 def _phi3(config: ModelConfig) -> dict[str, Any]:
-    """It has the original length beside the rotation's section."""
+    """The original length is next to the rotation's section."""
     scaling, tokens = config.rope.scaling, {"pad_token_id": 0, "eos_token_id": 1}
     beside = {}
     if isinstance(scaling, LongRopeScaling):
@@ -77,7 +77,7 @@ TWINS = {
 
 
 def find_twin(model_type: str) -> Twin:
-    """Its entry above, or the ``TWIN`` that its own test file has."""
+    """Return the entry above, or ``TWIN`` from the architecture's test file."""
     if model_type in TWINS:
         return TWINS[model_type]
     found: Twin = importlib.import_module(f"tests.models.test_{model_type}").TWIN
@@ -85,10 +85,10 @@ def find_twin(model_type: str) -> Twin:
 
 
 def twin_of(config: ModelConfig, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    """A model of transformers, ready to be called; with ``tensors``, holding just those."""
+    """Return a transformers model, optionally with only these ``tensors``."""
     twin = find_twin(config.model_type)
     values = hf_values(config)
-    del values["model_type"]  # the class is of it
+    del values["model_type"]  # the class belongs to this model type
     theirs = twin.model(twin.config(**{**values, **twin.changes(config)}))
     if tensors is not None:
         left = theirs.load_state_dict(twin.loaded(dict(tensors)), strict=False)
@@ -99,9 +99,7 @@ def twin_of(config: ModelConfig, tensors: Mapping[str, Tensor] | None = None) ->
 
 
 def parameters_of(model: SimpleNamespace) -> dict[str, Tensor]:
-    """What a tiny model's module is called with: its parameters, cut from the checkpoint's tensors,
-    and its constants.
-    """
+    """Return a tiny module's arguments: parameters from the checkpoint, and constants."""
     sources, values = model.module.sources(), {}
     for name, weight in model.module.named_parameters():
         parts = []
@@ -115,7 +113,9 @@ def parameters_of(model: SimpleNamespace) -> dict[str, Tensor]:
 
 
 def assert_eager_equals_twin(model: SimpleNamespace) -> None:
-    """Names, shapes and fp32 logits of a tiny model (`tests.tiny.tiny_model`) are transformers'."""
+    """Compare names, shapes and fp32 logits of a tiny model (`tests.tiny.tiny_model`) with
+    transformers.
+    """
     theirs = twin_of(model.config, model.checkpoint.tensors)
     stored = theirs.state_dict().keys()
     tensors = (*theirs.named_parameters(), *theirs.named_buffers())

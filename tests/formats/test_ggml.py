@@ -67,7 +67,7 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def by_row(x: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Scale each row by a power of two in a range."""
+    """Scale rows by powers of two in a range."""
     return torch.ldexp(x, torch.randint(low, high, (x.shape[0], 1)))
 
 
@@ -156,7 +156,7 @@ def test_errors_are_within_a_step(name: str, block: list[float], power: int) -> 
         largest = part.abs().max()
         spread = padded.max() - padded.min() if name in WITH_MINIMUMS else largest
         step = spread / STEPS[name]
-        # q40 and q50 have one more negative code, so the error may be a whole step.
+        # q40 and q50 have an extra negative code, so the error may be a whole step.
         reach = step if name in ("q40", "q50") else step / 2
         rounding = (spread + largest * (name in WITH_MINIMUMS)) * 2.0**-10
         assert error[start : start + 32].max() <= reach * 1.001 + rounding + 2.0**-17

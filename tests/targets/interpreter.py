@@ -1,6 +1,6 @@
-"""Triton's interpreter as the tests use it: closer to a GPU, and without work that changes nothing.
+"""Changes to Triton's interpreter for tests: closer to a GPU, and faster.
 
-Versions 3.6 to 3.9 are meant. What a kernel computes in it is the same with and without `hasten`.
+For versions 3.6 to 3.9. `hasten` does not change results.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 
 
 def mend() -> None:
-    """Three things in which the interpreter is not what a GPU is.
+    """Correct three differences from a GPU.
 
-    A loop's bound may be what a kernel computed: it is held as an array of one element, which int()
-    refuses from numpy 2.4 on. And float32 is rounded to bfloat16, not truncated. And a condition
-    joined with a scalar one is held as integers, which 3.9 refuses as a mask.
+    A computed loop bound is an array with a single element, which int() refuses from numpy 2.4 on.
+    float32 must round to bfloat16 instead of truncating. A condition combined with a scalar is an
+    integer, which 3.9 refuses as a mask.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -41,7 +41,7 @@ def mend() -> None:
 
         def masked(self: Any, *args: Any, **named: Any) -> Any:
             mask = args[position]
-            if isinstance(mask, np.ndarray):  # 3.6, of a descriptor's load
+            if isinstance(mask, np.ndarray):  # 3.6, for a descriptor's load
                 mask = interpreter.TensorHandle(mask, tl.int1)
             if mask.data.dtype != np.bool_:
                 mask = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
@@ -56,11 +56,10 @@ def mend() -> None:
 
 
 def hasten() -> None:
-    """Leave out what the interpreter does again and again for nothing: two thirds of its time.
+    """Remove repeated work, which is two thirds of the interpreter's time.
 
-    It lays its functions over ``triton.language`` at each launch and each call of a device
-    function, makes a type and a shape anew for each value, and computes each sum of integers a
-    second time in 64 bits for an assertion that is off.
+    It patches ``triton.language`` at each launch and device function call, creates a type and a
+    shape for each value, and repeats integer sums in 64 bits for a disabled assertion.
     """
     from triton.runtime import interpreter
 
@@ -74,7 +73,7 @@ def hasten() -> None:
 
 
 class _Kept:
-    """What is laid over the language stays there: nothing runs it but the interpreter."""
+    """Keep the patched language, because only the interpreter runs here."""
 
     def restore(self) -> None:
         pass
@@ -89,8 +88,8 @@ def _lay_over_once(interpreter: Any) -> None:
         return kept
 
     def patch(obj: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
-        # A method of a tensor hands on to a free function that asks for the semantic; the wrapper
-        # around that one only asks whether it is there.
+        # A tensor method calls a free function with the semantic. Its wrapper only checks that the
+        # argument exists.
         inner = getattr(member, "__wrapped__", member)
         semantic = interpreter.interpreter_semantic
 
@@ -108,7 +107,7 @@ def _lay_over_once(interpreter: Any) -> None:
 
 
 def _keep_types(interpreter: Any) -> None:
-    """One object for each shape and each type of blocks."""
+    """Cache an object per shape and block type."""
     core = interpreter.tl.core
     make_block, unwrap = core.block_type.__init__, core._unwrap_if_constexpr
     blocks: dict[tuple[Any, ...], Any] = {}
@@ -150,7 +149,7 @@ def _keep_types(interpreter: Any) -> None:
 
 
 def _look_types_up(interpreter: Any) -> None:
-    """What two types come to, and whole numbers as tensors, are kept."""
+    """Cache type promotions, and integers as tensors."""
     semantic, kind = interpreter.TritonSemantic, interpreter.tl.core.dtype
     compute, constant, equal = semantic.computation_type_impl, semantic.scalar_constant, kind.__eq__
     whole = frozenset(kind.SINT_TYPES + kind.UINT_TYPES)
@@ -178,7 +177,7 @@ def _look_types_up(interpreter: Any) -> None:
 
 
 def _leave_spreading_to_numpy(interpreter: Any) -> None:
-    """Operands of one operation get one shape; the smaller one's values are not written out."""
+    """Use numpy broadcasting instead of copies."""
     semantic, core = interpreter.TritonSemantic, interpreter.tl.core
     broadcast, check = semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl
 
@@ -209,7 +208,7 @@ def _leave_spreading_to_numpy(interpreter: Any) -> None:
 
 
 def _convert_by_table(interpreter: Any) -> None:
-    """What numpy holds each type in, looked up; bfloat16 widened by a shift."""
+    """Look up numpy types in a table. Widen bfloat16 by a shift."""
     find, convert, kinds = interpreter._get_np_dtype, interpreter._convert_float, {}
 
     def find_once(kind: Any) -> np.dtype:

@@ -1,4 +1,4 @@
-"""What a target says a weight costs is, summed over a model, what its executable holds."""
+"""Storage reported by a target equals the executable's bytes, summed over a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CONFIGURATIONS = {
 def held(
     model: SimpleNamespace, target: str, precision: PrecisionConfig, compute: str
 ) -> list[Holding]:
-    """Every copy that a target says it holds of the graph that is lowered for it."""
+    """Return all stored copies for the target's lowered graph."""
     graph_module, _ = lowered(model, target=target, precision=precision)
     copies = {
         (use.recipe, use.storage_by(get_target(target), compute)): use.facts.role
@@ -71,7 +71,7 @@ def ask_for(
     fidelities: tuple[str, str] = ("lofi", "lofi"),
     block: tuple[tuple[str, tuple[str, str]], ...] = (),
 ) -> Holding:
-    """What a target holds of a weight by itself; ``group`` is empty for vectors."""
+    """Return a target's storage for a single weight. ``group`` is empty for vectors."""
 
     def asked(name: str, phases: tuple[str, str]) -> tuple[WeightRecipe, NodeInfo]:
         recipe = WeightRecipe((Segment("w", shape[0]),), shape, name, block_axis)
@@ -85,9 +85,9 @@ def ask_for(
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.parametrize("changes", [{}, BIASED], ids=["tied", "untied with biases"])
 def test_the_cpu_holds_what_it_says(changes: dict[str, Any], name: str, compute: str) -> None:
-    """Two uses of a tied weight are two copies: looked up by rows, and multiplied, transposed.
+    """A tied weight has two copies: for lookups, and transposed for matmuls.
 
-    Nothing is left over: rotary tables are no weights, and are not counted by the executable.
+    Rotary tables are not weights.
     """
     model, precision = tiny_model(**changes), CONFIGURATIONS[name]
     executable = compiled(model, "cpu", precision=precision, compute=compute)
@@ -114,7 +114,7 @@ EXPERTS = {
 def test_the_cpu_holds_experts_as_it_says(
     make: Callable[[], SimpleNamespace], name: str, compute: str
 ) -> None:
-    """Their inner channels fill whole blocks; convolutions and gates are float32."""
+    """Their inner channels fill whole blocks. Convolutions and gates are float32."""
     model, precision = make(), EXPERTS[name]
     executable = compiled(model, "cpu", precision=precision, compute=compute)
     expected = executable.memory().weights
@@ -124,7 +124,7 @@ def test_the_cpu_holds_experts_as_it_says(
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_reference_holds_float32(name: str) -> None:
-    """And the frequencies of rotary embedding, which are a constant of the graph."""
+    """And rotary frequencies, which are a graph constant."""
     model, precision = tiny_model(**BIASED), CONFIGURATIONS[name]
     found = held(model, "reference", precision, "fast")
     assert {each.kind for each in found} == {"float32"}
@@ -146,7 +146,7 @@ def test_the_reference_keeps_a_tied_weight_once_where_its_formats_are_equal() ->
 
 
 def test_a_board_holds_tiles() -> None:
-    """As many as its program counts, but for those that fill banks, and rotary frequencies."""
+    """Equal to the program, except padding for banks and rotary frequencies."""
     model = tiny_model(**BIASED)
     precision = precision_of("bfp8", "hifi2", embedding="bf16", wo="bfp4", ff2="bf16")
     found = sum(each.num_bytes for each in held(model, "n150", precision, "fast"))
@@ -188,7 +188,9 @@ def test_the_cpu_s_kinds_by_hand() -> None:
 
 
 def test_the_cpu_holds_a_block_of_experts_alike_by_hand() -> None:
-    """3 rows of 40 columns: ff2's blocks lie along them, and ff1_3's rows fill whole blocks."""
+    """3 rows with 40 columns: ff2's blocks are along the columns, and ff1_3's rows fill whole
+    blocks.
+    """
 
     def out(form: str, *others: str, asked: str = "lofi", **changes: Any) -> Holding:
         block = tuple((other, (asked, asked)) for other in others)
@@ -229,7 +231,7 @@ def test_blocks_are_as_many_bytes_as_are_written(name: str, rows: int, columns: 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_target_that_says_nothing_packs_the_format(name: str) -> None:
-    """`Target`'s own answer, which device targets begin with."""
+    """The default of `Target` for device targets."""
     target: Any = None
     for shape, axis in (((5, 48), "in"), ((5, 48), "out"), ((48,), "out")):
         recipe = WeightRecipe((Segment("w", shape[0]),), shape, name, axis)

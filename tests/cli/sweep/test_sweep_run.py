@@ -35,7 +35,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """File of the sweep for all tests in this module, in their order."""
+    """The sweep file for all tests in this module, in order."""
     return tmp_path_factory.mktemp("sweep") / "sweep.jsonl"
 
 
@@ -201,7 +201,7 @@ def test_a_cell_takes_little_longer_than_the_demo_s_own_run_of_it(
 
 
 def run_of(model: Path) -> str:
-    """Return the heading of a cell in the sweep."""
+    """Return a cell's heading."""
     argv = ["--models", str(model), "--precisions", "all-q80", "--base", "all-q80", *CASES]
     return run.plan_cells(read_options([*argv, "--rounds", "1"]))[0].heading
 

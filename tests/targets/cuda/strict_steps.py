@@ -1,5 +1,6 @@
-"""Run in a process of its own, for the library's workspace is withheld when a process starts: one
-prompt cut in many ways, alone and beside others, has to have the same logits, bit for bit.
+"""Check that a prompt has equal logits for any chunks and with other sequences, bit for bit.
+
+Runs in a separate process, because the cuBLAS workspace is disabled at process start.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _COMPANIES = (1, 7, 15, 16, 63, 199)
 
 
 class Busy(Engine):
-    """An engine whose decode steps each compute a piece of a guest's prompt, too."""
+    """An engine with a chunk of a guest's prompt in each decode step."""
 
     guest: _Sequence | None = None
     num_computed = 0
@@ -63,7 +64,7 @@ def main(shape: str, precision: str, slots: str, *more: str) -> int:
 
 
 def compare(executable: Executable, lengths: Sequence[int] = _LENGTHS) -> int:
-    """How many steps of a prompt have other logits in company, or cut, at the most; says where."""
+    """Return the maximum number of prompt steps with different logits, and print their places."""
     torch.manual_seed(0)
     limits = executable.capabilities
     worst, room = 0, (limits.invariant_rows or limits.max_num_seqs) - 1
@@ -92,7 +93,7 @@ def answers(
     others: int = 0,
     kind: type[Engine] = Engine,
 ) -> list[torch.Tensor]:
-    """The logits of a prompt's end and of some greedy steps behind it, among other sequences."""
+    """Return the logits of a prompt's end and of some greedy steps, with other sequences."""
     engine = kind(executable, step_tokens=step_tokens)
     row = others // 2
     prompts = [torch.randint(0, 1000, (17 + 40 * (each % 16),)) for each in range(others)]

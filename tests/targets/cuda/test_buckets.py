@@ -1,4 +1,4 @@
-"""What is captured, and when: all of it before anybody waits."""
+"""Captured graphs and their times: all captures precede the first request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tilewright.runtime.scheduling.request_state import RequestState
 
 
 class Counted:
-    """Stands for a capture: it is counted, and the step itself does nothing."""
+    """Replaces a capture with a counter."""
 
     made = 0
 
@@ -47,7 +47,7 @@ class Counted:
 
 
 class Unrun:
-    """Steps that compute nothing, and attend in two ways where prompts are long."""
+    """Steps without computation, with two kinds of attention for long prompts."""
 
     device = torch.device("cpu")
     group = None
@@ -81,7 +81,7 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
     made.prepare(3000, runs_long=True)
     assert steps.prompts == [(n, first) for n in (2048, 3000) for first in (False, True)]
     kinds = 1 + len(EVERY_DRAWING)
-    # Rows are chosen from again, and few or more pages long; a long prompt begins at 0, or not.
+    # Masked rows, short and long contexts, and long prompts from position 0 or later.
     ready = 3 * (kinds + 2) + kinds + (kinds + 1)
     assert Counted.made == ready
     for count in (1, 2, 3, 4):
@@ -114,9 +114,7 @@ def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
 
 
 def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> None:
-    """For some numbers of both, the larger of them beside the most rows alone; still larger ones
-    are not, and run as they stand.
-    """
+    """For some sizes of both, with the largest rows. Larger mixed batches run without graphs."""
     steps: Any = Unrun()
     made = Buckets(
         steps,
@@ -162,7 +160,7 @@ def test_prepare_next_captures_the_large_steps_that_prepare_left_out() -> None:
 
 
 def test_prepare_any_maximum_captures_the_same_steps() -> None:
-    """An explicit number is no exception, and a later capture is one step only."""
+    """An explicit number behaves equally. A later capture is a single step."""
     plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
     fixed, free = CompileOptions(256), CompileOptions(256, least_batch=8)
     prepared_rows = prepared_rows_of(plan, fixed)
@@ -199,7 +197,7 @@ def test_prepare_any_maximum_captures_the_same_steps() -> None:
 def test_the_largest_is_captured_first(
     most: int, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of prompts and passes alike, in whose memory the others run."""
+    """The largest prompts and mixed batches. The rest run in their memory."""
     steps: Any = Unrun()
     passes = ((2, (64,)), (4, (64, most)))
     made = Buckets(
@@ -222,7 +220,7 @@ def test_the_largest_is_captured_first(
 
 
 def test_nothing_is_captured_once_a_loop_is_warm() -> None:
-    """Requests of all kinds, several at a time, with more end tokens than the device looks for."""
+    """Several requests at a time, with more end tokens than the device supports."""
     model = tiny_model(num_layers=1, hidden_size=16, num_heads=1, num_kv_heads=1)
     options: dict[str, Any] = {"compute": "fast", "max_batch": 5, "max_context": 64}
     executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)

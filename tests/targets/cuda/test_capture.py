@@ -1,4 +1,4 @@
-"""Buckets: what is put into them, and on the device their captured graphs, which are the steps."""
+"""Buckets: their inputs, and on the device their captured graphs, which equal eager steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_without_a_gpu_a_capture_is_the_function_itself() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_a_decode_step_is_padded_to_its_bucket(rows: int) -> None:
-    """Rows of padding have no position, move nowhere, and change no logits."""
+    """Padding rows have no position and change no logits."""
     model = tiny_model(std=0.2, num_layers=1, hidden_size=16, num_heads=1, num_kv_heads=1)
     found = compiled(model, "cuda", precision=precision_of("bf16"), compute="fast", max_batch=3)
     handles = [take_slot(found, 8) for _ in range(rows)]
@@ -74,7 +74,7 @@ def test_a_decode_step_is_padded_to_its_bucket(rows: int) -> None:
 def test_a_long_bucket_tells_a_prompt_s_start_from_its_rest(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They attend in different ways, so each has a capture."""
+    """The start of a prompt has its own graph, because its attention differs."""
     monkeypatch.setattr(
         AttentionRunner, "begins_otherwise", lambda self, num_tokens: num_tokens > 8
     )
@@ -101,7 +101,7 @@ _MADE: list[Executable] = []
 
 @pytest.fixture(autouse=True)
 def _closed() -> Iterator[None]:
-    """What a test made goes with it: not whenever Python next looks for circles."""
+    """Close a test's objects immediately, without the garbage collector."""
     yield
     while _MADE:
         _MADE.pop().close()
@@ -110,7 +110,7 @@ def _closed() -> Iterator[None]:
 def on_device(
     name: str, *, max_batch: int = BATCH, max_context: int = 512, **changes: Any
 ) -> Executable:
-    """Two layers of a small model with real sizes, for 40 sequences of 512 positions."""
+    """Two layers with real sizes, for 40 sequences with 512 positions."""
     model = tiny_model(std=0.05, **{**CHANGES, **changes})
     precision = precision_of(name, kv_cache="bf16")
     options = {"compute": "fast", "max_batch": max_batch, "max_context": max_context}
@@ -119,7 +119,7 @@ def on_device(
 
 
 def prompts_in(executable: Executable, count: int) -> list[tuple[Slot, list[int], int]]:
-    """``count`` sequences of different lengths, and the token each is fed next."""
+    """Prefill ``count`` sequences with different lengths. Return the next token for each."""
     work = []
     for index in range(count):
         length = 2 + (index * 37) % 200
@@ -133,7 +133,7 @@ def prompts_in(executable: Executable, count: int) -> list[tuple[Slot, list[int]
 def copies(
     executable: Executable, work: list[tuple[Slot, list[int], int]]
 ) -> list[tuple[Slot, list[int], int]]:
-    """The same work on slots of its own: a decode step cannot be taken back."""
+    """Copy slots, because a decode step cannot be undone."""
     return [
         (copy_slot(executable, handle, position), tokens, position)
         for handle, tokens, position in work
@@ -141,7 +141,7 @@ def copies(
 
 
 def eager(executable: Executable, work: list[tuple[Slot, list[int], int]]) -> Tensor:
-    """The step of a bucket without its graph: the same rows, padding and all."""
+    """Run a bucket's step without its graph, padding included."""
     inner: Any = executable
     size = next(size for size in inner._buckets.rows if size >= len(work))
     rows = torch.zeros(3, size, dtype=torch.int64)
@@ -169,7 +169,7 @@ def test_a_graph_is_the_step_bit_for_bit(name: str) -> None:
     ("name", "count"),
     [
         (name, count) for name in ("bf16", "bfp8", "bfp4") for count in (1, 2, FEW_TOKENS)
-    ],  # more rows have kernels that promise no bits
+    ],  # more rows are not batch-invariant
 )
 def test_rows_of_a_batch_are_those_of_each_alone(name: str, count: int) -> None:
     executable = on_device(name, max_batch=3 * count)
@@ -187,9 +187,7 @@ def test_rows_of_a_batch_are_those_of_each_alone(name: str, count: int) -> None:
 def test_rows_go_on_in_other_graphs_where_they_have_more_pages(
     num_rows: int, head_dim: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From one reach to the next, as in one graph for all: equal where bits are promised, also
-    where one row is spread over its pages in the second.
-    """
+    """Equal logits across graph sizes where steps are batch-invariant."""
     assert isinstance(share_of_step(1, 2, 32, 128, strict=False), Spread)
     found = []
     for is_split in (True, False):
@@ -221,7 +219,7 @@ def test_rows_go_on_in_other_graphs_where_they_have_more_pages(
 def test_native_kernels_are_as_triton_s(
     name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the columns are no whole tiles: what pads them must not be read as numbers."""
+    """Also for columns with partial tiles, whose padding must not be read."""
     found = []
     for is_native in (True, False):
         if not is_native:
@@ -231,7 +229,7 @@ def test_native_kernels_are_as_triton_s(
         if is_native and not inner._steps.is_native:
             pytest.skip("this device has no native kernels")
         assert inner._steps.is_native is is_native
-        torch.full((1 << 28,), float("nan"), device="cuda")  # what fresh memory then holds
+        torch.full((1 << 28,), float("nan"), device="cuda")  # content of new memory
         rows = [step(executable, prompts_in(executable, count)) for count in (1, 5, 20)]
         executable.close()
         found.append(torch.cat(rows))
@@ -246,9 +244,7 @@ def test_native_kernels_are_as_triton_s(
 def test_a_long_prompt_s_last_row_is_near_that_of_its_bucket(
     name: str, length: int, start: int
 ) -> None:
-    """From a graph with padding, by the library from position 0 on; with all rows of logits, which
-    no graph gives; and behind a piece, by our own attention.
-    """
+    """Compare a padded graph, all logits without a graph, and a continued prompt."""
     executable = on_device(name, max_batch=3, max_context=2560, max_positions=4096)
     tokens = random_tokens(start + length, vocab_size=VOCABULARY)
     slots = [take_slot(executable, start + length) for _ in range(3)]
@@ -268,7 +264,7 @@ def test_a_long_prompt_s_last_row_is_near_that_of_its_bucket(
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [2, 9, 16, 17, 33, 64, 65, 130, 300])
 def test_a_prompt_s_rows_are_near_those_of_its_bucket(length: int) -> None:
-    """All its logits, which no graph gives, and the last, from a graph with padding."""
+    """Compare all logits, without a graph, with the last logits from a padded graph."""
     executable = on_device("bfp8")
     tokens = random_tokens(length, vocab_size=VOCABULARY)
     handles = [take_slot(executable, length) for _ in range(2)]
@@ -281,7 +277,7 @@ def test_a_prompt_s_rows_are_near_those_of_its_bucket(length: int) -> None:
 
 @pytest.mark.gpu
 def test_a_chain_of_graphs_is_a_chain_of_steps() -> None:
-    """Tokens, positions and random numbers go from step to step on the device."""
+    """Tokens, positions and random numbers stay on the device."""
     from tests.targets.cuda.test_executable import ROWS, first_step, release, started, step_by_step
 
     executable = on_device("bfp8")
@@ -298,7 +294,7 @@ def test_a_chain_of_graphs_is_a_chain_of_steps() -> None:
 
 @pytest.mark.gpu
 def test_parts_may_be_read_in_any_order_and_much_later() -> None:
-    """Also when their pinned places have come round again."""
+    """Also after their pinned buffers were reused."""
     from tests.targets.cuda.test_executable import ROWS, first_step, started, step_by_step
 
     executable = on_device("bfp8")
@@ -338,7 +334,7 @@ def test_more_rows_than_the_largest_bucket_choose_as_each_does_alone(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bf16", "bfp8", "bfp4"])
 def test_a_hundred_rows_are_near_each_alone(name: str) -> None:
-    """They run in one step, and its graph is what it is without one."""
+    """They run in a single step. Its graph equals a step without a graph."""
     executable = on_device(name, max_batch=204)
     work = prompts_in(executable, 100)
     again, singles = copies(executable, work), copies(executable, work[::25])
@@ -352,7 +348,7 @@ def test_a_hundred_rows_are_near_each_alone(name: str) -> None:
 
 @pytest.mark.gpu
 def test_state_goes_to_pinned_memory_and_back_while_steps_run() -> None:
-    """Nothing is waited for between; other sequences write over the pages meanwhile."""
+    """Other sequences overwrite the pages without synchronization."""
     executable = on_device("bfp8")
     tokens, place = tuple(random_tokens(200, vocab_size=VOCABULARY)), HostPlace(0)
     a, b, c = Slot(0), Slot(1), Slot(2)

@@ -1,4 +1,4 @@
-"""The cuda executable computes what the reference does, in any order, batch and chunking."""
+"""The cuda executable equals the reference in any order, batch and chunks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ BFP8_CACHE_NOISE = 3 * BF16_NOISE
 
 
 class Kept:
-    """An executable whose logits outlast its next step, for tests that compare several."""
+    """An executable with copied logits, for tests that compare several steps."""
 
     def __init__(self, executable: Executable) -> None:
         self._executable = executable
@@ -88,13 +88,13 @@ def on_cuda(
 
 
 def noise(got: Tensor, expected: Tensor) -> float:
-    """The error's root mean square, relative to the spread of what is expected."""
+    """Return the error's root mean square, relative to the expected spread."""
     assert got.shape == expected.shape and 0.1 < expected.std() < 30
     return float((got - expected).square().mean().sqrt() / expected.std())
 
 
 def in_pieces(executable: Executable, tokens: list[int], length: int) -> Tensor:
-    """Logits of a prompt's last position and of each token after it."""
+    """Return the logits at a prompt's last position and after each later token."""
     handle = take_slot(executable, len(tokens))
     logits = [step(executable, [(handle, tokens[:length], 0)])]
     for at in range(length, len(tokens)):
@@ -117,7 +117,7 @@ BY_DEFAULT = [
 
 @pytest.mark.parametrize(("shape", "name", "axis"), only(BY_DEFAULT, CASES))
 def test_both_computes_are_the_reference(shape: str, name: str, axis: str) -> None:
-    """Two layers in one case, one in the others, for time's sake."""
+    """Two layers in a case and one in the rest, for speed."""
     num_layers = 2 if (shape, name, axis) == ("grouped", "bfp4", "out") else 1
     model = tiny_model(std=0.2, **{**SHAPES[shape], "num_layers": num_layers})
     precision = precision_of(name, block_axis=axis, kv_cache="bf16")
@@ -129,7 +129,7 @@ def test_both_computes_are_the_reference(shape: str, name: str, axis: str) -> No
 
 
 def test_the_bounds_notice_what_is_wrong() -> None:
-    """A token of the past, a format, a bias, a rotation: each is far more than rounding."""
+    """A changed token, format, bias or rotation exceeds the bounds."""
     model = tiny_model(std=0.2, attention_bias=True, **SMALL)
     tokens = random_tokens(12)
     assert tokens[5] != 60 - tokens[5]
@@ -167,7 +167,7 @@ def test_a_prompt_over_a_page_in_chunks_of_odd_sizes() -> None:
 
 @pytest.fixture(scope="module")
 def executable() -> Executable:
-    """What the imported tests run."""
+    """The executable for imported tests."""
     return on_cuda(tiny_model(std=0.2, **SMALL), precision_of("bf16"), "exact")
 
 
@@ -189,12 +189,12 @@ def fast_one(cache: str) -> Executable:
 
 @pytest.fixture(scope="module")
 def fast() -> Executable:
-    """With keys and values in blocks."""
+    """With block formats for keys and values."""
     return fast_one("bfp8")
 
 
 def started(executable: Executable, lengths: tuple[int, ...]) -> list[Slot]:
-    """Sequences with prompts of these lengths, a prompt for a length."""
+    """Open sequences with prompts of these lengths."""
     handles = [take_slot(executable, 40) for _ in lengths]
     for handle, length in zip(handles, lengths, strict=True):
         step(executable, [(handle, random_tokens(length, seed=length), 0)])
@@ -202,7 +202,7 @@ def started(executable: Executable, lengths: tuple[int, ...]) -> list[Slot]:
 
 
 def test_a_row_s_bits_do_not_depend_on_its_batch(fast: Executable) -> None:
-    """Neither on how many rows there are, nor on which row it is."""
+    """For any row count and any row index."""
     lengths = (5, 1, 9, 3)
     tokens = random_tokens(4, seed=99)
 
@@ -222,9 +222,7 @@ def test_a_row_s_bits_do_not_depend_on_its_batch(fast: Executable) -> None:
 
 
 def poison(executable: Executable) -> None:
-    """What no step may read: every page, and every value between instructions but the operands,
-    whose padding is zero.
-    """
+    """Fill all pages and all intermediate values with NaN. Operands keep their zero padding."""
     inner: Any = executable
     for pages in inner._state.pages.values():
         is_int = pages.values.dtype == torch.int8
@@ -238,7 +236,7 @@ def poison(executable: Executable) -> None:
 
 @pytest.mark.parametrize("cache", ["bf16", "bfp8"])
 def test_nothing_is_read_that_was_not_written(cache: str) -> None:
-    """Not other sequences' pages, nor pages' old contents, nor buffers of the step before."""
+    """Other sequences' pages, old pages, and buffers from the previous step are not read."""
     fast = fast_one(cache)
     tokens = random_tokens(5, seed=4)
     expected = in_pieces(fast, tokens, 4)
@@ -248,7 +246,7 @@ def test_nothing_is_read_that_was_not_written(cache: str) -> None:
 
 
 def test_pages_of_freed_sequences_leave_no_trace(fast: Executable) -> None:
-    """A sequence in pages that others left behind, in another order, is as in fresh ones."""
+    """A sequence in used pages, in another order, equals a sequence in new pages."""
     tokens = random_tokens(5, seed=4)
     expected = in_pieces(fast, tokens, 4)
     handles = started(fast, (5, 3, 4, 2))
@@ -260,15 +258,13 @@ def test_pages_of_freed_sequences_leave_no_trace(fast: Executable) -> None:
 
 
 def test_a_copy_has_the_bits_and_not_the_pages(fast: Executable) -> None:
-    """What is written behind the original's nine positions is nothing to its copies, nor theirs to
-    it.
-    """
+    """Writes after position nine do not reach the copies, in both directions."""
     (handle,) = started(fast, (9,))
     copies = [copy_slot(fast, handle, 9) for _ in range(2)]
     first = step(fast, [(handle, [3], 9)])
     other = step(fast, [(copies[0], [50], 9)])
     assert not torch.equal(first, other)
-    again = copy_slot(fast, handle, 9)  # shorter than what the original holds by now
+    again = copy_slot(fast, handle, 9)  # shorter than the original
     assert torch.equal(step(fast, [(copies[1], [3], 9)]), first)
     assert torch.equal(step(fast, [(again, [50], 9)]), other)
     longer = step(fast, [(handle, [4], 10)])
@@ -278,7 +274,7 @@ def test_a_copy_has_the_bits_and_not_the_pages(fast: Executable) -> None:
 
 
 def test_a_copy_past_a_page_shares_it() -> None:
-    """Of 64 positions and two more, the two alone are copied."""
+    """Only the two positions after the full page are copied."""
     executable = on_cuda(
         tiny_model(std=0.2, **SMALL), precision_of("bf16", kv_cache="bfp8"), "fast", max_context=80
     )

@@ -1,4 +1,4 @@
-"""What the GPU's memory must hold, what is said when it cannot, and machines without a GPU."""
+"""GPU memory budgets, their error messages, and machines without a GPU."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_bytes_are_those_that_are_allocated(cache: str, compute: str) -> Non
 
 @pytest.fixture
 def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the fixed part, which is far more than a tiny model."""
+    """Without the fixed workspace, which is much larger than a tiny model."""
     monkeypatch.setattr(device_module, "_WORKSPACE", 0)
 
 
@@ -127,7 +127,7 @@ PAGE_BYTES = 2 * 2 * 2 * 64 * 16 * 2
     ],
 )
 def test_the_message_says_what_would_fit(no_workspace: None, num_pages: int, allowed: str) -> None:
-    """Three sequences of 130 positions are nine pages of 64."""
+    """Three sequences with 130 positions need nine pages."""
     plan = plan_of()
     assert state_bytes(plan, OPTIONS) == 9 * PAGE_BYTES
     free = needed(plan, OPTIONS) + (num_pages - 9) * PAGE_BYTES
@@ -166,9 +166,7 @@ def test_what_the_message_allows_does_fit(
 
 
 def test_the_message_of_gigabytes() -> None:
-    """256 bytes a position of 16.8 million; 2 GiB of workspace, 5 MB of a prompt's values, and half
-    of those once more.
-    """
+    """Bytes are shown in gigabytes: cache, workspace and values."""
     with pytest.raises(CompileError) as caught:
         check_fits(plan_of(), CompileOptions(max_batch=4096, max_context=4096), 4 * 10**9)
     assert str(caught.value) == (
@@ -180,7 +178,7 @@ def test_the_message_of_gigabytes() -> None:
 
 @pytest.mark.parametrize("num_pages", [3, 4, 50])
 def test_a_pool_is_what_the_memory_holds(no_workspace: None, num_pages: int) -> None:
-    """Three sequences of up to 130 positions: at least the three pages of one of them."""
+    """A pool has at least the pages for a single sequence."""
     plan = plan_of()
     free = weight_bytes(plan) + work_bytes(plan, OPTIONS) + num_pages * PAGE_BYTES
     assert shared_pages(plan, OPTIONS, free) == num_pages
@@ -242,9 +240,7 @@ def test_codes_alone_are_held_where_not_all_copies_fit(no_workspace: None) -> No
 def test_a_fraction_is_of_what_this_process_may_take(
     fraction: float | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """30 of 100 bytes are another process's, 10 this one's: a server beside another has its own
-    fraction, and never more than what is free.
-    """
+    """Another process's memory is excluded. The result is at most the free memory."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10)
     options = replace(OPTIONS, memory_fraction=fraction)
@@ -286,7 +282,7 @@ def test_snapshots_take_what_is_left_and_leave_room_to_work(no_workspace: None) 
 def test_snapshots_take_half_of_what_whole_contexts_leave_and_an_eighth_at_least(
     contexts: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of memory for so many contexts, of which two are for the two slots."""
+    """Two contexts belong to the two slots."""
     monkeypatch.setattr(device_module, "_MAX_SNAPSHOTS", 10**6)
     model = tiny_model(model_type="qwen3_5", **ON_CUDA)
     plan = make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])

@@ -1,4 +1,4 @@
-"""How the cuda executable chooses tokens, runs ahead, and answers random calls of the engine."""
+"""Token selection, async scheduling, and random engine calls on the cuda executable."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ROWS = [
 
 
 def started(executable: Executable, rows: Sequence[SamplingParams]) -> tuple[Slot, ...]:
-    """A slot for each row, with a prompt of its own: of two tokens, three, and so on."""
+    """Open a slot per row, with prompts of two tokens, three tokens, and more."""
     slots = tuple(take_slot(executable, 40 + len(rows), row) for row in rows)
     for length, slot in enumerate(slots, 2):
         chunk = PrefillChunk(slot, 0, tuple(random_tokens(length, seed=length)))
@@ -66,7 +66,7 @@ def started(executable: Executable, rows: Sequence[SamplingParams]) -> tuple[Slo
 
 
 def first_step(slots: Sequence[Slot], *, want_logits: bool = False) -> Step:
-    """Each slot reads a token that is given."""
+    """Run a step with given tokens."""
     forced = dict(zip(slots, random_tokens(len(slots), seed=77), strict=True))
     return Step(decode=tuple(slots), forced=forced, want_logits=want_logits)
 
@@ -77,7 +77,7 @@ def release(executable: Executable, slots: Sequence[Slot]) -> None:
 
 
 def expected_choice(logits: Tensor, rows: Sequence[SamplingParams]) -> list[int]:
-    """Of the first step."""
+    """Return the expected tokens after the first step."""
     given = [SamplingRow(row, length + 1) for length, row in enumerate(rows, 2)]
     tokens, is_number = choose_tokens(logits, given)
     assert all(is_number)
@@ -89,7 +89,7 @@ def test_tokens_are_chosen_as_the_op_does(
     executable: Executable, rows: list[SamplingParams]
 ) -> None:
     chosen, is_greedy = set(), all(row.is_greedy for row in rows)
-    for shift in range(1 if is_greedy else 2):  # the same logits, other random numbers
+    for shift in range(1 if is_greedy else 2):  # equal logits, other random numbers
         moved = [replace(row, seed=row.seed + shift) for row in rows]
         slots = started(executable, moved)
         output = executable.step(first_step(slots, want_logits=True))
@@ -114,12 +114,12 @@ def test_end_tokens_finish_their_own_row_alone(executable: Executable) -> None:
     ends = [(others[0],), (others[1], tokens[1]), (tokens[2], tokens[2], others[2])]
     expected = Chosen(tokens, [GOES_ON, END_TOKEN, END_TOKEN])
     assert read([SamplingParams(stop_token_ids=each) for each in ends]) == expected
-    one = SamplingParams(temperature=1.0, top_k=1, seed=9)  # of one candidate
+    one = SamplingParams(temperature=1.0, top_k=1, seed=9)  # a single candidate
     assert read([replace(one, stop_token_ids=each) for each in ends]) == expected
 
 
 def test_more_end_tokens_than_the_device_looks_for_end_a_sequence(executable: Executable) -> None:
-    """Nothing is captured anew for them; those of a slot that is taken later are its own."""
+    """No new capture is needed. A later slot has its own end tokens."""
     slots = started(executable, [GREEDY, GREEDY])
     tokens = executable.step(first_step(slots)).parts[0].read().tokens
     release(executable, slots)
@@ -149,7 +149,7 @@ def test_a_prompt_chooses_its_first_token(
 
 
 def step_by_step(executable: Executable, rows: list[SamplingParams], count: int) -> list[list[int]]:
-    """The tokens of so many steps, each told by the host what to read."""
+    """Run steps with tokens from the host."""
     slots = started(executable, rows)
     given, found = first_step(slots), []
     for _ in range(count):
@@ -163,7 +163,7 @@ def step_by_step(executable: Executable, rows: list[SamplingParams], count: int)
 def test_running_ahead_is_the_same_step_by_step(
     executable: Executable, rows: list[SamplingParams]
 ) -> None:
-    """Also where something else runs in between, and the rows have to be gathered again."""
+    """Also after a different step, with rows gathered again."""
     expected = step_by_step(executable, rows, 3)
     for interrupted in (-1, 1):
         slots = started(executable, rows)
@@ -181,11 +181,11 @@ def test_running_ahead_is_the_same_step_by_step(
 
 
 def test_a_sequence_takes_the_pages_it_needs(executable: Executable) -> None:
-    """Nothing is held before, and what is held is the pages' bytes: 64 positions each."""
+    """Memory use equals the pages of 64 positions."""
     assert executable.memory().state == 0
     handle = take_slot(executable, 3)
     a_page = executable.memory().state
-    # keys and values, 64 positions, 16 mantissas and an exponent of each head's block
+    # keys and values, 64 positions, 16 mantissas and an exponent per head block
     assert a_page == 2 * 64 * (16 + 1) == executable.state_bytes(1) == executable.state_bytes(64)
     assert executable.state_bytes(65) == 2 * a_page
     leave_slot(executable, handle)
@@ -201,7 +201,7 @@ def test_a_closed_executable_lets_its_memory_go() -> None:
 
 
 class Twins:
-    """The same calls of two engines; ``worst`` is the largest error relative to the spread."""
+    """Makes equal calls on two engines. ``worst`` is the largest relative error."""
 
     def __init__(self, model: SimpleNamespace, kind: str, **options: Any) -> None:
         cache, compute = ("bf16", "exact") if kind == "exact" else (kind, "fast")
@@ -222,7 +222,7 @@ class Twins:
 
 
 def random_operations(twins: Twins, count: int, *, longest: int, seed: int) -> dict[str, int]:
-    """``count`` calls with ids in any order: prompts, restarts, decoding of any, removals."""
+    """Make ``count`` random calls: prompts, restarts, decode and removals."""
     chance = random.Random(seed)
     capabilities = twins.engines[1].executable.capabilities
     lengths: dict[int, int] = {}
@@ -276,7 +276,7 @@ def test_random_operations_are_the_reference_s(kind: str, count: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", BOUNDS)
 def test_a_thousand_random_operations_on_the_device(kind: str) -> None:
-    """Prompts over several pages and past the captured buckets, up to twelve sequences."""
+    """Prompts span several pages and exceed the buckets, with up to twelve sequences."""
     changes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 1003}
     model = tiny_model(std=0.08, max_positions=2048, **changes)
     twins = Twins(model, kind, max_batch=12, max_context=1024)

@@ -1,4 +1,4 @@
-"""Two ranks of the CUDA target, in threads, choose what one device chooses."""
+"""Two ranks of the CUDA target, in threads, sample the tokens of a single device."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def run(executable: CudaExecutable, steps: Sequence[Step], *, leads: bool = True
 
 
 class Library:
-    """What gathers for a rank in a thread."""
+    """Gathers for a rank in a thread."""
 
     count, has_ended = 2, False
 
@@ -107,7 +107,7 @@ class Library:
 
 
 class Two:
-    """A model on one device, and on two ranks that have met; ``how``: they are compiled."""
+    """A model on a single device and on two ranks. ``how``: compile options."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Two:
             each.unite(RankGroup(exchange, each.logit_columns))  # type: ignore[arg-type]
 
     def check(self, steps: list[Step], most: float = 1e-4) -> None:
-        """Both give the same tokens, and logits but for ``most``; and ranks as many exchanges."""
+        """Compare tokens, logits within ``most``, and the number of collectives per rank."""
         expected = run(self.alone, steps)
         found, _ = together(self.meeting, lambda at: run(self.ranks[at], steps, leads=not at))
         assert self.ranks[0].agreed() == self.ranks[1].agreed() != b"[]"
@@ -175,7 +175,7 @@ def test_two_ranks_accept_the_same_drafts() -> None:
 def test_what_a_library_gathers_has_the_bits_of_peers(
     two: Two, monkeypatch: pytest.MonkeyPatch, choosing: tuple[SamplingParams, ...], masked: bool
 ) -> None:
-    """Logits and tokens of rows that are greedy, that draw, and that the host chooses for."""
+    """Greedy, sampled and host-sampled rows have equal logits and tokens."""
     monkeypatch.setattr(nvrtc, "launch", emulated_exchange.launch)
     steps = steps_of(choosing, masked=masked)
 
@@ -198,19 +198,20 @@ def test_what_a_library_gathers_has_the_bits_of_peers(
 
 
 def test_sums_that_no_add_follows() -> None:
-    """Gemma norms what attention and its MLP give before it is added."""
+    """Gemma normalizes the outputs of attention and MLP before the add."""
     Two("gemma3_text").check(steps_of((GREEDY, GREEDY), masked=False)[:2])
 
 
 def test_experts_and_linear_attention() -> None:
-    """The width of every expert over both ranks, and key heads with their value heads."""
+    """Expert widths are split. Key heads stay with their value heads."""
     two = Two("qwen3_5_moe", Parallel(2, expert=1))
     two.check(steps_of((GREEDY, GREEDY), masked=False)[:2])
 
 
 def test_whole_experts() -> None:
-    """Each rank has three of the six experts, and makes no product of the others'; in steps of two
-    rows, and of one, whose pairs are tiles at once.
+    """Each rank has three whole experts.
+
+    Steps have two rows, and one row, whose pairs are tiles.
     """
     two = Two("qwen3_moe", Parallel(2, expert=2), num_layers=1)
     two.check(steps_of((GREEDY, GREEDY), masked=False)[:2])
@@ -218,8 +219,8 @@ def test_whole_experts() -> None:
 
 
 def riding_steps() -> list[Step]:
-    """Two sequences decode, one of which draws, while prompts of two others come in pieces, the
-    last of them with masks; then all four decode.
+    """Two sequences decode, one with random sampling, while two prompts run in chunks, at last with
+    masks. Then all four decode.
     """
     a, b, c, d = slots = tuple(Slot(n) for n in range(4))
     rows = (GREEDY, DRAWN, DRAWN, GREEDY)
@@ -243,7 +244,7 @@ def riding_steps() -> list[Step]:
 def test_rows_ride_along_on_two_ranks_as_on_one(
     model_type: str, layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But beside masks, for which ranks wait outside of captured passes."""
+    """Masked steps are excluded: ranks wait outside of captured graphs."""
     set_sharing(monkeypatch)
     rode, run_joined = list[int](), Joined.run
 

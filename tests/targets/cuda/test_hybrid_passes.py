@@ -1,4 +1,4 @@
-"""Prompts of hybrids in passes that they share with each other and with rows that decode."""
+"""Mixed batches of hybrid models: several prompts, with and without decode rows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ tells apart what is otherwise equal.
 def test_a_hybrid_s_prompts_share_captured_passes_alone(
     kind: str, pieces: int, shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU; and there is room for such a pass to work."""
+    """On a GPU with enough memory."""
     monkeypatch.setattr(device, "free_bytes", lambda *_: 1 << 40)
     model = tiny_model(model_type="qwen3_5_moe", **HYBRID)
     plan = make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
@@ -91,7 +91,7 @@ MANY = CompileOptions(max_batch=4, max_context=4096, max_step_tokens=8192)
 def test_larger_passes_are_shared_where_they_can_be_filled(
     options: CompileOptions, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight pieces have room for their marks; the captured pass is counted with what it runs in."""
+    """Eight chunks fit with their snapshots. Memory for the graph is counted."""
     plan = make_plan(lowered(HYBRID_MODEL, target="cuda", precision=precision_of("bf16"))[0])
     small = replace(options, max_shared_tokens=2048)
     usual = device.work_bytes(plan, small), device.num_marks(plan, small)
@@ -108,7 +108,7 @@ def test_larger_passes_are_shared_where_they_can_be_filled(
 
 
 def test_a_smaller_pass_is_taken_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than a model refused."""
+    """The model is not refused."""
     plan = make_plan(lowered(HYBRID_MODEL, target="cuda", precision=precision_of("bf16"))[0])
     fixed = device.weight_bytes(plan) + device.state_bytes(plan, MANY)
     for size, less in ((8192, 4096), (4096, 2048), (2048, 2048)):
@@ -128,7 +128,7 @@ def test_a_smaller_pass_is_taken_where_memory_is_short(monkeypatch: pytest.Monke
 def test_pages_keep_three_quarters_beside_larger_passes(
     copies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or every context its room; no model is refused that would fit beside smaller passes."""
+    """Or every context fits. No model is refused that fits with smaller batches."""
     plan = make_plan(lowered(HYBRID_MODEL, target="cuda", precision=precision_of("bfp8"))[0])
     pages = replace(MANY, memory_fraction=0.9, max_batch=64, copies=copies)
     usual, held = replace(pages, max_shared_tokens=2048), copy_bytes(plan, kinds_for(pages))
@@ -165,7 +165,7 @@ def test_a_smaller_pass_than_was_asked_for_is_said(monkeypatch: pytest.MonkeyPat
 def test_a_hybrid_s_rows_beside_prompts_have_the_bits_of_rows_behind_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In this step and the next, whose logits tell of their state; and what prompts kept."""
+    """In this step and the next step, which depends on the state, and in snapshots."""
     model = tiny_model(std=0.05, model_type="qwen3_5_moe", max_positions=2048, **ON_DEVICE)
     options = {"compute": "fast", "max_batch": 28, "max_context": 1152}
     pieces: list[Piece] = [(0, 300, (64, 256)), (128, 198, (192,)), (64, 65, ()), (0, 500, (448,))]
@@ -189,7 +189,7 @@ def test_a_hybrid_s_rows_beside_prompts_have_the_bits_of_rows_behind_them(
 def test_rows_ride_along_with_a_piece_of_a_hybrid(
     num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured."""
+    """With a captured graph."""
     model = tiny_model(std=0.05, model_type="qwen3_5_moe", **ON_DEVICE)
     options = {"compute": "fast", "max_batch": num_rows + 3, "max_context": 512}
     found = []
@@ -209,8 +209,8 @@ Piece = tuple[int, int, tuple[int, ...]]
 def several_beside(
     executable: CudaExecutable, num_rows: int, pieces: list[Piece]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Pieces of prompts whose beginnings have run before, beside rows that decode known tokens,
-    twice in other orders; then all of them decode. The logits, and what was kept.
+    """Run chunks of started prompts with decode rows, then the same work in two other orders, then
+    decode. Return logits and snapshots.
     """
     rows = tuple(take_slot(executable, 32) for _ in range(num_rows))
     for index, slot in enumerate(rows):
@@ -241,7 +241,7 @@ def several_beside(
 
 
 def test_several_pieces_of_a_hybrid_share_a_captured_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of uneven lengths, from their starts and from further on, with state kept inside of them."""
+    """Uneven chunks from the start and from later positions, with snapshots inside."""
     monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
     model, found = tiny_model(std=0.2, model_type="qwen3_5_moe", **HYBRID), []
     pieces: list[Piece] = [(0, 70, (64,)), (64, 66, ()), (3, 8, (8,)), (0, 1, ())]
@@ -275,7 +275,7 @@ def test_several_pieces_of_a_hybrid_share_a_captured_pass(monkeypatch: pytest.Mo
 def test_several_pieces_of_a_hybrid_share_a_pass_on_the_device(
     totals: int, pieces: list[Piece], num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured, of up to so many tokens; steps apart differ by bfloat16's rounding alone."""
+    """Captured graphs of several sizes. Separate steps differ by bfloat16 rounding only."""
     monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
     model = tiny_model(std=0.05, model_type="qwen3_5_moe", max_positions=2048, **ON_DEVICE)
     options = {"compute": "fast", "max_batch": num_rows + 8, "max_context": 1152}

@@ -1,4 +1,4 @@
-"""Lofi products on e4m3 operands, and weights held twice: exact values, who takes them, bytes."""
+"""Lofi matmuls on e4m3 operands, and dequantized copies: values, selection and bytes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_rows_of_bfp4_are_exact_within_15_octaves(span: int, low: int, seed: int
     powers = torch.randint(low, low + span + 1, (8, 6, 1), generator=generator)
     powers[:, 0], powers[:, 1] = low, low + span
     blocks = torch.rand(8, 6, 16, generator=generator) * 2 - 1
-    blocks[..., 0] = 1.0  # so that a block's exponent is that of its power
+    blocks[..., 0] = 1.0  # the block's exponent is that power
     dense = get_format("bfp4").round_trip((blocks * torch.exp2(powers)).view(8, 96))
     exact = exact_rows(dense)
     assert exact is not None and torch.equal(values(*exact), dense)
@@ -100,7 +100,7 @@ def test_smaller_blocks_are_exact_only_where_their_values_are_codes() -> None:
 def test_the_kernel_rounds_as_torch_does(
     dtype: torch.dtype, width: int, device: torch.device
 ) -> None:
-    """Every code, ties, what rounds to nothing, zeros, no numbers."""
+    """All codes, ties, underflow, zeros and NaN."""
     x = torch.randn(7, width + 3) * torch.exp2(torch.randint(-9, 3, (width + 3,)))
     x[1] = 0.0
     x[2] *= 2.0**-120
@@ -109,7 +109,7 @@ def test_the_kernel_rounds_as_torch_does(
     x[4, 0], x[5, 0], x[6, -4] = 1.0, -1.0, float("nan")
     x = x.to(device, dtype)[:, :width]
     for found, wanted in zip(kernels.round_rows(x), round_rows(x), strict=True):
-        rows = slice(0, 6)  # what a row with NaN is multiplied by means nothing
+        rows = slice(0, 6)  # the scale of a NaN row has no meaning
         assert torch.equal(found.view(torch.uint8)[rows], wanted.view(torch.uint8)[rows])
     assert bool(kernels.round_rows(x)[0][6].float().isnan()[width - 1])
 
@@ -136,7 +136,7 @@ def test_a_row_does_not_depend_on_others(device: torch.device) -> None:
 
 @pytest.mark.parametrize("columns", [96, 1040])
 def test_scaled_products(columns: int) -> None:
-    """Rows of the weight lie 47 octaves apart; the matrix unit's own sums are not float32's."""
+    """Weight rows differ by 47 octaves. The matrix unit's sums are not float32."""
     dense = torch.randn(48, columns, device=HERE)
     dense *= torch.exp2(torch.arange(48.0, device=HERE))[:, None]
     x, exact = round_rows(torch.randn(70, columns, device=HERE)), exact_rows(bfp4(dense))
@@ -172,14 +172,14 @@ def test_a_wrong_sign_is_more_than_the_matrix_unit_loses() -> None:
         ("bfp8", "lofi", BOTH, {torch.bfloat16}),
         ("bfp4", "lofi", NO_COPIES, set()),
         ("bfp4", "lofi", VALUES, {torch.bfloat16}),
-        ("bfp4", "lofi", BOTH, {CODES, torch.bfloat16}),  # the head's rows are no multiple of 16
+        ("bfp4", "lofi", BOTH, {CODES, torch.bfloat16}),  # the head's rows are not a multiple of 16
         ("bf16", "lofi", BOTH, set()),
     ],
 )
 def test_what_is_held_twice(
     name: str, fidelity: str, kinds: Kinds, types: set[torch.dtype]
 ) -> None:
-    """The copies are the values that are held, and take the bytes that were planned."""
+    """Copies equal the dequantized values and the planned bytes."""
     plan, weights, copies = made(name, fidelity, kinds)
     assert {copy.values.dtype for copy in copies._copies.values()} == types
     for wanted, copy in copies._copies.items():
@@ -210,7 +210,7 @@ def test_a_weight_that_is_not_exact_keeps_its_path(monkeypatch: pytest.MonkeyPat
 def test_products_of_many_rows_have_the_bits_of_rounded_operands(
     num_rows: int, is_lofi: bool, decodes: bool
 ) -> None:
-    """Every product of a plan, with its norm and what is fused behind it, against float64."""
+    """Compare all matmuls with norms and epilogues with float64."""
     plan, weights, copies = made("bfp4", "lofi", CODES_ALONE)
     products = products_of(plan, weights, CODES_ALONE)
     count = 0
@@ -260,7 +260,7 @@ def test_copies_of_values_are_the_librarys(
 
 @pytest.mark.parametrize("rows", [3, 70])
 def test_strict_prompts_have_the_librarys_bits_with_copies_and_without(rows: int) -> None:
-    """Values lie as they are dequantised, however few rows there are."""
+    """Values are dequantized for any row count."""
     plan, weights, _ = made("bfp8", "hifi2", VALUES)
     each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     room = max(rows, LEAST_STRICT)
@@ -294,8 +294,9 @@ def test_the_contract_says_honoured_only_where_it_is_on() -> None:
 
 
 def test_a_program_holds_and_counts_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of 70 tokens in e4m3: near the program without, and not its bits; where there is no
-    room the contract says so.
+    """A prompt in e4m3 is near the plain program, with other bits.
+
+    Without memory, the contract reports it.
     """
     model, found, made_of = tiny_model(std=0.2, **SIZES), [], []
     plan, _, copies = made("bfp4", "lofi", BOTH)

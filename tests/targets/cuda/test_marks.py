@@ -1,4 +1,4 @@
-"""Snapshots inside of a piece of a prompt: where it is cut, where it is not, and what they hold."""
+"""Snapshots inside a prefill chunk: splits, and the saved state."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_piece_is_cut_only_where_its_kernels_cannot_keep_the_state(
 
 
 def test_the_first_token_behind_a_mark_says_where_the_state_goes() -> None:
-    """Of each of several pieces, wherever they lie; two snapshots of a position are one mark."""
+    """For each of several chunks. Two snapshots at a position are a single mark."""
     other = chunk(1, 64, 130, saves=((192, Snapshot(7)), (192, Snapshot(8))))
     marks = marks_of((saving(0, 65, 64, 65), other), 6)
     assert marks == {(Slot(3), 64): 6, (Slot(1), 192): 7}
@@ -98,9 +98,9 @@ def snapshots(executable: CudaExecutable) -> dict[int, list[Tensor]]:
 def taken(
     executable: CudaExecutable, count: int, places: tuple[int, ...], rows: int = 0
 ) -> tuple[list[Tensor], Tensor, list[int]]:
-    """A prompt with snapshots at its ``places``, beside some rows that decode; then it goes on from
-    each of them in another slot, which has been further. What the snapshots hold, the logits, the
-    tokens of each pass.
+    """Run a prompt with snapshots at ``places``, optionally with decode rows.
+
+    Continue from each snapshot in another slot. Return snapshots, logits, and tokens per forward.
     """
     passes: list[int] = []
     run = executable._steps._prefill
@@ -136,7 +136,7 @@ def taken(
 def test_a_prompt_with_snapshots_inside_is_one_pass(
     shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone or beside rows that ride along; at its end, at a mark, and where it is cut as ever."""
+    """With and without decode rows: at its end, at a mark, and at a chunk end."""
     found = []
     for num_marks_each in (0, MOST_MARKS):
         monkeypatch.setattr(memory_budget, "MOST_MARKS", num_marks_each)
@@ -157,7 +157,7 @@ def test_a_prompt_with_snapshots_inside_is_one_pass(
 def test_a_prompt_goes_on_from_what_was_kept_inside_of_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Through the scheduler, which finds it behind the last whole page."""
+    """The scheduler finds the snapshot at the last whole page."""
     model = model_of(num_layers=2, linear_layers=(True, False))
     options: dict[str, Any] = {"compute": "exact", "max_batch": 3, "max_context": 192}
     executable = compiled(model, "cuda", precision=BF16, **options)
@@ -175,8 +175,9 @@ def test_a_prompt_goes_on_from_what_was_kept_inside_of_another(
 def test_states_are_kept_inside_of_captured_passes(
     shares: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the device, by its own kernels; every expert is chosen, so that no near tie tells apart
-    pieces and wholes, which are otherwise equal but for the rounding of bfloat16.
+    """With the device's kernels.
+
+    All experts are selected, so that near ties cannot differ. Only bfloat16 rounding remains.
     """
     from tests.models.test_qwen3_5_moe import SIZES
 

@@ -1,4 +1,4 @@
-"""Steps whose choice waits for masks: of one pass, which is chosen from again, and of several."""
+"""Masked steps with deferred sampling: with a single forward, and with several."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BY_HOST = [*BY_DEVICE[:3], SamplingParams(frequency_penalty=0.5)]
 
 
 def steps_of(a: Slot, b: Slot, c: Slot, d: Slot) -> list[dict[str, Any]]:
-    """Prompts together, rows alone, rows beside one piece and beside an end, beside two, alone."""
+    """Prompts, decode rows, and mixed batches with one and two chunks."""
     whole = [PrefillChunk(slot, 0, prompt, chooses=True) for slot, prompt in zip((a, b), PROMPTS)]  # noqa: B905
     first = PrefillChunk(c, 0, PROMPTS[2][:4])
     last = PrefillChunk(c, 4, PROMPTS[2][4:], chooses=True)
@@ -51,9 +51,7 @@ def run(
     rows: Sequence[SamplingParams],
     told: Sequence[Mapping[Slot, int]] | None,
 ) -> tuple[list[dict[Slot, int]], list[torch.Tensor], list[bool]]:
-    """What was chosen in each step, the logits, and which steps were mixed. Masked, and beside the
-    definition, or with the tokens of another run ``told``.
-    """
+    """Return tokens, logits, and the mixed steps. Masked, or with tokens from another run."""
     rng = np.random.default_rng(17)
     slots = tuple(take_slot(executable, 24, row) for row in rows)
     by_slot = dict(zip(slots, rows, strict=True))
@@ -63,7 +61,7 @@ def run(
     for number, given in enumerate(steps_of(*slots)):
         decode = given.get("decode", ())
         forced = {} if told is None else {slot: outputs[slot][-1] for slot in decode}
-        is_masked = told is None and number != 5  # one chooses at once what was chosen late before
+        is_masked = told is None and number != 5  # this run samples immediately
         output = executable.step(Step(**given, forced=forced, masked=is_masked, want_logits=True))
         for slot in decode:
             lengths[slot] += 1
@@ -114,19 +112,19 @@ def check_part(
 def test_masked_steps_choose_as_the_definition_does(
     rides: bool, rows: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the logits that the same steps have without masks, whatever passes follow in a step."""
+    """The logits equal steps without masks, for any forwards in a step."""
     executable = made("llama", monkeypatch, rides)
     executable.num_tokens = executable.vocab_size - 2
     found, logits, mixed = run(executable, rows, None)
     _, plain, _ = run(executable, rows, found)
     for ours, theirs in zip(logits, plain, strict=True):
         check_alike(ours, theirs)
-    ends = rides and rows is BY_DEVICE  # who is chosen for by the host comes with the last prompt
+    ends = rides and rows is BY_DEVICE  # the last prompt is sampled on the host
     assert mixed == [False, False, False, rides, ends, False, False]
 
 
 def test_a_masked_step_leaves_no_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is there stays in its rows, so that the next step sends nothing of them."""
+    """Its rows keep their slots, so the next step sends nothing."""
     executable: Any = made("llama", monkeypatch)
     slots = tuple(take_slot(executable, 12) for _ in range(2))
     chunks = [PrefillChunk(slot, 0, PROMPTS[0], chooses=True) for slot in slots]
@@ -142,7 +140,7 @@ def test_a_masked_step_leaves_no_bucket(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("width", [1, 31, 32, 33, 64, 95, 4097])
 def test_bits_forbid_what_they_say(width: int, device: torch.device) -> None:
-    """In the rows that have a mask and up to the width; the rest is not touched."""
+    """Only in masked rows, up to the width."""
     rng = np.random.default_rng(width)
     logits = torch.from_numpy(rng.normal(size=(4, width + 3)).astype(np.float32))
     masks = {Slot(row): rng.random(width) < 0.5 for row in (3, 1)}

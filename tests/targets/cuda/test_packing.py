@@ -1,4 +1,4 @@
-"""The bytes of held weights: the documented layout by hand, and the formats' values to the bit."""
+"""Packed weight bytes: the documented layout by hand, and exact values."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_values_are_the_formats(kind: str, size: tuple[int, int]) -> None:
     seed=st.integers(0, 2**20),
 )
 def test_values_over_wide_ranges(kind: str, low: int, span: int, seed: int) -> None:
-    """Powers of two of every size in one block, zeros and denormals among them."""
+    """A block has powers of two in all sizes, zeros and denormals."""
     generator = torch.Generator().manual_seed(seed)
     low = max(low, -123) if kind == "bfp4" else low
     high = min(low + span, -1)
     powers = torch.randint(low, high + 1, (20, 150), generator=generator)
     dense = (torch.randn(20, 150, generator=generator).clamp(-1.9, 1.9)) * torch.exp2(powers)
     dense[torch.rand(20, 150, generator=generator) < 0.2] = 0.0
-    if kind == "bfp4":  # a block wholly below its range is refused, which is another test
+    if kind == "bfp4":  # blocks below the range are refused, in another test
         dense[:, ::16] = 2.0**low
     assert torch.equal(unpack(hold(dense, kind, paired=False)), get_format(kind).round_trip(dense))
 
@@ -61,7 +61,7 @@ def test_zeros_and_denormals(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bfp8", "bfp4"])
 def test_the_smallest_normals_are_kept(kind: str) -> None:
-    """Blocks at the lower end of the exponents, where float arithmetic could underflow."""
+    """Blocks with the smallest exponents, where float arithmetic could underflow."""
     dense = torch.full((16, 128), 2.0**-124)
     dense[:, 1::2] = 2.0**-126 * 1.5
     expected = get_format(kind).round_trip(dense)
@@ -69,7 +69,7 @@ def test_the_smallest_normals_are_kept(kind: str) -> None:
 
 
 def one_hot_tile(row: int, column: int) -> torch.Tensor:
-    """-96/64 at one place; every other block of the tile is of zeros."""
+    """Return a tile with a value in a single place. All blocks elsewhere are zero."""
     dense = torch.zeros(16, 128)
     dense[row, column] = -1.5
     return dense
@@ -204,37 +204,37 @@ def test_a_device_packs_the_same_bytes(
 
 
 def bfloat16(bits: torch.Tensor) -> torch.Tensor:
-    """The bfloat16 of each 16 bits, float32 (which holds subnormal ones as well)."""
+    """Return bfloat16 for all 16-bit patterns, as float32."""
     return (bits.to(torch.int32) << 16).view(torch.float32)
 
 
 def halves(words: torch.Tensor) -> torch.Tensor:
-    """Each 32-bit word's halves, low one first."""
+    """Return the halves of each 32-bit word, low half first."""
     return torch.stack((words & 0xFFFF, words >> 16 & 0xFFFF), dim=-1)
 
 
 def exchanged(words: torch.Tensor) -> torch.Tensor:
-    """Words with the bytes of each half exchanged."""
+    """Return words with swapped bytes in both halves."""
     return (words & 0x00FF00FF) << 8 | words >> 8 & 0x00FF00FF
 
 
 @pytest.mark.parametrize("kind", ["bfp8", "bfp4"])
 def test_a_mask_and_one_scale_decode(kind: str) -> None:
-    """The arithmetic of the device code, every code at every exponent: each step is exact."""
+    """The device arithmetic is exact for all codes and exponents."""
     least, most = EXPONENTS[kind]
     codes = torch.arange(-127, 128) if kind == "bfp8" else torch.arange(-7, 8)
     largest = int(codes.max())
-    # A row an exponent, at every place of a word each code; the largest in each block sets it.
+    # A row per exponent with all codes in all places. The largest code sets the exponent.
     places = 4 if kind == "bfp8" else 8
     columns = 16 * places * len(codes)
     mantissas = torch.full((1, columns), largest)
     for index, code in enumerate(codes.tolist()):
         for place in range(places):
             mantissas[0, 16 * (index * places + place) + place] = code
-    exponents = torch.arange(max(least, 1), most + 1)  # 0 is the exponent of zeros
+    exponents = torch.arange(max(least, 1), most + 1)  # 0 is the exponent for zeros
     dense = mantissas.double() * torch.exp2(exponents.double() - BIAS[kind])[:, None]
     exact = get_format(kind).round_trip(dense.float()).double()
-    assert torch.equal(exact[6:], dense[6:])  # below, the format takes subnormal float32 for 0
+    assert torch.equal(exact[6:], dense[6:])  # below, the format reads subnormal float32 as 0
     held = hold(exact.float(), kind, paired=False)
     words = held.data.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     pieces = words[..., :-32].unflatten(-1, (-1, 32, 4))

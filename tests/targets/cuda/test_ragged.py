@@ -1,4 +1,4 @@
-"""Pieces of several prompts in one step: how they lie, and that each is what it is alone."""
+"""Chunks of several prompts in a step: their layout, and equality with single runs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_wants_more_than_a_choice_runs_alone() -> None:
 
 
 def test_batches_have_no_more_rows_than_the_largest_pass() -> None:
-    """Whole blocks count; a piece that is longer by itself runs alone, and may not be joined."""
+    """Padding to whole blocks counts. A longer chunk runs separately."""
     chunks = [chunk(slot, 0, count) for slot, count in enumerate((64, 65, 1, 192, 193, 3))]
     found = split(chunks, 8, most_rows=192)
     assert found == ([chunks[:2], chunks[2:3], chunks[3:4], chunks[5:]], [chunks[4]])
@@ -127,7 +127,7 @@ def made(
 def test_prompts_together_are_those_of_each_alone(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From their start and from further on; and what they leave is what decoding goes on from."""
+    """From the start and from later positions. Decoding continues from their state."""
     monkeypatch.setattr(device, "_JOINED_OF_MIXERS", 8)
     executable, found = made(model_type, monkeypatch), []
     assert executable.capabilities.max_prompts == 8
@@ -162,8 +162,9 @@ ROWS = [
 
 
 def served(executable: Executable, how: dict[str, Any] | None = None) -> tuple[list[Any], Any]:
-    """Two sequences decode while prompts of two others come in pieces; then all four decode. What
-    was chosen, slot by slot, and the logits; and which steps were mixed.
+    """Two sequences decode while two prompts run in chunks, then all four decode.
+
+    Return tokens by slot, logits, and the mixed steps.
     """
     slots = tuple(take_slot(executable, 20, row) for row in ROWS)
     first = tuple(PrefillChunk(slots[n], 0, PROMPTS[n], chooses=True) for n in (0, 1))
@@ -206,7 +207,7 @@ def served(executable: Executable, how: dict[str, Any] | None = None) -> tuple[l
 def test_rows_that_ride_along_are_those_of_steps_apart(
     model_type: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forced tokens, draws and a prompt that is one piece among them; and what they leave."""
+    """Includes forced tokens, random sampling, a prompt with a single chunk, and later steps."""
     executables = [made(model_type, monkeypatch, each, weights) for each in (False, True)]
     assert [bool(each.capabilities.passes) for each in executables] == [False, True]
     (apart, never), (mixed, sometimes) = map(served, executables)
@@ -282,12 +283,12 @@ def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
     monkeypatch.undo()
     monkeypatch.setattr(device, "has_mixers", lambda _: True)
     assert not limits(options).passes, "a CPU gains nothing by it"
-    monkeypatch.setattr(device, "shares_passes_on", lambda _: True)  # of the sizes of a device
+    monkeypatch.setattr(device, "shares_passes_on", lambda _: True)  # sizes of a device
     assert limits(options).passes == ((4, (64, 256, 512, 1024, 2048)),)
 
 
 def test_a_context_counts_by_the_work_it_makes() -> None:
-    """Of 8B, about 8,000 positions make a token's attention as long as its products."""
+    """In an 8B model, attention over about 8,000 positions costs as much as the matmuls."""
     plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
     products = sum(rows * columns for rows, columns in (p.weight.shape for p in plan.products[:-1]))
     attends = [each for each in plan.instructions if isinstance(each, AttentionOp)]
@@ -298,8 +299,9 @@ def test_a_context_counts_by_the_work_it_makes() -> None:
 def logits_beside(
     executable: Executable, num_rows: int, context: int, count: int, num_prompts: int = 3
 ) -> torch.Tensor:
-    """Rows decode known tokens alone, beside two pieces of some prompts each, and alone again: the
-    logits of all of these steps.
+    """Decode known tokens without prompts, with two chunks per prompt, and again without prompts.
+
+    Return all logits.
     """
     found: list[torch.Tensor] = []
     rows = tuple(take_slot(executable, context + 4) for _ in range(num_rows))
@@ -329,7 +331,10 @@ def logits_beside(
 def test_rows_ride_along_on_the_device(
     weights: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Heads as the device's own attention takes them; logits of rows apart, to bf16's rounding."""
+    """Head sizes are for the device's attention.
+
+    Logits equal separate steps up to bf16 rounding.
+    """
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "head_dim": 64}
     model, found = tiny_model(std=0.05, max_positions=1024, **size), []
     options = {"compute": "fast", "max_batch": num_rows + 3, "max_context": 512}
@@ -352,7 +357,7 @@ def one_after_the_other(self: Beside, first: Any, second: Any) -> None:
 def test_rows_beside_prompts_have_the_bits_of_rows_behind_them(
     weights: str, is_captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a stream of their own, in captured passes and in those that are launched one by one."""
+    """On a side stream, with and without captured graphs."""
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "head_dim": 64}
     model, found = tiny_model(std=0.05, max_positions=1024, **size), []
     options = {"compute": "fast", "max_batch": 23, "max_context": 512}
@@ -369,6 +374,6 @@ def test_rows_beside_prompts_have_the_bits_of_rows_behind_them(
 
 
 def check_alike(apart: torch.Tensor, mixed: torch.Tensor, *, most: float = 0.05) -> None:
-    """But for the rounding of bfloat16: ``most`` standard deviations."""
+    """Compare within bfloat16 rounding: ``most`` standard deviations."""
     assert apart.isfinite().all() and mixed.isfinite().all()
     assert float((mixed - apart).abs().max()) < most * float(apart.std())

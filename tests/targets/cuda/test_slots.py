@@ -1,4 +1,4 @@
-"""Slots of the cuda executable: who sits in a bucket's rows, what goes along, what is forced."""
+"""Slots of the cuda executable: rows of a bucket, moved tokens, and forced tokens."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PENALISED = SamplingParams(temperature=0.7, seed=8, repetition_penalty=1.5, freq
 
 
 def test_a_slot_that_is_opened_again_has_parameters_of_its_own() -> None:
-    """Seeds are 64 bits of either sign; a top k has 31 bits."""
+    """Seeds are signed 64-bit integers. Top k has 31 bits."""
     table = SlotTable(2, 3, torch.device("cpu"))
     table.open({Slot(1): SamplingParams(temperature=0.5, stop_token_ids=(1, 2, 3), seed=-5)})
     by = table.parameters
@@ -70,7 +70,7 @@ def test_a_slot_that_is_opened_again_has_parameters_of_its_own() -> None:
 def test_rows_are_written_in_one_copy_and_only_where_they_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those between them stay as they are; what could not be written is not taken for written."""
+    """Unchanged rows between them stay. A failed write is repeated later."""
     sent: list[int] = []
     into = slots_module.send_into
 
@@ -105,7 +105,9 @@ def test_rows_are_written_in_one_copy_and_only_where_they_change(
 
 
 def test_slots_that_leave_a_bucket_take_their_tokens_along(executable: Executable) -> None:
-    """One goes on alone, both come back in another order, and a third joins from its prompt."""
+    """A slot continues separately, both return in another order, and a third joins after its
+    prompt.
+    """
     rows = [ROWS[1], GREEDY]
     expected = [list(each) for each in zip(*step_by_step(executable, rows, 4), strict=True)]
     slots = started(executable, rows)
@@ -164,7 +166,7 @@ def test_more_rows_than_a_bucket_has_come_in_parts(
 
 
 def test_a_token_chosen_late_is_the_one_that_is_read_next(executable: Executable) -> None:
-    """Masked once, then on by the device alone, in another part of the random numbers."""
+    """A masked step, then steps on the device, with other random numbers."""
     rows = [ROWS[1], GREEDY]
     slots = started(executable, rows)
     output = executable.step(dataclasses.replace(first_step(slots), masked=True))
@@ -183,7 +185,7 @@ def test_a_token_chosen_late_is_the_one_that_is_read_next(executable: Executable
 
 
 def test_known_tokens_are_read_behind_a_prompt_that_chose_nothing(executable: Executable) -> None:
-    """As after preemption; the prompt is longer than any that is captured."""
+    """As after preemption. The prompt exceeds all captured sizes."""
     inner: Any = executable
     tokens = random_tokens(8)
     expected = prefill(executable, tokens, [6, 1])[-1:]
@@ -198,7 +200,7 @@ def test_known_tokens_are_read_behind_a_prompt_that_chose_nothing(executable: Ex
 
 @pytest.mark.parametrize(("row", "hybrid"), only([], [(PENALISED, False), (ROWS[1], True)]))
 def test_a_slot_that_went_to_the_host_and_back_goes_on(row: SamplingParams, hybrid: bool) -> None:
-    """On another slot, in other pages, while its own were written over by others."""
+    """On another slot in other pages, after its pages were overwritten."""
     changes = {"model_type": "qwen3_5", **ON_CUDA} if hybrid else SMALL
     options: dict[str, Any] = {"compute": "fast", "max_context": 128}
     found = compiled(tiny_model(std=0.2, **changes), "cuda", precision=BF16, **options)
@@ -250,7 +252,7 @@ def test_what_a_scheduler_gets_wrong_fails_an_assertion(executable: Executable) 
 
 
 def test_a_step_past_a_slot_s_own_pages_is_refused(executable: Executable) -> None:
-    """Behind them the table names pages that may be another's: nothing may be written there."""
+    """Further table entries may be another slot's pages, which must not be written."""
     other, slot = take_slot(executable, 40), take_slot(executable, 64)
     step(executable, [(other, (5, 6, 7), 0)])
     step(executable, [(slot, tuple(random_tokens(64)), 0)])
@@ -269,7 +271,7 @@ def test_a_step_past_a_slot_s_own_pages_is_refused(executable: Executable) -> No
 
 @pytest.mark.gpu
 def test_what_is_sent_may_be_changed_at_once() -> None:
-    """More than the pinned memory holds, in pieces of all sizes, while the device is busy."""
+    """More data than the pinned memory, in all sizes, while the device is busy."""
     device = torch.device("cuda", 0)
     busy = torch.randn(2048, 2048, device=device)
     wanted, sent = [], []
@@ -288,7 +290,7 @@ def test_what_is_sent_may_be_changed_at_once() -> None:
 def test_what_is_sent_may_end_where_a_half_of_the_staging_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each half is left with an event, and entered again only when that is done."""
+    """Each half has an event and is reused after the event."""
     told: list[str] = []
 
     class Event:
@@ -304,7 +306,7 @@ def test_what_is_sent_may_end_where_a_half_of_the_staging_does(
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(slots_module._Staging, "_HALF", 256)
     staging = slots_module._Staging(torch.device("cpu"))
-    for count in (8, 8, 8, 8, 3, 29, 32, 1):  # of 8 bytes: 256 to a half, in 64s
+    for count in (8, 8, 8, 8, 3, 29, 32, 1):  # 8-byte values: 256 per half, in units of 64
         sent = np.arange(count) + count
         assert staging.send(sent).tolist() == sent.tolist()
     assert staging.send(np.arange(0)).tolist() == []
@@ -314,7 +316,7 @@ def test_what_is_sent_may_end_where_a_half_of_the_staging_does(
 
 
 def test_what_is_staged_is_a_copy_of_its_kind() -> None:
-    """Whatever its type and shape, and however it lies in memory; each in a place of its own."""
+    """For all types, shapes and strides, in separate memory."""
     staging = slots_module._Staging(torch.device("cpu"))
     square = np.arange(12, dtype=np.int64).reshape(3, 4)
     given: list[np.ndarray | Tensor] = [square, square[:, 1::2], square.T.astype(np.int32)]

@@ -1,4 +1,4 @@
-"""Matmuls of steps: the kernels that run, by rows."""
+"""Matmuls in steps: kernels by row count."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_rows_take_room_for_their_values(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_rows_above_the_few_are_those_of_smaller_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three sequences in one step whose products take two rows at most, and in steps of one."""
+    """Compare three sequences in a step with single steps. Kernels take two rows at most."""
     model, found = tiny_model(std=0.2, **SMALL), []
     for most in (2, 64):
         monkeypatch.setattr(native, "MAX_TOKENS", most)
@@ -105,13 +105,13 @@ def products_of(
 
 
 def take_no_rows(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
-    """Leave kernels without a range of rows in the table."""
+    """Remove kernels without rows from the table."""
     for module in modules:
         monkeypatch.setattr(module, "rows_of", lambda held, **_: range(0))
 
 
 def watched(products: Products, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What takes a product from now on, and of how many rows; nothing is computed."""
+    """Record kernels and row counts without computation."""
     seen: list[str] = []
 
     def ran(kernel: str) -> Callable[..., None]:
@@ -172,8 +172,9 @@ def test_strict_steps_take_a_weight_by_one_order_of_sums(
     expected: dict[int, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Our own kernels, whose bits are the same, or the library; never one here and one there, also
-    where values are held that the library is faster with. Prompts always take the library.
+    """Either our kernels with equal bits, or cuBLAS, for all rows.
+
+    Copies for cuBLAS do not change this. Prompts always use cuBLAS.
     """
     take_no_rows(monkeypatch, native_wide)
     if is_wide:
@@ -264,7 +265,7 @@ def test_codes_go_through_our_own_kernels_up_to_32_rows_and_of_large_weights_64(
 def test_only_attention_and_the_delta_rule_wait_for_a_product_to_end(
     make: Callable[[], Any], precision: str, least: int
 ) -> None:
-    """With so many rows: the product before them, no other."""
+    """Only the previous matmul."""
     plan, weights, products = products_of(precision, gpu=HOPPER, make=make)
     mixers = [one for one in plan.instructions if isinstance(one, AttentionOp | DeltaRuleOp)]
     held = [weights.packed(product_of(one)) for one in plan.products]
@@ -281,7 +282,7 @@ def test_only_attention_and_the_delta_rule_wait_for_a_product_to_end(
 
 
 def take_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights in blocks are large whatever their size."""
+    """Make all block-format weights large."""
     matmul = {**tuning()["matmul"]}
     matmul["gemv_parts"] = {**matmul["gemv_parts"], "max_dequantized_out_features": 0}
     monkeypatch.setattr(matmul_table, "tuning", lambda: {"matmul": matmul})
@@ -304,7 +305,7 @@ def test_of_a_product_in_parts_the_last_is_waited_for(monkeypatch: pytest.Monkey
 def test_only_strict_steps_keep_the_bits_of_few_rows(
     strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a weight whose K is cut; others' rows of prompts are not dequantised up to 512."""
+    """For a weight with a split K. Other weights are not dequantized for prompts up to 512 rows."""
     monkeypatch.setattr(native_wide, "_LEAST_WHOLE", 1)
     plan, _, products = products_of("bfp8", gpu=HOPPER, arithmetic=STRICT if strict else FAST)
     each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
@@ -325,7 +326,7 @@ def test_only_strict_steps_keep_the_bits_of_few_rows(
 
 @pytest.mark.parametrize("decodes", [True, False])
 def test_few_rows_of_a_strict_step_are_the_library_s_of_more(decodes: bool) -> None:
-    """It is given those behind them, too, which nobody reads, and no others."""
+    """cuBLAS also gets the padding rows, whose results are not read."""
     plan, _, products = products_of("bf16", gpu=ADA, max_rows=64, arithmetic=STRICT)
     for each in (one for one in plan.instructions if isinstance(one, LinearOp)):
         rows, columns = each.weight.shape
@@ -344,7 +345,7 @@ def test_few_rows_of_a_strict_step_are_the_library_s_of_more(decodes: bool) -> N
 def test_large_weights_in_blocks_are_products_of_64_rows_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As they were measured faster: shapes of a model of 8B."""
+    """Measured as faster for shapes of an 8B model."""
     take_no_rows(monkeypatch, native_wide)
 
     def in_parts(kind: str, rows: int, columns: int) -> list[bool]:
@@ -383,7 +384,7 @@ def test_experts_of_more_than_64_rows_take_the_kernels_of_prompts(
 
 @pytest.mark.parametrize("make", [lambda: tiny_model(**SMALL), test_qwen3_5_moe.make])
 def test_steps_hash_no_recipe(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are bound to instructions: recipes of experts have hundreds of segments."""
+    """Weights are bound to instructions, because expert recipes have hundreds of segments."""
     options = {"compute": "fast", "max_batch": 2, "max_context": 64}
     executable = compiled(make(), "cuda", precision=precision_of("bf16"), **options)
     slot = take_slot(executable, 8)

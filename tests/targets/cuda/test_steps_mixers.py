@@ -72,7 +72,7 @@ def fast() -> Executable:
 
 
 def test_a_row_s_bits_do_not_depend_on_its_batch(fast: Executable) -> None:
-    """Neither on how many rows there are, nor on which row it is."""
+    """For any row count and any row index."""
     lengths = (6, 2, 9)
     handles = [take_slot(fast, 20) for _ in lengths]
     for handle, length in zip(handles, lengths, strict=True):
@@ -90,7 +90,7 @@ def test_a_row_s_bits_do_not_depend_on_its_batch(fast: Executable) -> None:
 def test_one_kernel_convolves_and_applies_the_rule_in_decode_steps(
     fast: CudaExecutable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In prompts two do. What the kernel reads is still there when it is its turn."""
+    """Prompts use two kernels. The kernel's inputs remain until it runs."""
     tokens, chunks = random_tokens(9), [5, 1, 1, 2]
     expected = prefill(fast, tokens, chunks)
     assert "linear attention in Triton (" in fast._steps.kernels()
@@ -113,7 +113,7 @@ def test_one_kernel_convolves_and_applies_the_rule_in_decode_steps(
 
 
 def test_a_copy_is_a_snapshot(exact: Executable) -> None:
-    """What is done to one leaves the other as it was."""
+    """Changes to a copy do not reach the original."""
     tokens = random_tokens(9)
     expected = prefill(exact, tokens)
     handle = take_slot(exact, 20)
@@ -128,9 +128,10 @@ def test_a_copy_is_a_snapshot(exact: Executable) -> None:
 def three_steps(
     exact: Executable, *between: Snapshot
 ) -> tuple[tuple[Slot, ...], list[int], Tensor]:
-    """Two slots decode three times behind prompts of three tokens, without a token being read. The
-    slots, what the second has read, and the last logits; ``between``: snapshots that keep its state
-    before the second step.
+    """Decode two slots in three steps after short prompts, without reading tokens.
+
+    Return the slots, the second slot's tokens, and the last logits. ``between``: snapshots before
+    the second step.
     """
     handles = tuple(take_slot(exact, 20) for _ in range(2))
     for handle in handles:
@@ -156,7 +157,7 @@ def test_lengths_of_steps_that_run_ahead(exact: Executable) -> None:
 
 
 def test_state_kept_while_rows_decode_is_that_of_its_position(exact: Executable) -> None:
-    """As it is before the step that keeps it, of rows that go on as they are."""
+    """The snapshot precedes the step, and rows continue unchanged."""
     handles, chosen, logits = three_steps(exact, Snapshot(4))
     other = take_slot(exact, 20)
     edits = (CopyState(handles[1], other, 6), LoadState(other, Snapshot(4)))
@@ -169,7 +170,7 @@ def test_state_kept_while_rows_decode_is_that_of_its_position(exact: Executable)
 
 
 def test_snapshots_on_the_way_through_a_prompt_continue_as_the_whole(exact: Executable) -> None:
-    """Also two of one position, one at the chunk's end, and one that is written over."""
+    """Also two at a position, a snapshot at the chunk's end, and an overwritten snapshot."""
     tokens = random_tokens(9)
     expected = prefill(exact, tokens)
     handle, other = take_slot(exact, 20), take_slot(exact, 20)
@@ -198,7 +199,7 @@ def states_of(executable: Any) -> Any:
 
 
 def test_steps_of_padding_leave_every_state_as_it_is() -> None:
-    """As those are that graphs are captured with."""
+    """Graph capture runs these steps."""
     executable = compiled(model_of(), "cuda", precision=BF16, compute="exact")
     assert isinstance(executable, CudaExecutable)
     states = executable._state.sequences
@@ -230,7 +231,7 @@ def test_experts_of_a_long_prompt_run_part_by_part(
 
 
 class OnPages(Operations):
-    """Memory is taken in whole pages, as a sequence comes to them."""
+    """Memory is allocated in whole pages on demand."""
 
     def check_state(self) -> None:
         executable = self.engine.executable
@@ -257,7 +258,7 @@ def test_bytes_are_counted_before_anything_is_loaded() -> None:
     handle = take_slot(executable, 64)
     assert executable.memory().state == executable.state_bytes(64)
     leave_slot(executable, handle)
-    keys, values = 16, 32  # of 8 and 24 channels, as blocks
+    keys, values = 16, 32  # 8 and 24 channels, as blocks
     handed_on = 2 * (values * keys + 64 * keys + 64 * values + 64) + 64 * keys + 2 * 64
     assert mixer_bytes(plan, 64) == max(4 * 64 * 2 * 16, 4 * handed_on)
     assert mixer_bytes(plan, 2048) == 4 * 32 * handed_on

@@ -1,5 +1,5 @@
-"""Two GPUs, a process each, against one: logits of the same tokens, and answers; through memory
-that they reach in each other, and through NCCL.
+"""Two GPUs with a process each against a single GPU: equal logits and output, through peer memory
+and through NCCL.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def prompts(vocabulary: int = 100_000) -> list[Tensor]:
 
 
 def forced(given: Engine, num_steps: int) -> Tensor:
-    """Logits of prompts and of tokens behind them that do not depend on the logits."""
+    """Return logits of prompts and of fixed later tokens."""
     asked = prompts()
     ids = list(range(len(asked)))
     found = [given.prefill(ids, asked).clone()]
@@ -92,7 +92,7 @@ def forced(given: Engine, num_steps: int) -> Tensor:
     ("compute", "least_equal", "most_kl"), [("fast", 0.95, 1e-4), ("exact", 0.999, 1e-6)]
 )
 def test_logits_are_those_of_one_gpu(compute: str, least_equal: float, most_kl: float) -> None:
-    """Weights are random, whose likeliest tokens are close: fast arithmetic may tell them apart."""
+    """Random weights have close logits, so fast arithmetic may change the argmax."""
     num_steps = NUM_STEPS[compute]
     with engine("--compute", compute) as one:
         expected = forced(one, num_steps)
@@ -112,7 +112,7 @@ def test_logits_are_those_of_one_gpu(compute: str, least_equal: float, most_kl: 
 
 
 def divergence(expected: Tensor, found: Tensor) -> Tensor:
-    """The KL divergence of every row, in float64."""
+    """Return the KL divergence per row, in float64."""
     one, other = (torch.log_softmax(each.double(), -1) for each in (expected, found))
     return (one.exp() * (one - other)).sum(-1)
 
@@ -144,9 +144,10 @@ def test_rows_ride_along_with_pieces_of_prompts(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Captured, by either exchange with the same bits; logits of passes apart, but for bfloat16's
-    rounding. Every expert is chosen, so that no near tie tells apart what is otherwise equal. The
-    hybrid's were 0.092 standard deviations off, those of passes apart 0.088 off one GPU's.
+    """Captured graphs have equal bits with both collective backends.
+
+    Separate steps differ by bfloat16 rounding. All experts are selected, so that near ties cannot
+    differ.
     """
     monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
     model, found = shallow(tmp_path, shape, **changes), []
@@ -164,12 +165,12 @@ def test_rows_ride_along_with_pieces_of_prompts(
 
 
 def test_a_row_s_bits_do_not_depend_on_its_company_or_on_a_prompt_s_cuts() -> None:
-    """Strict steps of two ranks keep what one GPU promises."""
+    """Strict steps on two ranks are batch-invariant."""
     run("strict_steps", "llama-3.2-1b", "bf16", "64", "--tensor-parallel", "2")
 
 
 def test_two_machines_whose_gpus_are_hidden_from_each_other_exchange_by_nccl() -> None:
-    """Two processes of this one, each of which sees a GPU and was told of two machines."""
+    """Two local processes, configured as two machines with a GPU each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -196,8 +197,9 @@ def test_two_machines_whose_gpus_are_hidden_from_each_other_exchange_by_nccl() -
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_gone_ends_the_run(how: signal.Signals, exchange: str) -> None:
-    """In decode: an error that names it, in time; no process and no memory is left. Wants the GPUs
-    alone: whoever takes memory meanwhile looks like one that keeps it.
+    """In decode: a timely error names the rank, and no process or memory remains.
+
+    Needs free GPUs, because foreign memory looks like a leak.
     """
     free = torch.cuda.mem_get_info(1)[0]
     given = ("--tensor-parallel", "2", "--peer-limit", str(LIMIT), "--exchange", exchange)
@@ -232,7 +234,7 @@ MOMENTS = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 14.0)
 def test_a_rank_that_goes_at_any_moment_ends_the_command(
     rank: int, moment: float, how: signal.Signals, tmp_path: Path
 ) -> None:
-    """The other process ends in time; rank 0 with the one line and its exit code."""
+    """The remaining process ends in time. Rank 0 prints a line and returns its exit code."""
     said = tmp_path / "said"
     command = [*PYTHON, "-c", _MAIN, "run", "--model", "shape:llama-3.2-1b", "--target", "cuda"]
     command += ["--precision", "bf16", "--no-cache", "--tensor-parallel", "2"]
@@ -268,7 +270,7 @@ _MAIN = "import sys; from tilewright.cli.main import main; sys.exit(main())"
 
 
 def rank_1_of(pid: int) -> int:
-    """The process that a command starts as its follower."""
+    """Return the follower process of a command."""
     children = Path(f"/proc/{pid}/task/{pid}/children")
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
@@ -283,7 +285,10 @@ def rank_1_of(pid: int) -> int:
 def test_a_hundred_thousand_operations_on_two_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every 64 steps ranks compare steps, slots, positions and tokens; one elsewhere ends it."""
+    """Every 64 steps, ranks compare steps, slots, positions and tokens.
+
+    A difference ends the run.
+    """
     monkeypatch.setenv("TILEWRIGHT_CHECK_RANKS", "1")
     with engine("--tensor-parallel", "2", model=shallow(tmp_path)) as two:
         loop = EngineLoop(two.executable)
@@ -292,7 +297,9 @@ def test_a_hundred_thousand_operations_on_two_gpus(
 
 
 def shallow(folder: Path, shape: str = "llama-3.2-1b", **changes: object) -> str:
-    """Two layers of a model's width, and few tokens: a step of 1B is mostly the host's."""
+    """Two layers with a model's width, and some tokens, because the host dominates a step of a 1B
+    model.
+    """
     config = {**SHAPES[shape], "num_hidden_layers": 2, "vocab_size": VOCABULARY, **changes}
     byte_tokenizer(VOCABULARY, "a test").save(folder)
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,7 +1,7 @@
-"""The matrix unit as its specification words it, one phase of 16 products at a time, in int64.
+"""The matrix unit by its specification, a phase with 16 products at a time, in int64.
 
-Shares nothing with the code it is compared with but the packing of block formats. Also the operands
-that such comparisons need: every exponent, denormals, zeros, cancellation, inf and NaN.
+Shares only block packing with the tested code. Also has operands for comparisons: all exponents,
+denormals, zeros, cancellation, inf and NaN.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME = re.compile(
 def golden_case(
     name: str, arrays: Mapping[str, np.ndarray]
 ) -> tuple[Tensor, Tensor, MatmulSettings]:
-    """Rounded operands and settings of an array in a golden file."""
+    """Return rounded operands and settings from a golden file."""
     match = _NAME.fullmatch(name)
     assert match, name
     *formats, fidelity, fp32_dst, l1_acc, k_block, out = match.groups()
@@ -39,10 +39,10 @@ def golden_case(
 
 
 def operand(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """bfloat16 of a kind in `KINDS`."""
+    """Return bfloat16 operands by a name in `KINDS`."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
-    if kind == "any bits":  # denormals, inf and NaN among them
+    if kind == "any bits":  # includes denormals, inf and NaN
         bits = torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int32)
         return bits.to(torch.int16).view(torch.bfloat16)
     spread = {"any exponent": (-126, 128), "tiny": (-140, -60), "huge": (50, 128)}.get(kind)
@@ -50,14 +50,14 @@ def operand(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
         x = torch.ldexp(x.sign() + x / 8, torch.randint(*spread, shape, generator=generator))
     if kind == "sparse":
         x = x * (torch.rand(shape, generator=generator) < 0.2) * torch.where(x > 1, 2.0**-130, 1.0)
-    if kind == "cancelling":  # neighbours of equal size and other sign
+    if kind == "cancelling":  # neighbors with equal size and opposite sign
         half = x[..., ::2].repeat_interleave(2, -1)[..., : shape[-1]]
         x = half * torch.tensor([1.0, -1.0]).repeat(shape[-1])[: shape[-1]]
     return x.bfloat16()
 
 
 def slow_matmul(act: Tensor, weight: Tensor, settings: MatmulSettings) -> Tensor:
-    """float32 ``[M, N]`` of bfloat16 ``[M, K]`` and ``[K, N]``, K block by K block."""
+    """Return float32 ``[M, N]`` from bfloat16 ``[M, K]`` and ``[K, N]``, by K blocks."""
     num_k, num_n = weight.shape
     words_act, words_weight = _words(act), _words(weight)
     padding = -num_k % settings.k_block, -num_n % 32
@@ -84,7 +84,7 @@ def slow_matmul(act: Tensor, weight: Tensor, settings: MatmulSettings) -> Tensor
 
 
 def _added_in_l1(partial: Tensor, packed: Tensor, fp32: bool) -> Tensor:
-    """Infinities of both signs give NaN. In bf16, a NaN becomes an infinity at the next sum."""
+    """Infinities with both signs give NaN. In bf16, a NaN becomes an infinity at the next sum."""
     total = partial + packed if fp32 else (partial + packed).bfloat16().float()
     total = torch.where(total.abs() < 2.0**-126, 0.0, total)
     undefined = torch.full_like(total, torch.nan)
@@ -115,7 +115,7 @@ def _words(x: Tensor) -> np.ndarray:
 def _add_products(
     act: np.ndarray, weight: np.ndarray, dst: np.ndarray, phase: int, settings: MatmulSettings
 ) -> np.ndarray:
-    """Dst after one phase of 16 products; ``act`` [M, 16, 1], ``weight`` [1, 16, N], words."""
+    """Return Dst after a phase of 16 products. ``act`` [M, 16, 1], ``weight`` [1, 16, N], words."""
     fp32 = settings.fp32_dst
     exponents = [(words >> 7) & 255 for words in (act, weight)]
     is_zero = (exponents[0] == 0) | (exponents[1] == 0)
@@ -141,7 +141,7 @@ def _add_products(
 
 
 def _rounded(value: np.ndarray, shift: np.ndarray, fp32: bool) -> np.ndarray:
-    """Aligned to the common exponent, and for a 16-bit Dst to 10 fraction bits after that."""
+    """Align to the common exponent. A 16-bit Dst then has 10 fraction bits."""
     shift = np.minimum(shift, 40)
     value = (2 * value + (1 << shift)) >> (shift + 1)
     return value if fp32 else (value + 4096) >> 13 << 13
@@ -150,14 +150,14 @@ def _rounded(value: np.ndarray, shift: np.ndarray, fp32: bool) -> np.ndarray:
 def _normalised(
     total: np.ndarray, exponent: np.ndarray, fp32: bool, sign_error: bool
 ) -> np.ndarray:
-    """The word of ``total * 2 ** (exponent - 150)``, halves away from zero."""
+    """Return the word for ``total * 2 ** (exponent - 150)``, halves away from zero."""
     magnitude = np.abs(total)
     num_bits = np.frexp(magnitude.astype(np.float64))[1].astype(np.int64)
     surplus = num_bits - (24 if fp32 else 8)
     dropped, added = np.maximum(surplus, 0), np.maximum(-surplus, 0)
     kept = ((2 * magnitude + (1 << dropped)) >> (dropped + 1)) << added
     exponent = exponent + num_bits - 24
-    if fp32 and sign_error:  # Wormhole shifts -1 by four places the wrong way
+    if fp32 and sign_error:  # Wormhole shifts -1 by four bits in the wrong direction
         kept, exponent = (
             np.where(total == -1, 0, kept),
             np.where(total == -1, exponent + 27, exponent),

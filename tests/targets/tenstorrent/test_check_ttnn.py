@@ -1,7 +1,7 @@
-"""Emitted files and our formats against ttnn itself, on mock clusters: `make check-ttnn`.
+"""Emitted files and formats against ttnn on mock clusters, with `make check-ttnn`.
 
-Slow, and skipped where TILEWRIGHT_TTNN_PYTHON does not name a Python that has ttnn 0.81. The mock
-checks every operator and allocates memory as a board does; it computes no values.
+Slow. Skipped unless TILEWRIGHT_TTNN_PYTHON is a Python with ttnn 0.81. The mock checks operators
+and allocates memory, without values.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason=f"{VARIABLE} names no Python that has ttnn"),
 ]
 
-# hidden, heads, key/value heads, columns of a head, of the MLP, vocabulary, layers
+# hidden, heads, key/value heads, columns per head, MLP columns, vocabulary, layers
 SHAPES = {
     "SmolLM2-135M": (576, 9, 3, 64, 1536, 49152, 30),
     "Llama-3.2-1B": (2048, 32, 8, 64, 8192, 128256, 16),
@@ -58,7 +58,7 @@ SHAPES = {
     "Qwen2.5-7B": (3584, 28, 4, 128, 18944, 152064, 28),
 }
 
-# model, board, mesh where it is not the board's own, users, precision
+# model, board, mesh unless default, users, precision
 CASES: list[tuple[str, str, Mesh | None, int, str]] = [
     ("SmolLM2-135M", "n150", None, 1, "performance"),
     ("SmolLM2-135M", "n150", None, 32, "accuracy"),
@@ -77,12 +77,12 @@ CASES: list[tuple[str, str, Mesh | None, int, str]] = [
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Descriptions of boards and compiled kernels, kept for all checks."""
+    """Board descriptions and compiled kernels for all checks."""
     return tmp_path_factory.mktemp("ttnn")
 
 
 def shaped(name: str, num_layers: int) -> SimpleNamespace:
-    """A model of another's sizes, without weights."""
+    """Return a model with given sizes, without weights."""
     hidden, heads, kv_heads, head_dim, mlp, vocabulary, _ = SHAPES[name]
     kind: dict[str, Any] = dict(QWEN2) if name.startswith("Qwen") else {}
     config = tiny_config(
@@ -111,7 +111,7 @@ def shaped_programs(
     num_layers: int = 2,
     context: int = 2048,
 ) -> tuple[DeviceProgram, DeviceProgram]:
-    """Prefill and decode; whether they fit is not asked."""
+    """Return prefill and decode programs, regardless of memory."""
     chosen: PrecisionConfig = load_precision(precision)
     graph_module, _ = lowered(shaped(name, num_layers), target=device, precision=chosen)
     prefill, decode = (
@@ -133,7 +133,7 @@ def shaped_programs(
 
 
 def run(script: str, *arguments: object) -> str:
-    """A check in the other Python; what it prints."""
+    """Run a check in the ttnn Python and return its output."""
     done = subprocess.run(
         [PYTHON, str(CHECKS / script), *map(str, arguments)],
         capture_output=True,
@@ -145,7 +145,7 @@ def run(script: str, *arguments: object) -> str:
 
 
 def validated(source: str, device: str, scratch: Path) -> dict[str, Any]:
-    """What every operator of a file said on a mock board."""
+    """Return the result of every operator in a file on a mock board."""
     path = scratch / "emitted.py"
     path.write_text(source)
     found: dict[str, Any] = json.loads(run("check_file.py", path, device, scratch).splitlines()[-1])
@@ -283,7 +283,7 @@ def test_a_model_too_large_is_refused_by_the_plan_and_by_the_allocator(scratch: 
 def test_every_chip_gets_the_weights_that_the_emulator_has(
     mesh: Mesh, scratch: Path, tmp_path: Path
 ) -> None:
-    """Bit for bit, with heads and columns that do not divide."""
+    """Bit for bit, with uneven heads and columns."""
     device = {1: "n150", 2: "n300", 8: "t3k"}[mesh.num_chips]
     changes: dict[str, Any] = {} if mesh.columns > 1 else QWEN2
     model = tiny_model(
@@ -300,7 +300,7 @@ def test_every_chip_gets_the_weights_that_the_emulator_has(
     values = numpy.load(out)
     num_compared = 0
     for weight in made[1].weights:
-        if weight.format == "fp32":  # the rotation's frequencies
+        if weight.format == "fp32":  # rotation frequencies
             continue
         dealt = load_weight(weight, mesh, weight_source(model))
         for row in range(mesh.columns):
@@ -313,7 +313,7 @@ def test_every_chip_gets_the_weights_that_the_emulator_has(
 
 
 def special_matrices() -> dict[str, numpy.ndarray]:
-    """Fifty: random at many scales, and what conversions get wrong."""
+    """Return fifty matrices: random scales, and hard cases for conversions."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -370,7 +370,7 @@ def test_no_element_differs_from_the_conversion_of_ttnn(
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(2)], ids=str)
 def test_the_command_goes_from_prompts_to_tokens(mesh: Mesh, scratch: Path, tmp_path: Path) -> None:
-    """All but the recording of a trace, which crashes on a mock; the tokens mean nothing."""
+    """All except trace recording, which crashes on a mock. Tokens are random."""
     device = "n150" if mesh.num_chips == 1 else "n300"
     model = tiny_model(hidden_size=128, intermediate_size=96, head_dim=32)
     options = CompileOptions(max_batch=3, max_context=64)

@@ -1,4 +1,4 @@
-"""What a mesh computes: padding, repeating and dealing are exact, and only sums' order is not."""
+"""Mesh arithmetic: padding, copies and shards are exact. Only sums depend on the order."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Counts = tuple[int, int]
 
 
 def exact_model(heads: Counts, **changes: Any) -> SimpleNamespace:
-    """Every output of a product reads one input, times a power of two: sums are exact in any order
-    and any grouping, while every input and head still tells.
+    """Return a model with exact sums in any order: each matmul output reads a single input, times a
+    power of two.
     """
     num_heads, num_kv_heads = heads
     usual = {"hidden_size": 64, "intermediate_size": 80, "num_layers": 1}
@@ -60,9 +60,9 @@ PLAIN = board_precision("bfp8", "hifi2", kv_cache="bfp8", activation="bf16")
     [
         ((4, 2), (2, 4)),
         ((8, 2), (2, 8)),
-        ((6, 3), (2, 4)),  # a key head of zeros; then that, and each on one chip
-        ((6, 2), (4,)),  # a group of three on two chips: a query head of zeros
-        ((9, 3), (8,)),  # chips without a head of their own
+        ((6, 3), (2, 4)),  # a key head of zeros, then on two chips
+        ((6, 2), (4,)),  # a group of three on two chips, with a query head of zeros
+        ((9, 3), (8,)),  # chips without a head
         ((8, 1), (3, 8)),
     ],
 )
@@ -84,9 +84,9 @@ def test_biases_are_dealt_with_their_columns() -> None:
 
 @pytest.mark.parametrize("hidden", [64, 96])
 def test_the_stream_dealt_over_a_second_axis_is_the_same(hidden: int) -> None:
-    """Chips tell each other sums of squares in bfloat16: norms are as near as that, and no nearer.
+    """Chips exchange sums of squares in bfloat16, which limits the precision.
 
-    Four chips of 96 columns: three real shares and one of zeros, which adds nothing.
+    Four chips with 96 columns have three real shards and a zero shard.
     """
     model = exact_model((4, 2), hidden_size=hidden)
     precision = board_precision("bfp8", "hifi4", activation="bf16", kv_cache="bf16")
@@ -100,7 +100,7 @@ def test_the_stream_dealt_over_a_second_axis_is_the_same(hidden: int) -> None:
 
 
 def test_inexact_sums_differ_as_on_boards() -> None:
-    """Another mesh, another order of sums: close to one chip, and not equal to it."""
+    """Another mesh has another order of sums: near a single chip, but not equal."""
     model = tiny_model(std=0.2, hidden_size=64, num_heads=8)
     precision = board_precision("bfp8", "hifi4", activation="bf16", kv_cache="bf16")
     found = [logits(model, mesh, precision) for mesh in (Mesh(), Mesh(2), Mesh(8), Mesh(8, 2))]
@@ -130,7 +130,7 @@ def test_high_fidelity_is_near_the_reference(shape: str) -> None:
 
 
 def test_the_weights_are_blocks_along_out() -> None:
-    """As the reference's with the same axis, and not as with the other one."""
+    """Equal to the reference with the same axis only."""
     model = tiny_model(std=0.2, hidden_size=64, num_layers=1)
     precision = {
         axis: board_precision("bfp4", "hifi4", activation="bf16", kv_cache="bf16", block_axis=axis)
@@ -152,7 +152,7 @@ _WIDE = tiny_model(std=0.2, hidden_size=64)
 
 @pytest.fixture(scope="module")
 def usual() -> Tensor:
-    """Ten tokens of a prompt, and one of a decode step."""
+    """A prompt with ten tokens, and a decode step."""
     return prefill(emulated(_WIDE, precision=PRECISION), TOKENS, [10, 1])
 
 
@@ -178,7 +178,7 @@ def test_every_setting_changes_numbers(changes: dict[str, str], usual: Tensor) -
 
 @pytest.mark.parametrize("group", ["li_qkv", "li_o", "sdpa"])
 def test_each_phase_has_its_own_fidelity(group: str, usual: Tensor) -> None:
-    """A setting of decode leaves a prompt's bits alone, and changes those of the next token."""
+    """A decode setting changes the next token only."""
     other = board_precision("bfp8", "hifi2", kv_cache="bfp8", **{f"{group}_decode": "lofi"})
     found = prefill(emulated(_WIDE, precision=other), TOKENS, [10, 1])
     assert torch.equal(found[:10], usual[:10])

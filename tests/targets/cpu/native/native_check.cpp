@@ -1,7 +1,7 @@
-// A small model of random weights on the native library, for the sanitizers: every kind of weight in
-// every arithmetic, on each instruction set, with three threads; a row's bits alone and in a batch.
-// Of a selection (TW_SKIPPED: a bit for each instruction set that is not built, TW_EVERY: of how many kinds one) less.
-// With a number: so many programs of other numbers are opened, and run where they are not refused.
+// A small random model for the sanitizers: all weight formats and arithmetics on each instruction set,
+// with three threads. A row has equal bits in a batch and in a single run.
+// TW_SKIPPED and TW_EVERY select fewer instruction sets and formats.
+// A number as argument opens programs with random changes, and runs the accepted programs.
 
 #include <algorithm>
 
@@ -74,7 +74,7 @@ std::vector<float> check(int kind, int arithmetic, int isa, int cache) {
     return together;
 }
 
-// One word of one structure becomes another: a number at an edge, its neighbour, or another's.
+// Replace a word in a structure by a limit, a neighbor, or a word from another place.
 void mutate(Model& model, TwProgram& program) {
     static const int32_t edges[] = {-1, 0, 1, 2, 3, 5, 7, 8, 10, 15, 16, 17, 24, 31, 32, 33, 40, 60, 64, 1 << 12, 1 << 16, 1 << 20, 1 << 24, INT32_MAX, INT32_MIN};
     const uint32_t where = number() >> 16 & 15;
@@ -84,7 +84,7 @@ void mutate(Model& model, TwProgram& program) {
     if (where == 0) words = (int32_t*)&model.tensors[(number() >> 8) % model.tensors.size()], count = 3;
     if (where == 1) words = (int32_t*)model.states, count = sizeof model.states / 4;
     if (where == 2) words = model.widths.data(), count = model.widths.size();
-    if (where == 3) words = &program.isa, count = 4;  // and slots, context and tokens of a step
+    if (where == 3) words = &program.isa, count = 4;  // also slots, context and tokens per step
     int32_t& word = words[(number() >> 8) % count];
     switch (number() >> 20 & 3) {
         case 0: word = (int32_t)((uint32_t)word + (number() >> 16 & 1 ? 1u : ~0u)); break;
@@ -93,7 +93,7 @@ void mutate(Model& model, TwProgram& program) {
     }
 }
 
-// Whatever is opened runs within its memory.
+// An accepted program stays within its memory.
 void run_mutated(const TwProgram& program, int32_t width) {
     char said[256] = "";
     void* engine = tw_open(&program, said, sizeof said);
