@@ -43,7 +43,7 @@ torch.set_num_threads(NUM_THREADS)
 
 @contextmanager
 def _once_compiled(config: pytest.Config) -> Iterator[None]:
-    """Compile all test files in the first worker. Other workers wait and read its caches."""
+    """Compile all test files in the first worker. Later workers read its caches."""
     run = getattr(config, "workerinput", {}).get("testrunuid")
     if run is None or sys.dont_write_bytecode or getattr(config, "cache", None) is None:
         yield
@@ -118,7 +118,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> Iterator[None]:
-    """Reset the random state before each test.
+    """Reset the random state before a test.
 
     Wait for GPU work, so that its errors belong to the right test.
     """
@@ -161,7 +161,7 @@ def _own_cache(
 ) -> Iterator[None]:
     """Use an empty cache instead of the user's cache.
 
-    Machine code is stored in pytest's cache for all workers and runs.
+    Machine code is stored in pytest's cache.
     """
     folder, kept = tmp_path_factory.mktemp("cache"), getattr(request.config, "cache", None)
     for name in MACHINE_CODE if kept is not None else ():
