@@ -16,7 +16,7 @@ from tilewright.options.arguments import Parser
 
 
 def render_document(text: str, results: Path) -> str:
-    """Return a document with new tables of comparisons, and the list of commands."""
+    """Return a document with updated comparison tables and command list."""
     return render_blocks(text, results, usage=_usage, images=render_images)
 
 

@@ -25,7 +25,7 @@ class SmolLM3ForCausalLM(TwoRopesForCausalLM):
 
 
 def read_hf(keys: Keys, config: TwoRopesConfig) -> TwoRopesConfig:
-    """Add layers without a rotation, and windows, from config.json.
+    """Read layers without rotation, and sliding windows, from config.json.
 
     Raises:
         CheckpointError: A list has a wrong length or an unknown value.

@@ -122,7 +122,7 @@ class Preparer(JobMaker):
         self.trials.check(spec, param)
 
     async def aside(self, size: int, function: Callable[..., _T], *given: Any, **named: Any) -> _T:
-        """Run a function directly."""
+        """Run a function in this thread. The API server runs large inputs in another thread."""
         return function(*given, **named)
 
 

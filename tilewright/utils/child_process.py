@@ -274,7 +274,7 @@ class Child:
         return self._ended
 
     def _said(self) -> tuple[str, ...]:
-        """Return the last lines on standard error, for this child only."""
+        """Return the last lines that this child wrote to standard error."""
         with contextlib.suppress(OSError, ValueError):
             end = self._errors.seek(0, os.SEEK_END)
             self._errors.seek(max(self._errors_start, end - _SAID_BYTES))

@@ -24,7 +24,9 @@ NVFP4, MXFP4 = 16, 32
 
 @dataclass(frozen=True, slots=True)
 class Float4Tensor(QuantizedTensor):
-    """Codes ``[N, K / 2]``, the low nibble first, and scales ``[N, K / block]``.
+    """4-bit float codes with scales.
+
+    Codes are ``[N, K / 2]`` bytes, low nibble first. Scales are ``[N, K / block]``.
 
     Attributes:
         block: Columns per scale.

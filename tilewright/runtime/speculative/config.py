@@ -103,7 +103,7 @@ def read_speculative_config(text: str) -> SpeculativeConfig:
 
 
 def draft_note(config: SpeculativeConfig | None, capabilities: Capabilities) -> str | None:
-    """Return a note if a target verifies no drafts. None: it does, or nobody asks for drafts."""
+    """Return a note if drafts are configured and the target cannot verify drafts, else None."""
     if config is None:
         return None
     has_layer = config.method != MTP or capabilities.max_proposals

@@ -33,7 +33,7 @@ class Stored:
 
     @property
     def conversation(self) -> list[Item]:
-        """All items in order, from ``before`` to the output."""
+        """Return the conversation in order: ``before``, the request's items, the output."""
         return [*self.before, *self.given, *self.body["output"]]
 
 

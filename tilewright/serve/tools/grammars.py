@@ -80,7 +80,10 @@ def call_grammar(
 
 
 def _free(marker: str, *, has_begun: bool, repeats: bool) -> list[str]:
-    """Return rules for text with calls. ``has_begun``: the first marker is already read."""
+    """Return grammar rules for text with tool calls.
+
+    ``has_begun``: the output starts inside a call.
+    """
     count = "*" if repeats else "" if has_begun else "?"
     calls = [f"called{count}"] if count else []
     lines = [f"start: {' '.join([*(['region'] if has_begun else []), *calls])} TEXT", _TEXT]

@@ -42,7 +42,7 @@ def routes(*, has_admin: bool) -> list[Route]:
 
 
 def make_app(front: Front) -> web.Application:
-    """Make the web application; its maker starts and ends ``front``."""
+    """Return the web application for ``front``. The caller starts and closes ``front``."""
     app = web.Application(middlewares=[guard], client_max_size=MAX_IMAGE_BODY)
     app[FRONT] = front
     entries = routes(has_admin=front.settings.admin)

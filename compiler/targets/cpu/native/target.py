@@ -65,7 +65,7 @@ class NativeTarget(Target):
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
-        """Return a weight's storage: panels of 16 rows in blocks or floats."""
+        """Return how a weight is stored: in panels of 16 rows, with block codes or floats."""
         from tilewright.compiler.targets.cpu.native.numerics import (
             BLOCK_KINDS,
             VECTOR,

@@ -62,9 +62,7 @@ def step_blocks(matmul: Matmul) -> StepBlocks:
 
 
 def prompt_blocks(matmul: Matmul) -> PromptBlocks:
-    """Return the blocks for a matmul with more rows. ``out_rows`` is the largest number that fits
-    L1.
-    """
+    """Return the block sizes for a prefill matmul. ``out_rows`` is the maximum that fits L1."""
     m_tiles, n_tiles = matmul.out.tiles
     rows, columns = -(-m_tiles // GRID), -(-n_tiles // GRID)
     fitting = [

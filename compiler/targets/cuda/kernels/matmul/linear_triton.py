@@ -80,7 +80,7 @@ def tile_weights(
 
 @triton.jit
 def _inverse_rms(x_ptr, token, num_tokens, num_columns, x_stride, eps, STEPS: tl.constexpr):
-    """float32 ``[tokens]``: 1 / sqrt(mean(x ** 2) + eps)."""
+    """Return float32 ``[tokens]``: 1 / sqrt(mean(x ** 2) + eps)."""
     total = tl.zeros((token.shape[0],), tl.float32)
     for step in range(STEPS):
         column = step * 128 + tl.arange(0, 128)[:, None]
