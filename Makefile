@@ -233,7 +233,7 @@ $(MADE):
 	    echo "make: $(VENV) exists and is no virtual environment; move it or set VENV" >&2; exit 1; \
 	fi; \
 	echo "making $(VENV) with $$found"; \
-	rm -rf "$(VENV)" && "$$found" -m venv "$(VENV)" && $(PIP) --upgrade pip && \
+	rm -rf "$(VENV)" && "$$found" -m venv "$(VENV)" && \
 	echo "$$found" > "$@"
 
 $(WITH_TORCH): $(MADE)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -84,6 +87,17 @@ def test_python_of_a_client(block: str, capsys: pytest.CaptureFixture[str]) -> N
             block = block.replace(old, new)
         exec(compile(block, "<example>", "exec"), {})
     assert capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_of_readme_gets_an_answer() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^curl .*", text, re.MULTILINE)
+    with running_front() as running:
+        command = command.replace("http://127.0.0.1:8000", running.url).replace("Hello", "hello")
+        words = shlex.split(command)  # the fake engine hangs at H
+        done = subprocess.run([*words, "--silent"], capture_output=True, check=True)
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("block", blocks("yaml"))
