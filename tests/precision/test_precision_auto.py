@@ -61,8 +61,8 @@ def test_a_small_file_has_another_configuration_for_onnxruntime(tmp_path: Path) 
     assert found.precision.name == SMALL["cpu-native"]
     with (tmp_path / "tiny-00002-of-00002.gguf").open("wb") as rest:
         rest.truncate(SMALL_BYTES)
-    found, other = default_precision(split, ("Q4_0", "Q8_0"), "cpu", is_auto=True)
-    assert (found.precision.name, other) == ("stored", None)
+    large, other = default_precision(split, ("Q4_0", "Q8_0"), "cpu", is_auto=True)
+    assert (large.precision.name, other) == ("stored", None)
 
 
 def test_settling_on_onnxruntime_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
