@@ -141,8 +141,10 @@ class DraftModel:
             self._launch(Step(decode=decode), drafts)
 
     def prepare(self) -> None:
-        """Do the one-time work for the first steps."""
+        """Do the one-time work for all steps. No idle turn prepares the steps of a draft model."""
         self.executable.prepare()
+        while not self.executable.is_prepared:
+            self.executable.prepare_next()
 
     def close(self) -> None:
         """Close the executable."""
