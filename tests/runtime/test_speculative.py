@@ -191,7 +191,10 @@ def test_requests_with_penalties_or_an_opt_out_have_no_drafts() -> None:
 
 def test_options_have_the_names_of_vllm() -> None:
     found = read_speculative_config('{"method": "ngram", "prompt_lookup_max": 4}')
-    assert found == SpeculativeConfig(max_drafts=5, max_lookup=4, min_lookup=4)
+    assert found == SpeculativeConfig(max_auto_drafts=10, max_lookup=4, min_lookup=4)
+    assert (found.max_drafts, found.limit(1)) == (5, 10), "a GPU reserves rows for 5"
+    limited = read_speculative_config('{"method": "ngram", "num_speculative_tokens": 5}')
+    assert limited.limit(1) == 5
     rows = "[[1, 16, 3], [17, 64, 1], [65, 512, 0]]"
     key = "num_speculative_tokens_per_batch_size"
     found = read_speculative_config(f'{{"method": "ngram", "{key}": {rows}}}')

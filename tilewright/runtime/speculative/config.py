@@ -13,6 +13,8 @@ from tilewright.errors import ConfigError, allowed
 NGRAM, MTP, DRAFT_MODEL = "ngram", "mtp", "draft_model"
 METHODS = (NGRAM, MTP, DRAFT_MODEL)
 _ALIASES = {"qwen3_5_mtp": MTP, "qwen3_next_mtp": MTP}
+_AUTO_DRAFTS = 10
+"""Default for n-grams. Measured costs shorten it, and long matches are right to their end."""
 _DRAFTS, _LAYER_DRAFTS, _LOOKUP, _MAX_LOOKUP, _MAX_BATCH = 5, 3, 5, 64, 4096
 _OWN_KEYS = {
     NGRAM: ("prompt_lookup_max", "prompt_lookup_min"),
@@ -34,7 +36,8 @@ class SpeculativeConfig:
         method: ``ngram``: the tokens after an earlier occurrence of the last tokens.
             ``mtp``: the model's own draft layer. ``draft_model``: a smaller model.
         model: The draft model. None: no draft model.
-        max_drafts: Maximum draft tokens per request and step.
+        max_drafts: Maximum draft tokens per request and step. A GPU reserves rows for them.
+        max_auto_drafts: The maximum on targets that reserve no rows. None: ``max_drafts``.
         max_lookup, min_lookup: Longest and shortest match, in tokens.
         schedule: ``(first, last, drafts)`` by decoding request count, inclusive. A number
             outside has no drafts. None: measured times and acceptance decide.
@@ -43,6 +46,7 @@ class SpeculativeConfig:
     method: str = NGRAM
     model: str | None = None
     max_drafts: int = _DRAFTS
+    max_auto_drafts: int | None = None
     max_lookup: int = _LOOKUP
     min_lookup: int = _LOOKUP
     schedule: tuple[tuple[int, int, int], ...] | None = None
@@ -50,7 +54,7 @@ class SpeculativeConfig:
     def limit(self, num_decoding: int) -> int:
         """Return the maximum draft tokens for this decoding request count."""
         if self.schedule is None:
-            return self.max_drafts
+            return self.max_auto_drafts or self.max_drafts
         limits = [k for first, last, k in self.schedule if first <= num_decoding <= last]
         return limits[0] if limits else 0
 
@@ -85,20 +89,23 @@ def read_speculative_config(text: str) -> SpeculativeConfig:
     for key, value in _FIXED.items():
         if values.get(key, value) != value:
             raise ConfigError(f"{key} {str(values[key])[:80]!r}; allowed: {value}")
-    count = _integer(values, "num_speculative_tokens", 1, MAX_DRAFTS)
-    count = count or (_LAYER_DRAFTS if method == MTP else _DRAFTS)
+    requested = _integer(values, "num_speculative_tokens", 1, MAX_DRAFTS)
+    count = requested or (_LAYER_DRAFTS if method == MTP else _DRAFTS)
     high = _integer(values, "prompt_lookup_max", 1, _MAX_LOOKUP)
     low = _integer(values, "prompt_lookup_min", 1, _MAX_LOOKUP)
     high, low = high or low or _LOOKUP, low or high or _LOOKUP
     if low > high:
         raise ConfigError(f"prompt_lookup_min {low}; allowed: 1 to prompt_lookup_max {high}")
+    schedule = _schedule(values, count)
+    is_auto = requested is None and schedule is None and method == NGRAM
     return SpeculativeConfig(
         method=str(method),
         model=model,
         max_drafts=count,
+        max_auto_drafts=_AUTO_DRAFTS if is_auto else None,
         max_lookup=high,
         min_lookup=low,
-        schedule=_schedule(values, count),
+        schedule=schedule,
     )
 
 

@@ -50,7 +50,8 @@ class Speculator:
         self._model = model
         self._is_enabled = config is not None
         self._config = config or SpeculativeConfig()
-        count = max((k for *_, k in self._config.schedule or ()), default=self._config.max_drafts)
+        longest = self._config.max_auto_drafts or self._config.max_drafts
+        count = max((k for *_, k in self._config.schedule or ()), default=longest)
         limit = capabilities.max_drafts if config is not None else 0
         if self._config.method == MTP:
             limit = min(limit, capabilities.max_proposals)
