@@ -69,16 +69,8 @@ def plain_drafts(
     drafts: list[int] = []
     first = torch.empty(0)
     for _ in range(count):
-        read, states = torch.tensor([*tokens, *drafts][1:]), hidden
-        embedding = tensors["model.embed_tokens.weight"][read]
-        both = [
-            _norm(embedding, tensors["mtp.pre_fc_norm_embedding.weight"], config.norm_eps),
-            _norm(states, tensors["mtp.pre_fc_norm_hidden.weight"], config.norm_eps),
-        ]
-        halves = tensors["mtp.fc_embedding.weight"], tensors["mtp.fc_hidden.weight"]
-        x = torch.cat(both, dim=-1) @ torch.cat(halves, dim=1).T
-        x = _block(x, tensors, config)
-        z = _norm(x, tensors["mtp.norm.weight"], config.norm_eps)
+        read = torch.tensor([*tokens, *drafts][1:])
+        z = layer_states(tensors, config, read, hidden)
         head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
         logits = z[-1] @ head.T
         first = logits if not drafts else first
@@ -87,37 +79,61 @@ def plain_drafts(
     return drafts, first
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def layer_states(
+    tensors: dict[str, Tensor],
+    config: Any,
+    tokens: Tensor,
+    hidden: Tensor,
+    *,
+    prefix: str = "model.layers.0",
+) -> Tensor:
+    """Return a draft layer's final states ``[..., T, hidden]`` after its norm."""
+    embedding = tensors["model.embed_tokens.weight"][tokens]
+    both = [
+        norm(embedding, tensors["mtp.pre_fc_norm_embedding.weight"], config.norm_eps),
+        norm(hidden, tensors["mtp.pre_fc_norm_hidden.weight"], config.norm_eps),
+    ]
+    halves = tensors["mtp.fc_embedding.weight"], tensors["mtp.fc_hidden.weight"]
+    x = torch.cat(both, dim=-1) @ torch.cat(halves, dim=1).T
+    x = block(x, tensors, config, prefix=prefix)
+    return norm(x, tensors["mtp.norm.weight"], config.norm_eps)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return a root mean square norm, times ``1 + weight``."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (1 + weight)
 
 
-def _block(x: Tensor, tensors: dict[str, Tensor], config: Any) -> Tensor:
+def block(x: Tensor, tensors: dict[str, Tensor], config: Any, *, prefix: str) -> Tensor:
+    """Run a layer with gated attention on ``[..., T, hidden]``."""
+
     def get(name: str) -> Tensor:
-        return tensors[f"model.layers.0.{name}.weight"]
+        return tensors[f"{prefix}.{name}.weight"]
 
     eps, count, dim = config.norm_eps, config.num_heads, config.head_dim
-    normed, length = _norm(x, get("input_layernorm"), eps), len(x)
-    query, gate = (normed @ get("self_attn.q_proj").T).view(length, count, 2, dim).unbind(2)
-    keys = (normed @ get("self_attn.k_proj").T).view(length, -1, dim)
-    values = (normed @ get("self_attn.v_proj").T).view(length, -1, dim)
-    query = _rotate(_norm(query, get("self_attn.q_norm"), eps), config)
-    keys = _rotate(_norm(keys, get("self_attn.k_norm"), eps), config)
-    keys, values = (part.repeat_interleave(count // part.shape[1], 1) for part in (keys, values))
-    scores = torch.einsum("thd,shd->hts", query, keys) * dim**-0.5
+    normed, length = norm(x, get("input_layernorm"), eps), x.shape[-2]
+    query, gate = (normed @ get("self_attn.q_proj").T).unflatten(-1, (count, 2, dim)).unbind(-2)
+    keys = (normed @ get("self_attn.k_proj").T).unflatten(-1, (-1, dim))
+    values = (normed @ get("self_attn.v_proj").T).unflatten(-1, (-1, dim))
+    query = _rotate(norm(query, get("self_attn.q_norm"), eps), config)
+    keys = _rotate(norm(keys, get("self_attn.k_norm"), eps), config)
+    repeats = count // keys.shape[-2]
+    keys, values = (part.repeat_interleave(repeats, -2) for part in (keys, values))
+    scores = torch.einsum("...thd,...shd->...hts", query, keys) * dim**-0.5
     scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-    attended = torch.einsum("hts,shd->thd", scores.softmax(-1), values) * gate.sigmoid()
-    x = x + attended.flatten(1) @ get("self_attn.o_proj").T
-    normed = _norm(x, get("post_attention_layernorm"), eps)
+    attended = torch.einsum("...hts,...shd->...thd", scores.softmax(-1), values) * gate.sigmoid()
+    x = x + attended.flatten(-2) @ get("self_attn.o_proj").T
+    normed = norm(x, get("post_attention_layernorm"), eps)
     up = normed @ get("mlp.up_proj").T
     inner = torch.nn.functional.silu(normed @ get("mlp.gate_proj").T) * up
     return x + inner @ get("mlp.down_proj").T
 
 
 def _rotate(x: Tensor, config: Any) -> Tensor:
-    """Rotate the first channels of heads ``[T, heads, dim]``. Row t has position t."""
+    """Rotate the first channels in heads ``[..., T, heads, dim]``. Row t has position t."""
     pairs = config.rope.num_pairs(config.head_dim)
     powers = torch.arange(pairs) / pairs
-    angles = torch.arange(len(x))[:, None] * config.rope.theta**-powers
+    angles = torch.arange(x.shape[-3])[:, None] * config.rope.theta**-powers
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
