@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.tiny import FakeCheckpoint, precision_of
 from tilewright.compiler.driver import lower_draft_layer
+from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.host.executable import HostExecutable
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.compiled import silent
@@ -39,7 +40,12 @@ def tiny_layer(model: SimpleNamespace, *, seed: int = 1, std: float = 0.3) -> Si
 
 
 def attach(
-    executable: HostExecutable, model: SimpleNamespace, layer: SimpleNamespace, target: str
+    executable: HostExecutable,
+    model: SimpleNamespace,
+    layer: SimpleNamespace,
+    target: str,
+    *,
+    precision: PrecisionConfig | None = None,
 ) -> HostExecutable:
     """Compile a layer and attach it. Return the layer's executable."""
     limits = executable.capabilities
@@ -49,7 +55,8 @@ def attach(
         compute="exact",
         num_threads=1,
     )
-    lowered = lower_draft_layer(model, layer, precision_of(), target=target, options=options)
+    precision = precision or precision_of()
+    lowered = lower_draft_layer(model, layer, precision, target=target, options=options)
     how = lowered.graph_module, lowered.get_weight, options, silent
     made = get_target(target).compile(*how)
     assert isinstance(made, HostExecutable)
