@@ -159,22 +159,29 @@ def test_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.why_no_cpp == "made for compute capability 9.0"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.path.stem)
-def test_it_compiles_without_spills(source: nvrtc.KernelSource, tmp_path: Path) -> None:
+def assembler_output(source: nvrtc.KernelSource, tmp_path: Path) -> str:
+    """Compile a source with nvcc, and return the output of the assembler."""
     target = "-gencode=arch=compute_90a,code=sm_90a"
+    folders = {nvrtc.header_path(source.path, name).parent for name in source.headers}
     command = ["nvcc", "-std=c++17", "-cubin", target, "-Xptxas", "-v", str(source.path)]
     done = subprocess.run(
-        [*command, "-o", str(tmp_path / "linear.cubin")],
+        [*command, *(f"-I{folder}" for folder in folders), "-o", str(tmp_path / "kernels.cubin")],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[:2000]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.path.stem)
+def test_it_compiles_without_spills(source: nvrtc.KernelSource, tmp_path: Path) -> None:
+    output = assembler_output(source, tmp_path)
     kernels = re.findall(
         r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers",
-        done.stderr,
+        output,
         re.S,
     )
     assert {name for name, *_ in kernels} == set(source.names)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from tests.targets.cuda.kernels.test_native import (
     NAN,
+    assembler_output,
     check_headers,
     gpu_of,
     shaped,
@@ -109,20 +109,10 @@ def test_it_compiles_without_spills_and_keeps_the_matrix_unit_fed(
     source: nvrtc.KernelSource, tmp_path: Path
 ) -> None:
     """The assembler reports matmuls that wait for other matmuls."""
-    target = "-gencode=arch=compute_90a,code=sm_90a"
-    command = ["nvcc", "-std=c++17", "-cubin", target, "-Xptxas", "-v"]
-    done = subprocess.run(
-        [*command, str(source.path), "-o", str(tmp_path / "wide.cubin")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[:2000]
-    found = re.findall(
-        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores", done.stderr, re.S
-    )
+    output = assembler_output(source, tmp_path)
+    found = re.findall(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores", output, re.S)
     assert dict(found) == dict.fromkeys(source.names, "0")
-    assert "serialized" not in done.stderr
+    assert "serialized" not in output
 
 
 @pytest.fixture
