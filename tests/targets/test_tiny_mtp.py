@@ -69,7 +69,7 @@ def test_acceptance_is_within_its_interval(executable: HostExecutable) -> None:
 def agreement(executable: HostExecutable, lines: Tensor) -> float:
     """Return the share of drafts that equal the model's next likeliest token, teacher-forced."""
     executable.reset()
-    slots, num_equal, drafts = tuple(map(Slot, range(len(lines)))), 0, []
+    slots, num_equal = tuple(map(Slot, range(len(lines)))), 0
     for slot, line in zip(slots, lines.tolist(), strict=True):
         executable.step(Step(edits=(OpenSlot(slot, SamplingParams(), (line[0],)),)))
         executable.step(Step(prompts=(PrefillChunk(slot, 0, (line[0],), chooses=True),)))
