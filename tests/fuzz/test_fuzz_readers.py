@@ -152,7 +152,9 @@ def mutate_tensor(tensors: Tensors, rng: random.Random) -> None:
     elif choice == 1:
         tensors[rng.choice([name + "x", MODULES[0] + ".weight", MODULES[1] + ".g_idx"])] = tensor
     elif choice == 2:
-        tensors[name] = tensor.to(rng.choice([*NAMES])) if tensor.dtype.itemsize > 1 else tensor[:1]
+        tensors[name] = (
+            tensor.to(rng.choice([*NAMES])) if tensor.dtype.itemsize > 1 else tensor.reshape(-1)[:1]
+        )
     elif choice == 3 and tensor.ndim:
         tensors[name] = tensor[: rng.randrange(len(tensor) + 1)].clone()
     elif choice == 4:
