@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.ggml_blocks import SHAPES, write_llama
+from tilewright.cli.commands.compile import _resolved
 from tilewright.compiler.formats import STORED_NAMES, get_format
 from tilewright.compiler.ir.info import Compute, NodeInfo
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
@@ -78,3 +79,10 @@ def test_settling_on_onnxruntime_takes_it(tmp_path: Path, monkeypatch: pytest.Mo
         f"precision auto: {SMALL['cpu']}",
         "backend auto: onnxruntime",
     ]
+
+
+def test_compile_to_onnx_takes_the_configuration_of_onnxruntime(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "tiny.gguf", dict.fromkeys(SHAPES, "Q4_0"), embedding="Q8_0")
+    for emit, target in (("onnx", "cpu"), ("program", "cpu-native")):
+        options = _resolved(emit, EngineConfig(model=str(model)))
+        assert options.precision == load_precision(SMALL[target])

@@ -150,6 +150,9 @@ def _resolved(emit: str, config: EngineConfig) -> ResolvedConfig:
     if emit == "engine" and config.target is None:
         config = replace(config, target=_ENGINES)
     options = replace(resolve(config, runs=False), grouping=read_grouping(config))
+    chosen = options.on_onnxruntime if emit == "onnx" and options.is_auto else None
+    if chosen is not None:
+        options = replace(options, precision=chosen.precision, notes=(chosen.reason,))
     options.check_ranks()
     if options.target == "cuda":
         check_triton()  # writing needs the sources of Triton, but no GPU
