@@ -28,6 +28,7 @@ from tilewright.compiler.precision.fragment import (
 from tilewright.compiler.precision.heading import looks_like_heading, split_heading
 from tilewright.compiler.precision.names import normalise_key
 from tilewright.compiler.precision.weight_overrides import (
+    DTYPES,
     is_weight_overrides,
     read_weight_overrides,
 )
@@ -39,6 +40,7 @@ FOLDER = "precision_cfgs"
 MAX_CHAIN = 32
 _ABOUT = ("inherits", "description")
 _DECODERS = "decoders"
+_MAPS_OF_DECODER = ("precision_cfg", "fidelity_cfg")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _YAML_SUFFIXES = (".yaml", ".yml")
@@ -135,7 +137,11 @@ def _load_file(path: Path, *, chain: tuple[Path, ...]) -> PrecisionConfig:
         base = _load_file(_shipped_folder() / f"{BASE}.yaml", chain=(*chain, path))
         return PrecisionConfig(path.stem, "", BASE, (*base.fragments, fragment))
     raw = as_map(parsed, where=source)
-    check_keys(raw, (*((_DECODERS,) if is_json else FRAGMENT_KEYS), *_ABOUT), where=source)
+    known = (*((_DECODERS,) if is_json else FRAGMENT_KEYS), *_ABOUT)
+    if is_json and _DECODERS not in raw and (key := next((k for k in raw if k not in known), "")):
+        globs = f"or only globs with {', '.join(DTYPES)}"
+        raise ConfigError(f"{source}: unknown key {key!r}; {allowed((*known, globs), key)}")
+    check_keys(raw, known, where=source)
     parent = _read_parent(raw, path=path, source=source)
     body = {key: value for key, value in raw.items() if key not in _ABOUT}
     if is_json:
@@ -206,7 +212,9 @@ def _read_decoders(raw: Mapping[str, object], *, source: str) -> Fragment:
         if not re.fullmatch(r"\d{1,6}", index):
             raise ConfigError(f"{where}: not a decoder; allowed: its index from 0")
         settings = as_map(entry, where=where)
-        check_keys(settings, ("precision_cfg", "fidelity_cfg"), where=where)
+        check_keys(settings, _MAPS_OF_DECODER, where=where)
+        if not any(settings.values()):
+            raise ConfigError(f"{where}: no settings; {allowed(_MAPS_OF_DECODER)}")
         nested = {
             "precision": _plain(settings.get("precision_cfg"), where=where),
             "fidelity": _plain(settings.get("fidelity_cfg"), where=where),

@@ -206,6 +206,10 @@ def test_bench_compares_calibrated_weights_with_their_original(
     case = ("--case", "performance-top-1", "--no-results", "--no-cache", "--json")
     assert main(["bench", str(folder), *case]) == 2
     assert "allowed: with --reference PATH" in capfd.readouterr().err
+    assert main(["trace", str(folder)]) == 2
+    assert "allowed: with --reference ORIGINAL" in capfd.readouterr().err
+    assert main(["trace", str(folder), "--reference", "smollm2"]) == 2
+    assert "num_layers 30 of the reference; allowed by" in capfd.readouterr().err
     nearest = json.loads(run("bench", tiny_gguf, *case, "--precision", "all-bfp4"))
     found = json.loads(run("bench", folder, *case, "--reference", tiny_gguf))
     assert found["accuracy"]["reference_id"] == nearest["accuracy"]["reference_id"]

@@ -63,6 +63,7 @@ def test_plan_without_room_says_by_how_many_bytes(capfd: pytest.CaptureFixture[s
     assert main([*argv, "--users", "32", "--context", "131072"]) == 2
     error = capfd.readouterr().err
     assert "n300" in error and "exceeded by" in error and "bytes; allowed" in error
+    assert len(error.splitlines()) == 1
 
 
 def test_plan_of_random_weights_has_no_accuracy(capfd: pytest.CaptureFixture[str]) -> None:

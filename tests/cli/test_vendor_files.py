@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import tiny_model
+from tilewright.cli.main import main
 from tilewright.compiler.driver import resolve_precision
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.precision.weight_overrides import weight_overrides
 from tilewright.compiler.tracer import grouped_modules
 from tilewright.errors import ConfigError
 from tilewright.evaluate.model_targets import read_targets
+from tilewright.models import load_model
 
 Run = Callable[..., str]
 LLAMA = {
@@ -27,6 +29,13 @@ TARGETS = """\
 version: 1
 description: test
 targets:
+  other:
+    aliases: []
+    skus:
+      p300x2:
+        entries:
+          - status: TODO
+            perf: {}
   tiny:
     aliases: []
     skus:
@@ -37,6 +46,8 @@ targets:
             status: active
             perf:
               decode_t/s/u: 20.3
+              prefill_time_to_first_token: 75
+              prefill_time_to_first_token_tolerance: 0.2
               tolerance: 0.1
           - batch_size: 32
             status: TODO
@@ -98,15 +109,18 @@ def test_bad_overrides_are_refused(tmp_path: Path, value: object, said: str) -> 
 
 def test_targets_are_compared_and_written(tiny_gguf: Path, tmp_path: Path, run: Run) -> None:
     given, made = tmp_path / "targets.yaml", tmp_path / "made.yaml"
-    given.write_text(TARGETS)
-    (target,) = read_targets(given)
+    name = load_model(tiny_gguf).name
+    given.write_text(TARGETS.replace("aliases: []", f"aliases: [{name}-Instruct]"))
+    (target,) = read_targets(given, name)
     assert (target.board, target.users, target.tsu, target.tolerance) == ("p150", 1, 20.3, 0.1)
+    assert (target.length, target.ttft_ms, target.ttft_tolerance) == (128, 75.0, 0.2)
     argv = ("plan", tiny_gguf, "--boards", "p150", "--context", "64", "--prompt", "32")
     overrides = tmp_path / "overrides.json"
     files = ("--targets", given, "--write-targets", made, "--write-overrides", overrides)
     out = run(*argv, *files, "--precision", "performance")
     assert "CI targets, not measurements" in out and "20.3" in out
-    assert read_targets(made) == [], "predictions have the status TODO"
+    assert "other" not in out and "75.0" in out
+    assert read_targets(made, name) == [], "predictions have the status TODO"
     assert "bh_p150" in made.read_text() and "predicted" in made.read_text()
     assert json.loads(overrides.read_text())["default"] == "bfp_bf8"
 
@@ -115,13 +129,66 @@ def test_targets_are_compared_and_written(tiny_gguf: Path, tmp_path: Path, run: 
     ("old", "new", "said"),
     [
         ("version: 1", "version: 2", "version 2; allowed: 1"),
+        ("version: 1\n", "", "version missing; allowed: 1"),
         ("bh_p150", "bh_p151", "unknown board; allowed: wh_n150"),
         ("20.3", "fast", "'fast' is no number"),
+        ("20.3", "nan", "'nan' is no number"),
+        ("batch_size: 1", "batch_size: inf", "batch_size: 'inf' is no number"),
+        ("batch_size: 1", "batch_size: 1.5", "batch_size: 1.5; allowed: a whole number"),
+        ("decode_t/s/u", "decode_tps", "unknown key 'decode_tps'; allowed: decode_t/s/u"),
+        ("status: TODO", "status: off", "status off; allowed: active, TODO"),
+        ("  tiny:", "  teeny:", "no model 'tiny'; allowed: other, teeny; did you mean 'teeny'?"),
     ],
 )
 def test_bad_targets_are_refused(tmp_path: Path, old: str, new: str, said: str) -> None:
     path = tmp_path / "targets.yaml"
     path.write_text(TARGETS.replace(old, new))
     with pytest.raises(ConfigError) as caught:
-        read_targets(path)
+        read_targets(path, "tiny")
     assert said in str(caught.value)
+
+
+PLAN = ("plan", "shape:tiny", "--context", "64", "--prompt", "32", "--boards", "p150")
+
+
+@pytest.mark.parametrize(
+    ("argv", "content", "said"),
+    [
+        (("plan", "shape:tiny", "--boards", "p151"), None, "unknown board 'p151'; allowed: n150"),
+        (("bench", "--model", "shape:tiny", "--target", "p151"), None, "unknown target 'p151'"),
+        ((*PLAN, "--precision"), {"version": 2, "default": "bfp_bf8"}, "unknown key 'version'"),
+        ((*PLAN, "--precision"), {"default": {"dtype": "bfp_bf8"}}, "or only globs with bfp_bf4"),
+        ((*PLAN, "--precision"), {"version": 2, "decoders": {"0": {}}}, "unknown key 'version'"),
+        ((*PLAN, "--precision"), {"decoders": {"0": {}}}, "decoders.0: no settings; allowed"),
+        (
+            (*PLAN, "--precision"),
+            {"decoders": {"0": {"precision": {}}}},
+            "did you mean 'precision_",
+        ),
+        ((*PLAN, "--precision"), {"*.experts.*": "bf16"}, "matches no name of the model; allowed"),
+        ((*PLAN, "--precision"), {"*.nothing": "bf16"}, "'*.nothing' matches no weight; allowed"),
+        ((*PLAN, "--targets"), {"version": 2, "targets": {}}, "version 2; allowed: 1"),
+        ((*PLAN, "--targets"), {"version": 1, "targets": {}}, "no model 'Tiny'"),
+        (("trace", "shape:tiny"), None, "shape:tiny: has random weights"),
+        (("trace", "smollm2", "--reference"), "shape:tiny", "shape:tiny: has random weights"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    argv: tuple[str, ...],
+    content: object,
+    said: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """JSON is YAML, too. A text is an argument, a map is a file."""
+    given = (
+        [content]
+        if isinstance(content, str)
+        else []
+        if content is None
+        else [written(tmp_path, content)]
+    )
+    assert main([*argv, *given]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1
+    assert said in captured.err

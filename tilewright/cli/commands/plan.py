@@ -65,7 +65,6 @@ def main(argv: list[str]) -> int:
     from tilewright.evaluate.model_targets import read_targets
 
     boards = read_boards(options.boards)
-    targets = [] if options.targets is None else read_targets(Path(options.targets))
     for path in (options.write_targets, options.write_overrides):
         if path is not None:
             check_writable(Path(path))
@@ -79,6 +78,7 @@ def main(argv: list[str]) -> int:
     from tilewright.models import load_model
 
     model = load_model(found)
+    targets = None if options.targets is None else read_targets(Path(options.targets), model.name)
     if options.accuracy and model.weights == "random":
         raise ConfigError(f"--accuracy of {model.name}: random weights; allowed: a checkpoint")
     size = Workload(users=options.users, context=options.context, prompt=options.prompt)
@@ -89,10 +89,20 @@ def main(argv: list[str]) -> int:
             rows = with_accuracy(rows, model, precisions, tokens, options.layers, progress)
     _write_files(options, model, precisions, rows)
     if options.as_json:
-        print(json.dumps([dataclasses.asdict(candidate) for candidate in rows]))
+        print(json.dumps([_as_json(candidate, targets) for candidate in rows]))
     else:
         _print(rows, targets, options.users)
     return 0
+
+
+def _as_json(candidate: Any, targets: Any) -> dict[str, Any]:
+    """Return a candidate as JSON, with the CI targets of its board."""
+    result = dataclasses.asdict(candidate)
+    if targets is not None:
+        result["ci_targets"] = [
+            dataclasses.asdict(target) for target in targets if target.board == candidate.board
+        ]
+    return result
 
 
 def _print(rows: Any, targets: Any, users: int) -> None:
@@ -131,10 +141,10 @@ def _write_files(options: _EstimateArgs, model: Any, precisions: Any, rows: Any)
 
 def _print_targets(targets: Any, rows: Any, users: int) -> None:
     """Print the CI targets for the planned boards and users with the predictions."""
-    from tilewright.cli.terminal.console import out, print_table
+    from tilewright.cli.terminal.console import err, note, out, print_table
     from tilewright.evaluate.report.table import Table
 
-    if not targets:
+    if targets is None:
         return
     predicted = {
         candidate.board: candidate for candidate in reversed(rows) if not candidate.refused
@@ -142,10 +152,22 @@ def _print_targets(targets: Any, rows: Any, users: int) -> None:
     cells = []
     for target in targets:
         candidate = predicted.get(target.board)
-        if candidate is not None and target.users == users and target.tsu is not None:
-            share = f"{100 * target.tolerance:.0f}"
-            cells.append(
-                (target.model, target.board, f"{target.tsu:.1f}", share, f"{candidate.tsu:.1f}")
-            )
-    columns = ("model", "board", "CI target (t/s/u)", "tolerance (%)", "predicted (t/s/u)")
+        if candidate is not None and target.users == users:
+            decode = _compared(target.tsu, target.tolerance, candidate.tsu)
+            first = _compared(target.ttft_ms, target.ttft_tolerance, candidate.ttft_ms)
+            cells.append((target.model, target.board, str(target.length or "-"), *decode, *first))
+    if not cells:
+        note(err(), f"no active CI target of these boards with {users} users")
+        return
+    columns = (
+        *("model", "board", "length", "CI target (t/s/u)", "predicted (t/s/u)"),
+        *("CI target (ms)", "predicted (ms)"),
+    )
     print_table(out(), "CI targets, not measurements", Table.of(columns, cells), numbers=True)
+
+
+def _compared(target: float | None, tolerance: float, predicted: float) -> tuple[str, str]:
+    """Return a CI target with its tolerance, and the prediction."""
+    if target is None:
+        return "-", "-"
+    return f"{target:,.1f} ± {100 * tolerance:.0f} %", f"{predicted:,.1f}"

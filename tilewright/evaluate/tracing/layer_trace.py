@@ -128,8 +128,12 @@ def trace(
         ConfigError: for an original with another shape.
     """
     original = original or model
-    if original.config.hidden_size != model.config.hidden_size:
-        raise ConfigError(f"{original.name}: another shape than {model.name}")
+    for name in ("num_layers", "hidden_size", "vocab_size"):
+        own, wanted = getattr(original.config, name), getattr(model.config, name)
+        if own != wanted:
+            raise ConfigError(
+                f"{original.name}: {name} {own} of the reference; allowed by {model.name}: {wanted}"
+            )
     pair = _TracedPair(model, original, precision, tokens_ST)
     run = _TraceRun(pair, restores=restores)
     segments = pair.lossy.segments
