@@ -1,4 +1,4 @@
-"""Qwen3, Gemma 3, gpt-oss, experts and Gated DeltaNet on boards against the reference."""
+"""Recent families, experts and Gated DeltaNet on boards against the reference."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ HYBRID = {
     "delta": DeltaShape(2, 4, 16, 16, 4),
     "rope": RopeConfig(theta=10000.0, num_rotated=8),
 }
+YARN = RopeConfig(150000.0, YarnScaling(4.0, 64, 1.1386294361119891, truncate=False))
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**HIDDEN, "model_type": "qwen3"},
     "glm4": {**HIDDEN, "model_type": "glm4", "rope": RopeConfig(theta=10000.0, num_rotated=16)},
@@ -40,6 +41,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "softmax_of_all": {**HIDDEN, **EXPERTS, "model_type": "qwen3_moe", "renormalise": False},
     "qwen3_5": {**HYBRID, "model_type": "qwen3_5"},
     "qwen3_5_moe": {**HYBRID, **EXPERTS, "shared_size": 32, "model_type": "qwen3_5_moe"},
+    "qwen3_next": {
+        **{**HYBRID, **EXPERTS, "experts_per_token": 8},
+        **{"shared_size": 32, "model_type": "qwen3_next"},
+    },
+    "smollm3": {**HIDDEN, "model_type": "smollm3", "second_layers": (1,), "windows": (0, 5)},
+    "granite": {
+        **{**HIDDEN, "model_type": "granite", "embedding_factor": 3.0, "residual_factor": 0.25},
+        **{"score_factor": 0.125, "logit_divisor": 2.0},
+    },
+    "ministral3": {**HIDDEN, "model_type": "ministral3", "rope": YARN},
+    "muse_glimmer": {
+        **{**HIDDEN, "model_type": "muse_glimmer", "second_layers": (1,), "windows": (0, 3)},
+        **{"query_factor": 1.7, "logit_cap": 2.0, "logit_factor": 0.7, "post_norm_eps": 1e-3},
+    },
     "gemma3": {
         **HIDDEN,
         **{"model_type": "gemma3_text", "windows": (4, 0), "logit_cap": 5.0},
@@ -50,7 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **EXPERTS,
         **{"model_type": "gpt_oss", "windows": (4, 0), "swiglu_limit": 0.5},
         **{"attention_bias": True, "output_bias": True},
-        "rope": RopeConfig(150000.0, YarnScaling(4.0, 64, 1.1386294361119891, truncate=False)),
+        "rope": YARN,
     },
 }
 PLAIN = board_precision("bf16", "hifi4", activation="bf16", kv_cache="bf16", router="bf16")
