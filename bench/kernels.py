@@ -91,7 +91,7 @@ def _experts(rows: int, *, fmt: str, top_k: int, hidden: int, inner: int) -> Ite
     import torch
 
     from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-    from tilewright.compiler.targets.cuda.kernels.experts import experts, experts_few, route
+    from tilewright.compiler.targets.cuda.kernels.experts import experts, moe_small, route
     from tilewright.compiler.targets.cuda.weights.experts import place_experts
     from tilewright.compiler.targets.cuda.weights.packing import hold
 
@@ -120,15 +120,20 @@ def _experts(rows: int, *, fmt: str, top_k: int, hidden: int, inner: int) -> Ite
     def layer(at: int, *, steps: tuple[int, int]) -> None:
         route.route(weights, chosen, logits[at], positions, tiles, renormalise=True)
         of_up = experts.Shared(x, shared_up, shared)
-        named: dict[str, Any] = {"top_k": top_k, "swiglu": True, "shared": of_up, "few": steps[0]}
+        named: dict[str, Any] = {
+            "top_k": top_k,
+            "swiglu": True,
+            "shared": of_up,
+            "small_depth": steps[0],
+        }
         experts.expert_linear(between, x, up, tiles, **named)
         of_down = experts.Shared(shared, shared_down)
-        named = {"residual": False, "gate": gate, "shared": of_down, "few": steps[1]}
+        named = {"residual": False, "gate": gate, "shared": of_down, "small_depth": steps[1]}
         experts.expert_sum(out, between, down, tiles, weights, **named)
 
     yield Variant("experts.cu", partial(layer, steps=(0, 0)), num_layers)
-    if rows <= experts_few.FEW_TOKENS:
-        yield Variant("experts_few.cu", partial(layer, steps=experts_few.DEPTHS[fmt]), num_layers)
+    if rows <= moe_small.MAX_TOKENS:
+        yield Variant("moe_small.cu", partial(layer, steps=moe_small.DEPTHS[fmt]), num_layers)
 
 
 def _delta_step(rows: int, *, key_heads: int, heads: int, dim: int) -> Iterator[Variant]:

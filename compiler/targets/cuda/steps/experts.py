@@ -17,7 +17,7 @@ from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, Gpu
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
-from tilewright.compiler.targets.cuda.kernels.experts import experts_few as native_few_experts
+from tilewright.compiler.targets.cuda.kernels.experts import moe_small
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
@@ -113,7 +113,7 @@ class ExpertsRunner:
         self._is_bf16 = all(product_of(each).kind == "bf16" for each in products)
         routes = [each for each in plan.instructions if isinstance(each, TopKRouteOp)]
         if fits and routes:
-            sources = (native_route.SOURCE, native_experts.PRODUCTS, native_experts.FEW)
+            sources = (native_route.SOURCE, native_experts.PRODUCTS, native_experts.MOE_SMALL)
             nvrtc.load(device, *sources, *([native_router.SOURCE] if routers else []))
         self._routers = routers
         self._site = ExpertsSite(arithmetic, gpu, decodes=True, fits=fits)
@@ -191,7 +191,7 @@ class ExpertsRunner:
                 along = self._shared.get(id(each))
                 shared = None if along is None else self._weights.weight_of(along)
                 pairs.append((self._weights.weight_of(each), shared))
-            if native_few_experts.takes_choice(pairs, router.logits.width, router.top_k):
+            if moe_small.takes_choice(pairs, router.logits.width, router.top_k):
                 found.add(id(router))
         return found
 
@@ -337,7 +337,7 @@ class ExpertsRunner:
             gate=gate,
             shared=shared,
             choice=routing.choice,
-            few=None if id(each) in self._close else 0,
+            small_depth=None if id(each) in self._close else 0,
         )
 
     def _sum(self, each: ExpertSum, step: Buffers) -> None:

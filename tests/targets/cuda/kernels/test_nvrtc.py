@@ -39,7 +39,7 @@ SOURCES = [
     native_route.SOURCE,
     native_router.SOURCE,
     native_experts.PRODUCTS,
-    native_experts.FEW,
+    native_experts.MOE_SMALL,
     native_wide.SOURCE,
     native_wide.CODED_SOURCE,
     native_dense.SOURCE,

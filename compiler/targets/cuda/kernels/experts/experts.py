@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
-from tilewright.compiler.targets.cuda.kernels.experts import experts_few as few_experts
+from tilewright.compiler.targets.cuda.kernels.experts import moe_small
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts.route import (
     MAX_CHOSEN,
@@ -76,8 +76,8 @@ class _ExpertsParams(ctypes.Structure):
     )
 
 
-class _FewExperts(ctypes.Structure):
-    """Mirror for `FewExperts` in experts_few.cu."""
+class _MoeSmall(ctypes.Structure):
+    """Mirror for `MoeSmall` in moe_small.cu."""
 
     _fields_ = (("of", _ExpertsParams), ("route", RouteArguments))
 
@@ -91,11 +91,11 @@ PRODUCTS = nvrtc.KernelSource(
     headers=("primitives.cuh", "tiles.cuh", "experts_walk.cuh"),
     structures=(("Weight", _WeightParams), ("Experts", _ExpertsParams)),
 )
-FEW = nvrtc.KernelSource(
-    few_experts.PATH,
-    few_experts.NAMES,
+MOE_SMALL = nvrtc.KernelSource(
+    moe_small.PATH,
+    moe_small.NAMES,
     headers=(*PRODUCTS.headers, "route_choose.cuh"),
-    structures=(*PRODUCTS.structures, *native_route.SOURCE.structures, ("FewExperts", _FewExperts)),
+    structures=(*PRODUCTS.structures, *native_route.SOURCE.structures, ("MoeSmall", _MoeSmall)),
     beside=True,
 )
 
@@ -150,7 +150,7 @@ def expert_linear(
     swiglu: bool = False,
     shared: Shared | None = None,
     choice: TopKParams | None = None,
-    few: int | None = None,
+    small_depth: int | None = None,
 ) -> None:
     """Run the expert matmuls for a decode step; see :func:`.experts_triton.expert_linear`.
 
@@ -160,9 +160,9 @@ def expert_linear(
         tiles: Pairs by expert. The previous kernel may write them.
         shared: A shared expert in the same launch.
         choice: Select experts in this kernel and ignore ``tiles``; see
-            :func:`.experts_few.takes_choice`.
-        few: Steps in flight in experts_few.cu. 0: use experts.cu. None: the faster kernel. The bits
-            are the same.
+            :func:`.moe_small.takes_choice`.
+        small_depth: Steps in flight in moe_small.cu. 0: use experts.cu. None: the faster kernel.
+            The bits are the same.
     """
     num_rows, rest = divmod(out.shape[1], top_k)
     assert not rest and packed.is_paired == swiglu and out.stride(1) == 1
@@ -177,7 +177,7 @@ def expert_linear(
         _share(arguments, shared, packed, y.shape[1])
         arguments.shared_out, arguments.shared_out_stride = y.data_ptr(), y.stride(0)
     blocks = num_processors(out.device)
-    _launch(arguments, packed, shared, blocks, is_sum=False, few=few, choice=choice)
+    _launch(arguments, packed, shared, blocks, is_sum=False, small_depth=small_depth, choice=choice)
 
 
 def expert_sum(
@@ -191,7 +191,7 @@ def expert_sum(
     gate: Tensor | None = None,
     shared: Shared | Tensor | None = None,
     choice: TopKParams | None = None,
-    few: int | None = None,
+    small_depth: int | None = None,
 ) -> None:
     """Run the expert matmuls of a decode step and add each token's weighted results.
 
@@ -206,7 +206,7 @@ def expert_sum(
         residual: Add to the values in ``out``.
         gate: float32 ``[B, 1]``. The shared expert's result is multiplied by its sigmoid and added.
         shared: The shared expert, or its result, float32 ``[B, O]``.
-        choice, few: See :func:`expert_linear`.
+        choice, small_depth: See :func:`expert_linear`.
     """
     top_k = weights.shape[1]
     assert weights.is_contiguous() and weights.shape[0] == len(x) and not packed.is_paired
@@ -224,7 +224,7 @@ def expert_sum(
         assert shared.shape == out.shape and shared.stride(1) == 1 and shared.dtype == out.dtype
         arguments.given, arguments.given_stride = shared.data_ptr(), shared.stride(0)
     blocks = packed.num_row_tiles
-    _launch(arguments, packed, shared, blocks, is_sum=True, few=few, choice=choice)
+    _launch(arguments, packed, shared, blocks, is_sum=True, small_depth=small_depth, choice=choice)
 
 
 def _arguments(
@@ -275,28 +275,28 @@ def _launch(
     num_blocks: int,
     *,
     is_sum: bool,
-    few: int | None,
+    small_depth: int | None,
     choice: TopKParams | None,
 ) -> None:
     sizes: dict[str, int] = {"num_tokens": arguments.num_tokens, "top_k": arguments.top_k}
     along, blocks = shared.packed if isinstance(shared, Shared) else None, (num_blocks, 1, 1)
-    if few is None:
+    if small_depth is None:
         is_one = is_sum or (arguments.x_each == 0 and arguments.shared_x in (None, arguments.x))
-        few = 0
+        small_depth = 0
         if is_one and not isinstance(shared, Tensor):
-            few = few_experts.depth_of(packed, along, **sizes, is_sum=is_sum)
-    if few:
-        assert arguments.most_tiles <= few_experts.MOST_TILES and not isinstance(shared, Tensor)
-        given = _FewExperts(of=arguments)
+            small_depth = moe_small.depth_of(packed, along, **sizes, is_sum=is_sum)
+    if small_depth:
+        assert arguments.most_tiles <= moe_small.MOST_TILES and not isinstance(shared, Tensor)
+        given = _MoeSmall(of=arguments)
         if choice is not None:
             num_tokens, num_experts = choice.logits.shape
-            assert num_tokens == 1 and num_experts <= few_experts.MOST_CHOSEN_AMONG
+            assert num_tokens == 1 and num_experts <= moe_small.MOST_CHOSEN_AMONG
             given.route = arguments_of(choice, arguments.top_k)
-        room = few_experts.room(packed, along, **sizes, is_sum=is_sum, depth=few)
+        room = moe_small.room(packed, along, **sizes, is_sum=is_sum, depth=small_depth)
         assert room <= MOST_SHARED
-        at = nvrtc.Launch(blocks, few_experts.num_threads(is_sum=is_sum), room)
-        name = few_experts.kernel(packed.kind, few, is_sum=is_sum)
-        nvrtc.launch(FEW, name, at=at, arguments=given)
+        at = nvrtc.Launch(blocks, moe_small.num_threads(is_sum=is_sum), room)
+        name = moe_small.kernel(packed.kind, small_depth, is_sum=is_sum)
+        nvrtc.launch(MOE_SMALL, name, at=at, arguments=given)
         return
     assert choice is None
     depths = _DEPTHS[packed.kind] if is_sum else _DEPTHS[packed.kind][:1]

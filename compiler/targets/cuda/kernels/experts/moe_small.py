@@ -1,4 +1,4 @@
-"""The kernels of experts_few.cu: which there are, and the memory that their blocks take.
+"""The kernels of moe_small.cu: which there are, and the memory that their blocks take.
 
 Knows nothing of launches. Legend: T tokens, K experts for a token.
 """
@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import (
     PackedWeight,
 )
 
-FEW_TOKENS: int = tuning()["experts"]["few_rows"]
+MAX_TOKENS: int = tuning()["experts"]["few_rows"]
 MOST_CHOSEN_AMONG = 256
 """Experts that a product chooses among by itself."""
 
@@ -34,12 +34,12 @@ DEPTHS = {kind: tuple(each) for kind, each in tuning()["experts"]["few_depths"].
 leaves a block of each room on one multiprocessor, with Qwen3.5-35B-A3B's sizes.
 """
 
-PATH = Path(__file__).with_name("experts_few.cu")
+PATH = Path(__file__).with_name("moe_small.cu")
 
 
 def kernel(kind: str, depth: int, *, is_sum: bool) -> str:
     """The name of a kernel."""
-    return f"expert_{'sum' if is_sum else 'linear'}_few_{kind}_{depth}"
+    return f"expert_{'sum' if is_sum else 'linear'}_small_{kind}_{depth}"
 
 
 NAMES = tuple(
@@ -62,7 +62,7 @@ def depth_of(
     """Steps in flight of the kernel that takes a product, along with that of an expert of all
     tokens where there is one; 0 where none does.
     """
-    if num_tokens > FEW_TOKENS or num_tokens * top_k > MOST_TILES:
+    if num_tokens > MAX_TOKENS or num_tokens * top_k > MOST_TILES:
         return 0
     if not is_sum and shared is not None and shared.num_columns != packed.num_columns:
         return 0

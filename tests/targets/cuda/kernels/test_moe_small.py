@@ -1,4 +1,4 @@
-"""experts_few.cu has the bits of experts.cu: with other kernels, in graphs, and with its own
+"""moe_small.cu has the bits of experts.cu: with other kernels, in graphs, and with its own
 selection.
 """
 
@@ -12,7 +12,7 @@ import torch
 from tests.targets.cuda.kernels.test_native_experts import CUDA, KINDS, NAN, Step, weight
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
-from tilewright.compiler.targets.cuda.kernels.experts import experts_few as few_experts
+from tilewright.compiler.targets.cuda.kernels.experts import moe_small
 from tilewright.compiler.targets.cuda.kernels.experts.experts import Shared
 from tilewright.compiler.targets.cuda.kernels.experts.route import Tiles, TopKParams
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
@@ -26,11 +26,11 @@ def empty(kind: str, rows: int, columns: int, num_experts: int = 1) -> PackedWei
 
 def test_the_kernels_that_are_taken_are_made() -> None:
     taken = [
-        few_experts.kernel(kind, depths[is_sum], is_sum=is_sum)
-        for kind, depths in few_experts.DEPTHS.items()
+        moe_small.kernel(kind, depths[is_sum], is_sum=is_sum)
+        for kind, depths in moe_small.DEPTHS.items()
         for is_sum in (False, True)
     ]
-    assert sorted(few_experts.NAMES) == sorted(taken)
+    assert sorted(moe_small.NAMES) == sorted(taken)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,21 +41,21 @@ def test_a_block_of_one_token_s_sum_fits_beside_one_of_the_product(kind: str) ->
     total = 0
     for is_sum, pair in enumerate(((up, shared_up), (down, shared_down))):
         how = {"num_tokens": 1, "top_k": 8, "is_sum": bool(is_sum)}
-        depth = few_experts.depth_of(*pair, **how)
+        depth = moe_small.depth_of(*pair, **how)
         assert depth
-        total += few_experts.room(*pair, **how, depth=depth) + 1024
+        total += moe_small.room(*pair, **how, depth=depth) + 1024
     assert total <= nvrtc.MOST_SHARED + 1024
 
 
 def test_what_few_tokens_kernels_take() -> None:
     def depth(held: PackedWeight, shared: PackedWeight | None, num_tokens: int, top_k: int) -> int:
         sizes = {"num_tokens": num_tokens, "top_k": top_k}
-        return few_experts.depth_of(held, shared, **sizes, is_sum=False)
+        return moe_small.depth_of(held, shared, **sizes, is_sum=False)
 
     up = empty("bfp8", 1024, 2048, 256)
     assert depth(up, None, 2, 16) and not depth(up, None, 3, 8) and not depth(up, None, 2, 17)
     assert not depth(up, empty("bfp8", 1024, 1024), 1, 8)  # a common x for all
-    takes = partial(few_experts.takes_choice, top_k=8)
+    takes = partial(moe_small.takes_choice, top_k=8)
     down = empty("bfp8", 2048, 512, 256)
     assert takes([(up, None), (down, None)], 256) and not takes([(up, None), (down, None)], 257)
 
@@ -80,7 +80,7 @@ class Layer:
         gate: torch.Tensor | None,
         *,
         choice: TopKParams | None = None,
-        few: tuple[int | None, int | None] = (None, None),
+        depths: tuple[int | None, int | None] = (None, None),
     ) -> torch.Tensor:
         """Add to ``out``. Return the value between the matmuls."""
         num_tokens, top_k = step.weights.shape
@@ -91,7 +91,7 @@ class Layer:
         first = None if gate is None else Shared(x, self.shared_up, y)
         last = None if gate is None else Shared(y, self.shared_down)
         given = {"top_k": top_k, "swiglu": True, "shared": first, "choice": choice}
-        native_experts.expert_linear(inner, x, self.up, step.tiles, **given, few=few[0])  # type: ignore[arg-type]
+        native_experts.expert_linear(inner, x, self.up, step.tiles, **given, small_depth=depths[0])  # type: ignore[arg-type]
         given = {"residual": True, "gate": gate, "shared": last, "choice": choice}
         native_experts.expert_sum(
             out,
@@ -99,7 +99,7 @@ class Layer:
             self.down,
             step.tiles,
             step.weights,
-            few=few[1],
+            small_depth=depths[1],
             **given,  # type: ignore[arg-type]
         )
         return inner
@@ -133,9 +133,9 @@ def test_few_tokens_have_the_same_bits(
     step.route()
     torch.cuda.synchronize()
     outs, inners = [], []
-    for few in [(0, 0), (None, None), few_experts.DEPTHS[kind]]:
+    for depths in [(0, 0), (None, None), moe_small.DEPTHS[kind]]:
         outs.append(before.clone())
-        inners.append(layer.run(outs[-1], x, step, gate, few=few))
+        inners.append(layer.run(outs[-1], x, step, gate, depths=depths))
     torch.cuda.synchronize()
     there = step.positions >= 0
     assert int(there.sum()) == (1 if is_padded else num_tokens)
@@ -160,7 +160,7 @@ def test_one_token_s_experts_are_found_within(
         step.route(renormalise=renormalise)
         torch.cuda.synchronize()
         expected, found = before.clone(), before.clone()
-        between = layer.run(expected, x, step, gate, few=(0, 0))
+        between = layer.run(expected, x, step, gate, depths=(0, 0))
         nobody = Step(1, num_experts, top_k)  # its tiles and weights are not read
         choice = TopKParams(logits, step.positions, renormalise)
         assert torch.equal(layer.run(found, x, nobody, gate, choice=choice), between)
@@ -181,7 +181,7 @@ def test_other_ranks_experts_and_padding_have_no_products(
     before, gate = torch.randn(1, 256, device=CUDA), torch.randn(1, 1, device=CUDA)
     torch.cuda.synchronize()
     expected, found = before.clone(), before.clone()
-    layer.run(expected, x, step, gate, few=(0, 0))
+    layer.run(expected, x, step, gate, depths=(0, 0))
     choice = TopKParams(step.logits, step.positions, True, first, count)
     layer.run(found, x, step, gate, choice=choice)
     assert torch.equal(found, expected)
@@ -211,7 +211,9 @@ def test_layers_in_a_graph_read_what_the_layer_before_has_written(kind: str) -> 
         else:
             step.route()
         layer, gate = layers[index % 2], logits[:, num_experts:]
-        layer.run(hidden, x, step, gate, choice=choice, few=(None, None) if is_inside else (0, 0))
+        layer.run(
+            hidden, x, step, gate, choice=choice, depths=(None, None) if is_inside else (0, 0)
+        )
 
     hidden.copy_(begin)
     for index in range(num_layers):

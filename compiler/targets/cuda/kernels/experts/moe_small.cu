@@ -11,17 +11,17 @@
 #include "route_choose.cuh"
 
 constexpr int WARPS = 5, SUM_WARPS = 9;
-constexpr int FEW_TILES = 32, EACH = 8;  // logits in a lane
+constexpr int MAX_TILES = 32, EACH = 8;  // logits in a lane
 
 // For a single token, `route` may select the experts in this kernel: recomputing is faster than
 // waiting for a peer. `route.logits` is null if the tiles are complete.
-struct FewExperts {
+struct MoeSmall {
   Experts of;
   Route route;
 };
 
 // Read the maximum tile count with one warp, without a wait for their count.
-__device__ __forceinline__ void read_few(Table &table, const Experts &p, int lane) {
+__device__ __forceinline__ void read_small(Table &table, const Experts &p, int lane) {
   const int count = (int)read_past4(p.tiles);
   if (lane < p.most_tiles) {
     const uint4 pairs = read_past16((const uint4 *)p.pairs + lane);
@@ -32,12 +32,12 @@ __device__ __forceinline__ void read_few(Table &table, const Experts &p, int lan
   if (lane == 0) table.tiles[0] = min(count, p.most_tiles);
 }
 template <bool WEIGHS>
-__device__ __forceinline__ void find_few(Table &table, const Route &route, float *weights,
-                                         int lane) {
+__device__ __forceinline__ void find_small(Table &table, const Route &route, float *weights,
+                                           int lane) {
   if (route.logits)
     choose_one<EACH, true, WEIGHS>(route, lane, weights, nullptr, table.tiles, table.pairs);
   else {
-    read_few(table, table.p, lane);
+    read_small(table, table.p, lane);
     const int num_pairs = table.p.num_tokens * table.p.top_k;
     if (WEIGHS && lane < num_pairs)
       weights[lane] = __uint_as_float(read_past4(table.p.weights + lane));
@@ -49,9 +49,9 @@ __device__ __forceinline__ void find_few(Table &table, const Route &route, float
 // units. `row` returns an index into x in shared memory, from `x_rows`. See `walk` for `where` and
 // `finish`.
 template <int F, int DEPTH, class Where, class Ready, class Row, class Finish>
-__device__ __forceinline__ void walk_few(const Table &table, u32 ring, int first, int stride,
-                                         int early, u32 x_rows, int x_row, Where where,
-                                         Ready ready, Row row, Finish finish) {
+__device__ __forceinline__ void walk_small(const Table &table, u32 ring, int first, int stride,
+                                           int early, u32 x_rows, int x_row, Where where,
+                                           Ready ready, Row row, Finish finish) {
   constexpr int STAGE = step_bytes<F>;
   const Experts &p = table.p;
   const int lane = threadIdx.x & 31;
@@ -111,8 +111,8 @@ __device__ __forceinline__ void walk_few(const Table &table, u32 ring, int first
 
 // A warp computes a row tile for a pair tile's expert. Tiles are distributed over the device, with
 // the shared expert's first.
-template <int F, int DEPTH> __device__ __forceinline__ void linear_few(const FewExperts &few) {
-  const Experts &p = few.of;
+template <int F, int DEPTH> __device__ __forceinline__ void linear_small(const MoeSmall &args) {
+  const Experts &p = args.of;
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u32 ring = shared_address(memory) + warp * DEPTH * step_bytes<F>;
@@ -130,7 +130,7 @@ template <int F, int DEPTH> __device__ __forceinline__ void linear_few(const Few
     wait_for_inputs();
     release_dependents();  // only now: the sum of these experts reads tiles without a wait
     if (warp == 0)  // warp 0 waits for no copies, because weight copies precede them
-      find_few<false>(table, few.route, nullptr, lane);
+      find_small<false>(table, args.route, nullptr, lane);
     else
       for (int token = 0; token < p.num_tokens; ++token)
 #pragma unroll 1
@@ -148,14 +148,14 @@ template <int F, int DEPTH> __device__ __forceinline__ void linear_few(const Few
     return at.is_shared ? min(member, p.num_tokens - 1) : member * p.reciprocal >> 16;
   };
   auto finish = [&](Place at, const float(&acc)[4]) { store_product(table, at, g, t, acc); };
-  walk_few<F, DEPTH>(table, ring, warp * gridDim.x + blockIdx.x, gridDim.x * WARPS, num_shared,
-                     shared_address(x_rows), x_row, where, ready, row, finish);
+  walk_small<F, DEPTH>(table, ring, warp * gridDim.x + blockIdx.x, gridDim.x * WARPS, num_shared,
+                       shared_address(x_rows), x_row, where, ready, row, finish);
 }
 
 // A block computes a row tile for all experts, and a warp computes a pair tile or the tile of the
 // shared expert. Then the block adds the tokens' sums.
-template <int F, int DEPTH> __device__ __forceinline__ void sum_few(const FewExperts &few) {
-  const Experts &p = few.of;
+template <int F, int DEPTH> __device__ __forceinline__ void sum_small(const MoeSmall &args) {
+  const Experts &p = args.of;
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u32 ring = shared_address(memory) + warp * DEPTH * step_bytes<F>;
@@ -165,9 +165,9 @@ template <int F, int DEPTH> __device__ __forceinline__ void sum_few(const FewExp
   const int x_row = (max(p.own.num_steps, p.shared.num_steps) * STEP + X_PADDING) * 2;
   float *products = (float *)(x_rows + num_products * x_row);  // [products, 16]
   float *weights = products + num_products * 16;
-  Table table((u8 *)(weights + FEW_TILES), p);
+  Table table((u8 *)(weights + MAX_TILES), p);
   release_dependents();
-  if (warp == 0) find_few<true>(table, few.route, weights, lane);
+  if (warp == 0) find_small<true>(table, args.route, weights, lane);
 #pragma unroll 1
   for (int i = threadIdx.x; i < num_products * 4; i += SUM_WARPS * 32)
     ((float4 *)products)[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // padding has no products
@@ -213,8 +213,8 @@ template <int F, int DEPTH> __device__ __forceinline__ void sum_few(const FewExp
   auto finish = [&](Place at, const float(&acc)[4]) {
     keep_product(table, at, products, num_pairs, g, t, acc);
   };
-  walk_few<F, DEPTH>(table, ring, warp, SUM_WARPS, num_units, shared_address(x_rows), x_row, where,
-                     ready, row, finish);
+  walk_small<F, DEPTH>(table, ring, warp, SUM_WARPS, num_units, shared_address(x_rows), x_row,
+                       where, ready, row, finish);
   __syncthreads();
   if (!is_out) return;
   float total = 0.0f;
@@ -227,10 +227,10 @@ template <int F, int DEPTH> __device__ __forceinline__ void sum_few(const FewExp
 
 #define LINEAR(name, F, DEPTH)                                                                    \
   extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)                                     \
-  expert_linear_few_##name##_##DEPTH(const FewExperts p) { linear_few<F, DEPTH>(p); }
+  expert_linear_small_##name##_##DEPTH(const MoeSmall p) { linear_small<F, DEPTH>(p); }
 #define SUM(name, F, DEPTH)                                                                       \
   extern "C" __global__ void __launch_bounds__(SUM_WARPS * 32, 1)                                 \
-  expert_sum_few_##name##_##DEPTH(const FewExperts p) { sum_few<F, DEPTH>(p); }
+  expert_sum_small_##name##_##DEPTH(const MoeSmall p) { sum_small<F, DEPTH>(p); }
 
 LINEAR(bf16, BF16, 4)
 LINEAR(bfp8, BFP8, 12)
