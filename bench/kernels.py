@@ -57,7 +57,7 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
     import torch
 
     from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
-    from tilewright.compiler.targets.cuda.kernels.matmul import dense, linear, wide
+    from tilewright.compiler.targets.cuda.kernels.matmul import dense, gemm_block, linear
     from tilewright.compiler.targets.cuda.steps.cublas import store_product
     from tilewright.compiler.targets.cuda.weights.packing import hold
 
@@ -75,9 +75,12 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
         yield variant("gemv", lambda at: linear.linear(out, x, weights[at], **few))
     if fmt == "bf16" and rows in dense.rows_of(first):
         yield variant("dense", lambda at: dense.linear(out, x, weights[at], epilogue=epilogue))
-    if fmt != "bf16" and rows in wide.rows_of(first, same_bits=False):
-        many: dict[str, Any] = {"epilogue": epilogue, "arranged": wide.scratch(size[1], x.device)}
-        yield variant("block", lambda at: wide.linear(out, x, weights[at], **many))
+    if fmt != "bf16" and rows in gemm_block.rows_of(first, same_bits=False):
+        args: dict[str, Any] = {
+            "epilogue": epilogue,
+            "arranged": gemm_block.scratch(size[1], x.device),
+        }
+        yield variant("block", lambda at: gemm_block.linear(out, x, weights[at], **args))
     plain = [values.clone() for _ in range(_copies(values.nbytes))]
     if paired:
         product: Launch = lambda at: swiglu(out, torch.mm(x, plain[at].T), paired=True)  # noqa: E731

@@ -25,9 +25,9 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
 )
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul import table as matmul_table
-from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.compiler.targets.cuda.steps import matmul
 from tilewright.compiler.targets.cuda.steps.matmul import Products
 from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopies, DequantizedCopy
@@ -61,10 +61,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    for module in (native_dense, native_wide, matmul_table):
+    for module in (native_dense, gemm_block, matmul_table):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
     monkeypatch.setattr(native, "linear", recorded("gemv", shows=("alone",)))
-    monkeypatch.setattr(native_wide, "linear", recorded("block", shows=("way", "alone", "feeds")))
+    monkeypatch.setattr(gemm_block, "linear", recorded("block", shows=("way", "alone", "feeds")))
     monkeypatch.setattr(native_dense, "linear", recorded("dense", shows=("alone", "feeds")))
     monkeypatch.setattr(native_many, "swiglu", recorded("swiglu", shows=("alone",)))
     names = {"store_product": "cublas", "add_product": "cublas", "triton_linear": "triton"}
@@ -122,7 +122,7 @@ def _shown(how: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    if not isinstance(value, native_wide.BlockTileConfig):
+    if not isinstance(value, gemm_block.BlockTileConfig):
         return str(value)
     size = f"{value.eights}x{value.groups}/{value.resident}/{value.joined}"
     return size + " whole" * value.is_whole

@@ -28,9 +28,9 @@ from tilewright.compiler.targets.cuda.kernels.common.table import ADA, FAST, HOP
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts.table import CPP, TRITON
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul import table as matmul_table
-from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.compiler.targets.cuda.kernels.matmul.table import (
     GEMV,
     MatmulSite,
@@ -117,7 +117,7 @@ def watched(products: Products, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def ran(kernel: str) -> Callable[..., None]:
         return lambda out, x, *_, **__: seen.append(f"{kernel} {len(x)}")
 
-    for module, kernel in ((native, "native"), (native_wide, "wide"), (native_dense, "dense")):
+    for module, kernel in ((native, "native"), (gemm_block, "gemm_block"), (native_dense, "dense")):
         monkeypatch.setattr(module, "linear", ran(kernel))
     monkeypatch.setattr(products, "_library_product", lambda each, *rest: ran("library")(*rest))
     return seen
@@ -137,7 +137,7 @@ def watched(products: Products, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_which_product_takes_so_many_rows(
     name: str, decodes: bool, num_rows: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_no_rows(monkeypatch, native_dense, native_wide)
+    take_no_rows(monkeypatch, native_dense, gemm_block)
     plan, _, products = products_of(name, gpu=HOPPER)
     each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     seen: list[str] = []
@@ -161,7 +161,12 @@ def test_which_product_takes_so_many_rows(
         ("bf16", 32, True, {1: "native 1", 17: "native 17", 32: "native 32"}),
         ("bf16", 64, True, {1: "library 16", 16: "library 16", 17: "library 17"}),
         ("bf16", 256, True, {1: "library 16", 64: "library 64", 256: "library 256"}),
-        ("bfp8", 256, True, {1: "native 1", 16: "native 16", 17: "wide 17", 256: "wide 256"}),
+        (
+            "bfp8",
+            256,
+            True,
+            {1: "native 1", 16: "native 16", 17: "gemm_block 17", 256: "gemm_block 256"},
+        ),
         ("bfp4", 256, False, {1: "native 1", 64: "native 64", 65: "native 64, native 1"}),
     ],
 )
@@ -176,9 +181,9 @@ def test_strict_steps_take_a_weight_by_one_order_of_sums(
 
     Copies for cuBLAS do not change this. Prompts always use cuBLAS.
     """
-    take_no_rows(monkeypatch, native_wide)
+    take_no_rows(monkeypatch, gemm_block)
     if is_wide:
-        monkeypatch.setattr(native_wide, "rows_of", lambda held, same_bits: range(17, 513))
+        monkeypatch.setattr(gemm_block, "rows_of", lambda held, same_bits: range(17, 513))
     plan, _, products = products_of(
         name, gpu=HOPPER, max_rows=max_rows, arithmetic=STRICT, copies=Kinds(values=True)
     )
@@ -290,7 +295,7 @@ def take_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_a_product_in_parts_the_last_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     take_parts(monkeypatch)
-    take_no_rows(monkeypatch, native_wide)
+    take_no_rows(monkeypatch, gemm_block)
     plan, _, products = products_of("bfp8", gpu=HOPPER)
     first, seen = plan.products[0], []
     monkeypatch.setattr(native, "linear", lambda *_, alone, **__: seen.append(alone))
@@ -306,16 +311,16 @@ def test_only_strict_steps_keep_the_bits_of_few_rows(
     strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a weight with a split K. Other weights are not dequantized for prompts up to 512 rows."""
-    monkeypatch.setattr(native_wide, "_LEAST_WHOLE", 1)
+    monkeypatch.setattr(gemm_block, "_LEAST_WHOLE", 1)
     plan, _, products = products_of("bfp8", gpu=HOPPER, arithmetic=STRICT if strict else FAST)
     each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     ways: list[Any] = []
 
     def choose(held: Any, num_tokens: int, *, same_bits: bool) -> Any:
-        return native_wide.BlockTileConfig(8, 4, is_whole=not same_bits)
+        return gemm_block.BlockTileConfig(8, 4, is_whole=not same_bits)
 
-    monkeypatch.setattr(native_wide, "choose_way", choose)
-    monkeypatch.setattr(native_wide, "linear", lambda *_, way, **__: ways.append(way.is_whole))
+    monkeypatch.setattr(gemm_block, "choose_way", choose)
+    monkeypatch.setattr(gemm_block, "linear", lambda *_, way, **__: ways.append(way.is_whole))
     monkeypatch.setattr(products, "_library_product", lambda *_: ways.append("library"))
     rows, columns = each.weight.shape
     x = torch.zeros(300, columns, dtype=torch.bfloat16)
@@ -346,7 +351,7 @@ def test_large_weights_in_blocks_are_products_of_64_rows_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Measured as faster for shapes of an 8B model."""
-    take_no_rows(monkeypatch, native_wide)
+    take_no_rows(monkeypatch, gemm_block)
 
     def in_parts(kind: str, rows: int, columns: int) -> list[bool]:
         site = MatmulSite(shaped(kind, rows, columns), True, FAST, HOPPER)

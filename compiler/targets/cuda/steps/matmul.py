@@ -18,8 +18,8 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
 from tilewright.compiler.targets.cuda.kernels.elementwise.table import CPP, NormSite, bind_norm
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
-from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_triton import linear as coded_linear
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantise
@@ -114,10 +114,10 @@ class Products:
         if self._has_dense:
             nvrtc.load(device, native_dense.SOURCE, native_many.SOURCE)
         if is_native:
-            nvrtc.load(device, native.source(), native_wide.SOURCE)
+            nvrtc.load(device, native.source(), gemm_block.SOURCE)
             if any(weights.weight_of(op).format in native.CODED for op in plan.products):
-                nvrtc.load(device, native.coded_source(), native_wide.CODED_SOURCE)
-            self._arranged, self._fed = (native_wide.scratch(widest, device) for _ in range(2))
+                nvrtc.load(device, native.coded_source(), gemm_block.CODED_SOURCE)
+            self._arranged, self._fed = (gemm_block.scratch(widest, device) for _ in range(2))
             self._readers = readers_of(plan)
         norm = partial(NormSite, arithmetic, gpu, is_operand=True)
         self._norms = {
@@ -161,7 +161,7 @@ class Products:
         elif kernel == BLOCK:
             if norm is not None and not native.takes_norm(packed.num_columns):
                 x, norm = self._norm(x, norm, decodes), None
-            self._wide_product(each, out, x, packed, bias, norm, decodes)
+            self._gemm_block(each, out, x, packed, bias, norm, decodes)
         elif kernel == GEMV:
             self._native_product(each, out, x, packed, bias, norm, decodes)
         else:
@@ -230,10 +230,10 @@ class Products:
         least = tuning()["matmul"]["min_rows_before_mixer"]
         return mixer is not None and num_rows >= least["bf16" if is_late else "blocks"]
 
-    def _way(self, packed: PackedWeight, num_rows: int) -> native_wide.BlockTileConfig:
-        return native_wide.choose_way(packed, num_rows, same_bits=self._strict)
+    def _way(self, packed: PackedWeight, num_rows: int) -> gemm_block.BlockTileConfig:
+        return gemm_block.choose_way(packed, num_rows, same_bits=self._strict)
 
-    def _wide_product(
+    def _gemm_block(
         self,
         each: LinearOp,
         out: Tensor,
@@ -246,7 +246,7 @@ class Products:
         """Multiply all rows at once, with the layout of the only reader."""
         is_there, self._is_fed = self._is_fed, False
         out, feeds = self._fed_by(each, out, len(x), decodes)
-        native_wide.linear(
+        gemm_block.linear(
             out,
             x,
             packed,
@@ -263,7 +263,7 @@ class Products:
     def _fed_by(
         self, each: LinearOp, out: Tensor, num_rows: int, decodes: bool
     ) -> tuple[Tensor, int]:
-        """Return the output buffer and its slice count. If `wide.cu` is the only reader, the
+        """Return the output buffer and its slice count. If `gemm_block.cu` is the only reader, the
         output uses its layout. Otherwise the slices are 0.
         """
         reader = self._reader_of(each)
@@ -273,7 +273,7 @@ class Products:
         if bound.unaligned.at(num_rows) != BLOCK:
             return out, 0
         self._is_fed = True
-        return self._fed, native_wide.num_places(self._way(bound.packed, num_rows), num_rows)
+        return self._fed, gemm_block.num_places(self._way(bound.packed, num_rows), num_rows)
 
     def _native_product(
         self,

@@ -281,14 +281,14 @@ def test_codes_of_a_norm_are_those_of_its_rows(width: int, gpu: torch.device) ->
 
 @pytest.mark.gpu
 def test_what_feeds_a_product_of_blocks(gpu: torch.device) -> None:
-    """The output has the layout of `wide.cu`, for bfloat16 and for codes."""
-    from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
+    """The output has the layout of `gemm_block.cu`, for bfloat16 and for codes."""
+    from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
 
     held = weight("bf16", (16384, 2048), gpu, paired=True)
     down = weight("bfp8", (4096, 8192), gpu, paired=False)
     x = tokens(held, gpu)[:60]
     codes = codes_of((16384, 2048), 60, gpu, octaves=1)
-    way = native_wide.choose_way(down, 60)
+    way = gemm_block.choose_way(down, 60)
     for operands in (x, codes):
         out = torch.zeros(60, 8192, dtype=torch.bfloat16, device=gpu)
         native_dense.linear(out, operands, held, epilogue=native.SWIGLU)
@@ -297,11 +297,11 @@ def test_what_feeds_a_product_of_blocks(gpu: torch.device) -> None:
             wanted = swiglu_of(values(codes.x, codes.token_scales), dense)
             torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
         want, fed = torch.zeros(2, 60, 4096, device=gpu)
-        behind = native_wide.scratch(8192, gpu)
+        behind = gemm_block.scratch(8192, gpu)
         how = {"epilogue": native.STORE, "arranged": behind, "way": way}
-        native_wide.linear(want, out, down, **how)
+        gemm_block.linear(want, out, down, **how)
         behind.fill_(0xFF)
-        places = native_wide.num_places(way, 60)
+        places = gemm_block.num_places(way, 60)
         native_dense.linear(behind, operands, held, epilogue=native.SWIGLU, feeds=places)
-        native_wide.linear(fed, out, down, is_there=True, **how)
+        gemm_block.linear(fed, out, down, is_there=True, **how)
         assert torch.equal(fed, want)

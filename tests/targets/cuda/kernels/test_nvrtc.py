@@ -26,8 +26,8 @@ from tilewright.compiler.targets.cuda.kernels.experts import route as native_rou
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
-from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.errors import CompileError
 
 SOURCES = [
@@ -40,8 +40,8 @@ SOURCES = [
     native_router.SOURCE,
     native_experts.PRODUCTS,
     native_experts.MOE_SMALL,
-    native_wide.SOURCE,
-    native_wide.CODED_SOURCE,
+    gemm_block.SOURCE,
+    gemm_block.CODED_SOURCE,
     native_dense.SOURCE,
     native_many.SOURCE,
     exchange.SOURCE,

@@ -5,7 +5,7 @@
 
 constexpr int CHUNK = 64, CHUNK_BYTES = 128;  // columns of x that lie together, and a token's bytes
 
-// A column's piece in its chunk; see `arrange` in wide.cu.
+// A column's piece in its chunk; see `arrange` in gemm_block.cu.
 template <bool CODED> __device__ __forceinline__ int piece_of(int column) {
   return CODED ? (column >> 3 & 4) + (column >> 1 & 3) : column >> 1 & 7;
 }
@@ -17,7 +17,7 @@ __device__ __forceinline__ void finish_tile(const Product &p, int token, int til
                                             float (&sums)[MT][4]) {
   constexpr int AT_ONCE = MT < 4 ? MT : 4;
   if (tile >= p.num_tiles) return;
-  if (p.places) {  // as `arrange` of wide.cu does
+  if (p.places) {  // as `arrange` of gemm_block.cu does
     const int column = tile * 8 + g, piece = piece_of<CODED>(column);
     Product to = p;
     u8 *out = (u8 *)p.out + (size_t)(column / CHUNK) * p.places * CHUNK_BYTES +

@@ -233,7 +233,7 @@ def linear(
     """Run :func:`.native.linear` for ``x [M, K]``, bfloat16 or codes, with up to 128 rows.
 
     Rows are aligned to 16 bytes. With codes, ``packed`` may have any format. ``feeds``: see
-    :func:`.native_wide.linear`.
+    :func:`.gemm_block.linear`.
     """
     operand, weight = (x, packed.data) if isinstance(x, Tensor) else (x.x, x.weight)
     num_tokens = len(x)

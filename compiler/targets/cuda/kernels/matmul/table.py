@@ -18,8 +18,8 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
 )
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
 from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
-from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
@@ -109,7 +109,7 @@ def _has_library_order(site: MatmulSite) -> bool:
 
 
 def _block_rows(site: MatmulSite) -> range:
-    return native_wide.rows_of(site.weight, same_bits=site.arithmetic == STRICT)
+    return gemm_block.rows_of(site.weight, same_bits=site.arithmetic == STRICT)
 
 
 def _dense_rows(site: MatmulSite) -> range:

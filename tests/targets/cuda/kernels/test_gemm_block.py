@@ -1,4 +1,4 @@
-"""wide.cu: launches, compilation without spills, and results on a GPU."""
+"""gemm_block.cu: launches, compilation without spills, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ from tests.targets.cuda.kernels.test_native import (
     weight,
 )
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
-from tilewright.compiler.targets.cuda.kernels.matmul import wide as native_wide
 
 KINDS = ["bfp8", "bfp4", *native.CODED]
 BATCHES = [17, 33, 64, 65, 128, 192, 200, 384, 512]
 
 
 def source_of(kind: str) -> nvrtc.KernelSource:
-    return native_wide.CODED_SOURCE if kind in native.CODED else native_wide.SOURCE
+    return gemm_block.CODED_SOURCE if kind in native.CODED else gemm_block.SOURCE
 
 
 def ways_of(kind: str) -> dict[str, tuple[tuple[int, int], ...]]:
-    return native_wide.CODED_WAYS if kind in native.CODED else native_wide.WAYS
+    return gemm_block.CODED_WAYS if kind in native.CODED else gemm_block.WAYS
 
 
-def step_us(kind: str) -> dict[native_wide.BlockTileConfig, float]:
-    return native_wide._CODED_STEP_US if kind in native.CODED else native_wide._STEP_US
+def step_us(kind: str) -> dict[gemm_block.BlockTileConfig, float]:
+    return gemm_block._CODED_STEP_US if kind in native.CODED else gemm_block._STEP_US
 
 
 def test_what_it_takes() -> None:
     """Large weights take more rows. A split K takes rows only while faster."""
-    assert [n in native_wide.rows_of(shaped("bfp8", 28672, 4096)) for n in (16, 17, 512, 513)] == [
+    assert [n in gemm_block.rows_of(shaped("bfp8", 28672, 4096)) for n in (16, 17, 512, 513)] == [
         *(False, True, True, False)
     ]
-    assert [n in native_wide.rows_of(shaped("bfp4", 28672, 4096)) for n in (32, 33)] == [
+    assert [n in gemm_block.rows_of(shaped("bfp4", 28672, 4096)) for n in (32, 33)] == [
         False,
         True,
     ]
-    assert [n in native_wide.rows_of(shaped("bfp8", 6144, 4096)) for n in (16, 17, 256, 257)] == [
+    assert [n in gemm_block.rows_of(shaped("bfp8", 6144, 4096)) for n in (16, 17, 256, 257)] == [
         *(False, True, True, False)
     ]
-    assert [n in native_wide.rows_of(shaped("bfp8", 4096, 4096)) for n in (32, 33)] == [False, True]
+    assert [n in gemm_block.rows_of(shaped("bfp8", 4096, 4096)) for n in (32, 33)] == [False, True]
     large = [
-        n in native_wide.rows_of(shaped("bfp8", 8192, 8192), same_bits=False) for n in (512, 513)
+        n in gemm_block.rows_of(shaped("bfp8", 8192, 8192), same_bits=False) for n in (512, 513)
     ]
     assert large == [True, False], "of a whole K"
-    assert 64 not in native_wide.rows_of(shaped("bfp8", 48, 202))
-    assert 64 not in native_wide.rows_of(shaped("bf16", 48, 200))
+    assert 64 not in gemm_block.rows_of(shaped("bfp8", 48, 202))
+    assert 64 not in gemm_block.rows_of(shaped("bf16", 48, 200))
 
 
 @pytest.mark.parametrize("same_bits", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [4096, 28672])
 def test_what_is_chosen_is_there_and_fits(kind: str, rows: int, same_bits: bool) -> None:
-    held, room = shaped(kind, rows, 4096), native_wide.scratch(4096, torch.device("cpu")).numel()
-    for count in range(17, native_wide.MAX_TOKENS + 1):
-        way = native_wide.choose_way(held, count, same_bits=same_bits)
+    held, room = shaped(kind, rows, 4096), gemm_block.scratch(4096, torch.device("cpu")).numel()
+    for count in range(17, gemm_block.MAX_TOKENS + 1):
+        way = gemm_block.choose_way(held, count, same_bits=same_bits)
         assert way.kernel(held) in source_of(kind).names
         assert way.resident * (way.shared_bytes(held) + 2048) <= native.MOST_SHARED + 3072
         assert way.depth(held) >= 2
-        assert native_wide.num_places(way, count) * 4096 * 2 <= room
+        assert gemm_block.num_places(way, count) * 4096 * 2 <= room
         if same_bits and native.num_slices(held) > 1:
             assert way.kernel(held).startswith(("cut", "joined"))
 
@@ -78,33 +78,63 @@ def test_what_is_chosen_is_there_and_fits(kind: str, rows: int, same_bits: bool)
 @pytest.mark.parametrize(
     ("size", "names"),
     [
-        ((8192, 28672), ("wide_8_2", "wide_16_2", "wide_16_2", "wide_24_2", "wide_16_2")),
-        ((10240, 8192), ("wide_16_2", "wide_24_2", "wide_16_2", "wide_16_2", "wide_24_2")),
-        ((4096, 14336), ("cut_8_4", "wide_8_2", "wide_8_2", "wide_16_2", "wide_16_2")),
-        ((28672, 4096), ("wide_16_2", "wide_24_2", "wide_16_2", "wide_24_2", "wide_16_2")),
+        (
+            (8192, 28672),
+            (
+                "gemm_block_8_2",
+                "gemm_block_16_2",
+                "gemm_block_16_2",
+                "gemm_block_24_2",
+                "gemm_block_16_2",
+            ),
+        ),
+        (
+            (10240, 8192),
+            (
+                "gemm_block_16_2",
+                "gemm_block_24_2",
+                "gemm_block_16_2",
+                "gemm_block_16_2",
+                "gemm_block_24_2",
+            ),
+        ),
+        (
+            (4096, 14336),
+            ("cut_8_4", "gemm_block_8_2", "gemm_block_8_2", "gemm_block_16_2", "gemm_block_16_2"),
+        ),
+        (
+            (28672, 4096),
+            (
+                "gemm_block_16_2",
+                "gemm_block_24_2",
+                "gemm_block_16_2",
+                "gemm_block_24_2",
+                "gemm_block_16_2",
+            ),
+        ),
     ],
 )
 def test_many_tokens_take_the_way_that_fills_the_device(
     size: tuple[int, int], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With other bits, the fastest sizes on an H100 are selected, within a tolerance."""
-    monkeypatch.setattr(native_wide, "num_processors", lambda device: 132)
+    monkeypatch.setattr(gemm_block, "num_processors", lambda device: 132)
     held = shaped("bfp8", *size)
     ways = [
-        native_wide.choose_way(held, n, same_bits=False).kernel(held)
+        gemm_block.choose_way(held, n, same_bits=False).kernel(held)
         for n in (128, 192, 256, 384, 512)
     ]
     assert tuple(name.replace("_bfp8", "") for name in ways) == names
 
 
 def test_every_header_is_named_once() -> None:
-    check_headers(native_wide.SOURCE)
-    check_headers(native_wide.CODED_SOURCE)
+    check_headers(gemm_block.SOURCE)
+    check_headers(gemm_block.CODED_SOURCE)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize("source", [native_wide.SOURCE, native_wide.CODED_SOURCE])
+@pytest.mark.parametrize("source", [gemm_block.SOURCE, gemm_block.CODED_SOURCE])
 def test_it_compiles_without_spills_and_keeps_the_matrix_unit_fed(
     source: nvrtc.KernelSource, tmp_path: Path
 ) -> None:
@@ -117,8 +147,8 @@ def test_it_compiles_without_spills_and_keeps_the_matrix_unit_fed(
 
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
-    """A GPU for wide.cu."""
-    return gpu_of(device, native_wide.SOURCE)
+    """A GPU for gemm_block.cu."""
+    return gpu_of(device, gemm_block.SOURCE)
 
 
 @pytest.mark.gpu
@@ -134,18 +164,18 @@ def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.de
     want = x[:, : size[1]].double() @ unpack(held).double().T + bias
     few = torch.zeros(64, size[0], device=gpu)
     native.linear(few, x, held, epilogue=native.STORE, num_tokens=64, bias=bias)
-    arranged = native_wide.scratch(size[1], gpu)
+    arranged = gemm_block.scratch(size[1], gpu)
     for count in BATCHES:
         around = torch.full((514, size[0] + 8), NAN, device=gpu)
         out = around[:count, : size[0]]
         arranged.fill_(0xFF)
         how = {"arranged": arranged, "bias": bias}
-        native_wide.linear(out, x[:count], held, epilogue=native.STORE, **how)
+        gemm_block.linear(out, x[:count], held, epilogue=native.STORE, **how)
         torch.testing.assert_close(out.double(), want[:count], rtol=1e-4, atol=1e-4)
         assert bool(around[count:].isnan().all()) and bool(around[:, size[0] :].isnan().all())
         assert torch.equal(out[:64], few[: min(count, 64)])
         total = torch.ones(count, size[0], device=gpu)
-        native_wide.linear(total, x[:count], held, epilogue=native.ADD, **how)
+        gemm_block.linear(total, x[:count], held, epilogue=native.ADD, **how)
         assert torch.equal(total, 1 + out)
 
 
@@ -155,7 +185,7 @@ def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.de
 def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
     held = weight(kind, size, gpu, paired=False)
     x = torch.cat([tokens(held, gpu) for _ in range(5)])[:300]
-    arranged = native_wide.scratch(size[1], gpu)
+    arranged = gemm_block.scratch(size[1], gpu)
     want = torch.cat([x.new_zeros(64, size[0], dtype=torch.float32) for _ in range(5)])
     for first in range(0, 300, 64):
         part = slice(first, min(300, first + 64))
@@ -168,25 +198,25 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
     native.rms_norm(normed, raw, norm, eps=1e-5, num_tokens=300)
     both = [torch.empty(300, size[0], device=gpu) for _ in range(2)]
     how = {"epilogue": native.STORE, "arranged": arranged}
-    native_wide.linear(both[0], normed, held, **how)
-    native_wide.linear(both[1], raw, held, norm=(norm, 1e-5), **how)
+    gemm_block.linear(both[0], normed, held, **how)
+    gemm_block.linear(both[1], raw, held, norm=(norm, 1e-5), **how)
     assert torch.equal(*both)
-    cut = "cut" if native.num_slices(held) > 1 else "wide"
+    cut = "cut" if native.num_slices(held) > 1 else "gemm_block"
     ways = [
-        native_wide.BlockTileConfig(*way, resident)
+        gemm_block.BlockTileConfig(*way, resident)
         for way in ways_of(kind)[cut]
         for resident in (1, 2)
     ]
     if cut == "cut":
-        ways.append(native_wide.JOINED)
+        ways.append(gemm_block.JOINED)
     elif kind == "bfp8":
-        ways.append(native_wide.TALL)
+        ways.append(gemm_block.TALL)
     for way in ways:
         if way.depth(held) < 2:
             continue
         out = torch.full((300, size[0]), NAN, device=gpu)
         how = {"epilogue": native.STORE, "arranged": arranged, "way": way}
-        native_wide.linear(out, x, held, **how)
+        gemm_block.linear(out, x, held, **how)
         assert torch.equal(out, want[:300]), way
 
 
@@ -199,15 +229,15 @@ def test_every_way_of_a_whole_k(kind: str, gpu: torch.device) -> None:
     want = x[:, : held.num_columns].double() @ unpack(held).double().T
     bias, found = torch.randn(4096, device=gpu), []
     chosen = (each for each in step_us(kind) if each.is_whole)
-    for way in (native_wide.BlockTileConfig(4, 2, is_whole=True), *chosen):
+    for way in (gemm_block.BlockTileConfig(4, 2, is_whole=True), *chosen):
         out = torch.full((500, 4096), NAN, device=gpu)
-        arranged = native_wide.scratch(held.num_columns, gpu).fill_(0xFF)
+        arranged = gemm_block.scratch(held.num_columns, gpu).fill_(0xFF)
         how = {"arranged": arranged, "way": way}
-        native_wide.linear(out, x, held, epilogue=native.STORE, **how)
+        gemm_block.linear(out, x, held, epilogue=native.STORE, **how)
         total = torch.ones(500, 4096, device=gpu)
-        native_wide.linear(total, x, held, epilogue=native.ADD, **how)
+        gemm_block.linear(total, x, held, epilogue=native.ADD, **how)
         assert torch.equal(total, 1 + out)
-        native_wide.linear(total, x, held, epilogue=native.STORE, bias=bias, **how)
+        gemm_block.linear(total, x, held, epilogue=native.STORE, bias=bias, **how)
         assert torch.equal(total, out + bias)
         found.append(out)
     torch.testing.assert_close(found[0].double(), want, rtol=1e-4, atol=1e-4)
@@ -222,20 +252,20 @@ def test_swiglu(kind: str, gpu: torch.device) -> None:
     few = torch.zeros(64, 8192, dtype=torch.bfloat16, device=gpu)
     native.linear(few, x, held, epilogue=native.SWIGLU, num_tokens=64)
     out = torch.full((100, 8192), NAN, dtype=torch.bfloat16, device=gpu)
-    arranged = native_wide.scratch(2048, gpu)
-    native_wide.linear(out, x[:100], held, epilogue=native.SWIGLU, arranged=arranged)
+    arranged = gemm_block.scratch(2048, gpu)
+    gemm_block.linear(out, x[:100], held, epilogue=native.SWIGLU, arranged=arranged)
     assert torch.equal(out[:64], few) and bool(out.isfinite().all())
     down = weight(kind, (256, 8192), gpu, paired=False)
     want, fed = torch.zeros(100, 256, device=gpu), torch.zeros(100, 256, device=gpu)
-    behind = native_wide.scratch(8192, gpu)
+    behind = gemm_block.scratch(8192, gpu)
     how = {"epilogue": native.STORE, "arranged": behind}
-    native_wide.linear(want, out, down, **how)
+    gemm_block.linear(want, out, down, **how)
     behind.fill_(0xFF)
-    places = native_wide.num_places(native_wide.choose_way(down, 100), 100)
-    native_wide.linear(
+    places = gemm_block.num_places(gemm_block.choose_way(down, 100), 100)
+    gemm_block.linear(
         behind, x[:100], held, epilogue=native.SWIGLU, arranged=arranged, feeds=places
     )
-    native_wide.linear(fed, out, down, is_there=True, **how)
+    gemm_block.linear(fed, out, down, is_there=True, **how)
     assert torch.equal(fed, want)
 
 
@@ -247,20 +277,20 @@ def test_a_product_feeds_one_that_is_walked_over_whole(count: int, gpu: torch.de
     down = weight("bfp8", (4096, 8192), gpu, paired=False)
     x = torch.cat([tokens(held, gpu) for _ in range(8)])[:count]
     out = torch.zeros(count, 8192, dtype=torch.bfloat16, device=gpu)
-    arranged, behind = (native_wide.scratch(each, gpu) for each in (2048, 8192))
-    native_wide.linear(out, x, held, epilogue=native.SWIGLU, arranged=arranged)
-    for way in (each for each in native_wide._STEP_US if each.is_whole):
+    arranged, behind = (gemm_block.scratch(each, gpu) for each in (2048, 8192))
+    gemm_block.linear(out, x, held, epilogue=native.SWIGLU, arranged=arranged)
+    for way in (each for each in gemm_block._STEP_US if each.is_whole):
         want, fed = torch.zeros(2, count, 4096, device=gpu)
         how = {"epilogue": native.STORE, "arranged": behind, "way": way}
-        native_wide.linear(want, out, down, **how)
+        gemm_block.linear(want, out, down, **how)
         behind.fill_(0xFF)
-        native_wide.linear(
+        gemm_block.linear(
             behind,
             x,
             held,
             epilogue=native.SWIGLU,
             arranged=arranged,
-            feeds=native_wide.num_places(way, count),
+            feeds=gemm_block.num_places(way, count),
         )
-        native_wide.linear(fed, out, down, is_there=True, **how)
+        gemm_block.linear(fed, out, down, is_there=True, **how)
         assert torch.equal(fed, want), way

@@ -102,7 +102,7 @@ __device__ __forceinline__ void decode_quarter(u32 (&top)[4], u32 (&low)[4], con
   }
 }
 
-struct Wide {
+struct GemmBlock {
   Product product;  // x is the output of `arrange`, with `x_stride` tokens
   int depth;        // steps in flight
   int tiles;        // row tiles in a block of four groups
@@ -205,12 +205,12 @@ template <bool VALUE> struct Starts { static constexpr bool value = VALUE; };
 // are divided among C blocks (a cluster along z) with CUT groups each, for the same 64 rows. Slices
 // are added in order, as in gemm.cuh.
 template <int F, int MT, int G, int CUT, int C = 1>
-__device__ __forceinline__ void wide(const Wide &wide) {
+__device__ __forceinline__ void gemm_block(const GemmBlock &args) {
   using R = Ring<F, MT, G>;
   constexpr int TOKENS = MT * 8, RINGS = CUT > 1 ? CUT : 1;
   constexpr int OWN = CUT ? SLICES / (CUT * C) : 1;  // slices per group
   static_assert(CUT <= 1 || (G == 1 && OWN <= 2), "a group keeps two slices at most");
-  const Product &p = wide.product;
+  const Product &p = args.product;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 full[RINGS * MOST_DEPTH];
   __shared__ u32 left[RINGS * MOST_DEPTH];
@@ -218,8 +218,8 @@ __device__ __forceinline__ void wide(const Wide &wide) {
   const u32 part = CUT > 1 ? threadIdx.x >> 7 : 0, warp = (threadIdx.x >> 5) - 4 * part;
   const u32 share = (C > 1 ? blockIdx.z * CUT : 0) + part;
   constexpr bool TALL = CUT == 0 && G == 4;
-  const u32 taken = TALL ? wide.tiles : R::WARPS;  // row tiles per block
-  const u32 depth = wide.depth;
+  const u32 taken = TALL ? args.tiles : R::WARPS;  // row tiles per block
+  const u32 depth = args.depth;
   const u32 tile = TALL && warp >= taken ? p.num_tiles : blockIdx.y * taken + warp;
   const u32 begins = share * OWN * p.num_steps / SLICES;
   const u32 ends = CUT ? (share + 1) * OWN * p.num_steps / SLICES : p.num_steps;
@@ -376,14 +376,14 @@ __device__ __forceinline__ void wide(const Wide &wide) {
   if (C > 1) cluster_barrier();  // another block may still read this block's memory
 }
 
-// WIDE: unsplit K, groups with different rows. CUT: groups with different slices of K.
-#define WIDE(name, F, MT, G, BLOCKS)                                                              \
+// UNSPLIT: whole K, groups with different rows. CUT: groups with different slices of K.
+#define UNSPLIT(name, F, MT, G, BLOCKS)                                                           \
   extern "C" __global__ void __launch_bounds__(G * 128, BLOCKS)                                   \
-  wide_##name##_##MT##_##G(const Wide p) { wide<F, MT, G, 0>(p); }
+  gemm_block_##name##_##MT##_##G(const GemmBlock p) { gemm_block<F, MT, G, 0>(p); }
 #define CUT(name, F, MT, PARTS, BLOCKS)                                                           \
   extern "C" __global__ void __launch_bounds__(PARTS * 128, BLOCKS)                               \
-  cut_##name##_##MT##_##PARTS(const Wide p) { wide<F, MT, 1, PARTS>(p); }
+  cut_##name##_##MT##_##PARTS(const GemmBlock p) { gemm_block<F, MT, 1, PARTS>(p); }
 // JOINED: a cluster of C blocks divides the slices.
 #define JOINED(name, F, MT, C)                                                                    \
   extern "C" __global__ void __launch_bounds__(512, 1)                                            \
-  joined_##name##_##MT##_##C(const Wide p) { wide<F, MT, 1, 4, C>(p); }
+  joined_##name##_##MT##_##C(const GemmBlock p) { gemm_block<F, MT, 1, 4, C>(p); }

@@ -1,4 +1,4 @@
-"""Launcher for wide.cu: matmuls of 17 to 512 tokens with weights in block formats.
+"""Launcher for gemm_block.cu: matmuls of 17 to 512 tokens with weights in block formats.
 
 Excludes operand sources.
 """
@@ -66,7 +66,7 @@ class BlockTileConfig:
         """Return the kernel's name."""
         if self.joined > 1:
             return f"joined_{packed.kind}_{self.eights}_{self.joined}"
-        kind = "cut" if self._is_cut(packed) else "wide"
+        kind = "cut" if self._is_cut(packed) else "gemm_block"
         return f"{kind}_{packed.kind}_{self.eights}_{self.groups}"
 
     def row_tiles(self, packed: PackedWeight) -> int:
@@ -103,7 +103,7 @@ class BlockTileConfig:
 
 
 WAYS = {
-    "wide": ((4, 2), (8, 2), (16, 2), (24, 2)),
+    "gemm_block": ((4, 2), (8, 2), (16, 2), (24, 2)),
     "cut": ((4, 4), (8, 4), (8, 1)),
 }
 """Eights and groups with kernels, for a whole K and for slices."""
@@ -202,7 +202,7 @@ class _ArrangeNorm(ctypes.Structure):
     )
 
 
-class Wide(ctypes.Structure):
+class GemmBlock(ctypes.Structure):
     """Kernel arguments."""
 
     _fields_ = (
@@ -212,7 +212,7 @@ class Wide(ctypes.Structure):
 
 
 SOURCE = nvrtc.KernelSource(
-    Path(__file__).with_name("wide.cu"),
+    Path(__file__).with_name("gemm_block.cu"),
     (
         "arrange",
         "arrange_norm",
@@ -223,7 +223,7 @@ SOURCE = nvrtc.KernelSource(
             for eights, groups in ways
         ),
         *(f"joined_{kind}_{JOINED.eights}_{JOINED.joined}" for kind in TILE_BYTES),
-        f"wide_bfp8_{TALL.eights}_{TALL.groups}",
+        f"gemm_block_bfp8_{TALL.eights}_{TALL.groups}",
     ),
     headers=(
         "primitives.cuh",
@@ -231,13 +231,13 @@ SOURCE = nvrtc.KernelSource(
         "tiles.cuh",
         "finish.cuh",
         "norm.cuh",
-        "wide.cuh",
+        "gemm_block.cuh",
     ),
     structures=(
         ("Arrange", _Arrange),
         ("ArrangeNorm", _ArrangeNorm),
         ("Product", Product),
-        ("Wide", Wide),
+        ("GemmBlock", GemmBlock),
     ),
 )
 
@@ -375,6 +375,6 @@ def _launch(product: Product, packed: PackedWeight, way: BlockTileConfig) -> Non
     row_blocks = -(-packed.num_row_tiles // tiles)
     blocks = product.x_stride // (8 * way.eights), row_blocks, way.joined
     at = nvrtc.Launch(blocks, 128 * way.groups, shared, cluster=(1, 1, way.joined))
-    arguments = Wide(product=product, depth=depth, tiles=tiles)
+    arguments = GemmBlock(product=product, depth=depth, tiles=tiles)
     source = CODED_SOURCE if packed.format in CODED else SOURCE
     nvrtc.launch(source, way.kernel(packed), at=at, arguments=arguments)

@@ -4,7 +4,7 @@
 // here.
 
 #include "norm.cuh"
-#include "wide.cuh"
+#include "gemm_block.cuh"
 
 struct Arrange {
   const u16 *x;  // bf16 [num_tokens, x_stride] with num_columns values
@@ -58,19 +58,19 @@ extern "C" __global__ void __launch_bounds__(256) arrange_norm(const ArrangeNorm
   normalise_by(p.x + (size_t)place * p.x_stride, p.norm, p.num_columns, p.padded, p.eps, put);
 }
 
-WIDE(bfp8, BFP8, 4, 2, 2)
-WIDE(bfp8, BFP8, 8, 2, 2)
-WIDE(bfp8, BFP8, 16, 2, 2)
-WIDE(bfp8, BFP8, 24, 2, 1)
-WIDE(bfp8, BFP8, 4, 4, 1)
+UNSPLIT(bfp8, BFP8, 4, 2, 2)
+UNSPLIT(bfp8, BFP8, 8, 2, 2)
+UNSPLIT(bfp8, BFP8, 16, 2, 2)
+UNSPLIT(bfp8, BFP8, 24, 2, 1)
+UNSPLIT(bfp8, BFP8, 4, 4, 1)
 CUT(bfp8, BFP8, 4, 4, 1)
 CUT(bfp8, BFP8, 8, 4, 1)
 CUT(bfp8, BFP8, 8, 1, 3)
 JOINED(bfp8, BFP8, 8, 2)
-WIDE(bfp4, BFP4, 4, 2, 2)
-WIDE(bfp4, BFP4, 8, 2, 2)
-WIDE(bfp4, BFP4, 16, 2, 2)
-WIDE(bfp4, BFP4, 24, 2, 1)
+UNSPLIT(bfp4, BFP4, 4, 2, 2)
+UNSPLIT(bfp4, BFP4, 8, 2, 2)
+UNSPLIT(bfp4, BFP4, 16, 2, 2)
+UNSPLIT(bfp4, BFP4, 24, 2, 1)
 CUT(bfp4, BFP4, 4, 4, 1)
 CUT(bfp4, BFP4, 8, 4, 1)
 CUT(bfp4, BFP4, 8, 1, 3)
