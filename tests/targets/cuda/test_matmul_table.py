@@ -24,8 +24,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
     STRICT,
 )
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block, gemm_swiglu_bf16
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul import table as matmul_table
 from tilewright.compiler.targets.cuda.steps import matmul
@@ -66,7 +65,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(native, "linear", recorded("gemv", shows=("alone",)))
     monkeypatch.setattr(gemm_block, "linear", recorded("block", shows=("way", "alone", "feeds")))
     monkeypatch.setattr(native_dense, "linear", recorded("dense", shows=("alone", "feeds")))
-    monkeypatch.setattr(native_many, "swiglu", recorded("swiglu", shows=("alone",)))
+    monkeypatch.setattr(gemm_swiglu_bf16, "swiglu", recorded("swiglu", shows=("alone",)))
     names = {"store_product": "cublas", "add_product": "cublas", "triton_linear": "triton"}
     names |= {"coded_linear": "coded", "decode_rows": "decode"}
     names |= {"codes_product": "cublas e4m3", "scaled_product": "cublas e4m3"}

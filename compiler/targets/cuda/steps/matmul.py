@@ -17,8 +17,7 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm
 from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
 from tilewright.compiler.targets.cuda.kernels.elementwise.table import CPP, NormSite, bind_norm
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block, gemm_swiglu_bf16
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_triton import linear as coded_linear
@@ -112,7 +111,7 @@ class Products:
         self._is_fed = False  # whether the next matmul's input is packed already
         self._has_dense = is_native and arithmetic == FAST
         if self._has_dense:
-            nvrtc.load(device, native_dense.SOURCE, native_many.SOURCE)
+            nvrtc.load(device, native_dense.SOURCE, gemm_swiglu_bf16.SOURCE)
         if is_native:
             nvrtc.load(device, native.source(), gemm_block.SOURCE)
             if any(weights.weight_of(op).format in native.CODED for op in plan.products):
@@ -140,7 +139,7 @@ class Products:
             x = self._norm(x, norm, decodes)
             weight = packed.data if bound.values is None else bound.values
             alone = self._is_alone(each, packed, len(x))
-            native_many.swiglu(out, x, weight, packed, bias=bias, alone=alone)
+            gemm_swiglu_bf16.swiglu(out, x, weight, packed, bias=bias, alone=alone)
         elif kernel == DENSE:
             self._dense_product(each, out, self._norm(x, norm, decodes), packed, bias, decodes)
         elif kernel == CUBLAS:

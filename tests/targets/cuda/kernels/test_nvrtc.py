@@ -25,8 +25,7 @@ from tilewright.compiler.targets.cuda.kernels.experts import experts as native_e
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block, gemm_swiglu_bf16
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.errors import CompileError
 
@@ -43,7 +42,7 @@ SOURCES = [
     gemm_block.SOURCE,
     gemm_block.CODED_SOURCE,
     native_dense.SOURCE,
-    native_many.SOURCE,
+    gemm_swiglu_bf16.SOURCE,
     exchange.SOURCE,
 ]
 HEAD = """

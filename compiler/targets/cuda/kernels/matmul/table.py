@@ -17,8 +17,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
     bind,
 )
 from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block, gemm_swiglu_bf16
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
@@ -122,7 +121,7 @@ def _swiglu_rows(site: MatmulSite) -> tuple[range, ...]:
     packed = site.weight
     if not packed.is_paired or not site.is_aligned or site.has_codes:
         return ()
-    found = native_many.rows_of(packed.num_rows, num_processors(packed.data.device))
+    found = gemm_swiglu_bf16.rows_of(packed.num_rows, num_processors(packed.data.device))
     if packed.kind != "bf16":
         return _within(found, _library_rows(site))
     for rows in _within(site.fed, _dense_rows(site)):

@@ -1,4 +1,4 @@
-"""Launcher for dense_many.cu: matmul with SwiGLU for large batches and bfloat16 weights.
+"""Launcher for gemm_swiglu_bf16.cu: matmul with SwiGLU for large batches and bfloat16 weights.
 
 Excludes operand sources.
 """
@@ -47,8 +47,8 @@ _FEW_TURNS: int = _TUNING["few_turns"]
 _SHARE_OF_FEW: float = _TUNING["min_share_of_few_turns"]
 
 
-class _Many(ctypes.Structure):
-    """C++ `Many`."""
+class _GemmSwiGLU(ctypes.Structure):
+    """C++ `GemmSwiGLU`."""
 
     _fields_ = (
         *((name, TensorMap) for name in ("weight", "x", "out")),
@@ -85,7 +85,7 @@ class SwiGLUTileConfig:
     def kernel(self) -> str:
         """Return the kernel's name."""
         if not self.turned:
-            return f"many_{self.eights}"
+            return f"gemm_swiglu_{self.eights}"
         return f"turned_{'rows' if self.shares_rows else 'tokens'}_{self.eights}"
 
     @property
@@ -113,13 +113,13 @@ class SwiGLUTileConfig:
         return 0 if self.turned else 8 * self.eights * CHUNK_BYTES
 
 
-_PATH = Path(__file__).with_name("dense_many.cu")
+_PATH = Path(__file__).with_name("gemm_swiglu_bf16.cu")
 
 MADE = tuple(
     (kind == "TURNED", int(eights))
-    for kind, eights in re.findall(r"^(MANY|TURNED)\((\d+)\)", _PATH.read_text(), re.M)
+    for kind, eights in re.findall(r"^(GEMM_SWIGLU|TURNED)\((\d+)\)", _PATH.read_text(), re.M)
 )
-"""``turned`` and ``eights`` for each kernel in dense_many.cu."""
+"""``turned`` and ``eights`` for each kernel in gemm_swiglu_bf16.cu."""
 
 SOURCE = nvrtc.KernelSource(
     _PATH,
@@ -131,7 +131,7 @@ SOURCE = nvrtc.KernelSource(
         }
     ),
     headers=("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "finish.cuh", "dense.cuh"),
-    structures=(("TensorMap", TensorMap), ("Product", Product), ("Many", _Many)),
+    structures=(("TensorMap", TensorMap), ("Product", Product), ("GemmSwiGLU", _GemmSwiGLU)),
 )
 
 
@@ -197,7 +197,7 @@ def swiglu(
     product = product_arguments(out, packed, epilogue=SWIGLU, num_tokens=num_tokens, bias=bias)
     product.alone, product.scale = alone, 1.0  # these are the values themselves
     rows, tokens = way.block
-    arguments = _Many(
+    arguments = _GemmSwiGLU(
         weight=map_of(weight[: packed.num_rows], rows // 2 if way.shares_rows else rows),
         x=map_of(x, tokens if way.shares_rows else tokens // 2),
         product=product,

@@ -7,8 +7,7 @@ import torch
 
 from tests.targets.cuda.test_steps_matmul import products_of, take_no_rows
 from tilewright.compiler.targets.cuda.kernels.common.table import FAST, HOPPER, STRICT
-from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block, gemm_swiglu_bf16
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds
 
 
@@ -31,10 +30,10 @@ def test_gate_and_up_of_many_rows_take_the_librarys_place(
     """Of many rows whose blocks fill the device, where no bits are promised and the weight's values
     are held; no other product.
     """
-    monkeypatch.setattr(native_many, "rows_of", lambda rows, processors: (range(101, 300),))
+    monkeypatch.setattr(gemm_swiglu_bf16, "rows_of", lambda rows, processors: (range(101, 300),))
     seen: list[int] = []
     take_no_rows(monkeypatch, gemm_block)
-    monkeypatch.setattr(native_many, "swiglu", lambda out, x, *_, **__: seen.append(len(x)))
+    monkeypatch.setattr(gemm_swiglu_bf16, "swiglu", lambda out, x, *_, **__: seen.append(len(x)))
     plan, _, products = products_of(
         name, gpu=HOPPER, arithmetic=STRICT if strict else FAST, copies=copies, max_rows=64
     )

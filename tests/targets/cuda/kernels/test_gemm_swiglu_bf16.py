@@ -1,4 +1,4 @@
-"""dense_many.cu: launches, and results on a GPU."""
+"""gemm_swiglu_bf16.cu: launches, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.targets.cuda.kernels.test_native import NAN, check_headers, gpu_of, swiglu_of, weight
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
-from tilewright.compiler.targets.cuda.kernels.matmul import dense_many as native_many
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_swiglu_bf16
 from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
-from tilewright.compiler.targets.cuda.kernels.matmul.dense_many import SwiGLUTileConfig
+from tilewright.compiler.targets.cuda.kernels.matmul.gemm_swiglu_bf16 import SwiGLUTileConfig
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
 
@@ -36,11 +36,11 @@ BLOCKS = st.integers(1, 2048).map(lambda count: 16 * count)
     ],
 )
 def test_ways_of_usual_shapes(num_rows: int, num_tokens: int, way: SwiGLUTileConfig) -> None:
-    assert native_many.choose_way(num_rows, num_tokens, H200) == way
+    assert gemm_swiglu_bf16.choose_way(num_rows, num_tokens, H200) == way
 
 
 def takes(num_rows: int, num_tokens: int, processors: int) -> bool:
-    return any(num_tokens in rows for rows in native_many.rows_of(num_rows, processors))
+    return any(num_tokens in rows for rows in gemm_swiglu_bf16.rows_of(num_rows, processors))
 
 
 def test_what_it_takes() -> None:
@@ -57,7 +57,7 @@ def test_what_it_takes() -> None:
 
 @given(
     num_rows=BLOCKS,
-    num_tokens=st.integers(1, native_many.MAX_TOKENS),
+    num_tokens=st.integers(1, gemm_swiglu_bf16.MAX_TOKENS),
     processors=st.integers(64, 160),
 )
 def test_every_way_covers_the_product_and_fits(
@@ -67,10 +67,10 @@ def test_every_way_covers_the_product_and_fits(
 
     Clusters are complete.
     """
-    for turned, eights in native_many.MADE:
-        way = native_many.way_of(eights, num_rows, num_tokens, processors, turned=turned)
+    for turned, eights in gemm_swiglu_bf16.MADE:
+        way = gemm_swiglu_bf16.way_of(eights, num_rows, num_tokens, processors, turned=turned)
         rows, tokens = way.block
-        assert way.kernel in native_many.SOURCE.names
+        assert way.kernel in gemm_swiglu_bf16.SOURCE.names
         assert way.columns * way.rows <= processors
         assert (way.columns if way.shares_rows else way.rows) % 2 == 0
         assert way.columns * tokens >= num_tokens and way.turns * way.rows * rows >= num_rows
@@ -78,13 +78,13 @@ def test_every_way_covers_the_product_and_fits(
 
 
 def test_every_header_is_named_once() -> None:
-    check_headers(native_many.SOURCE)
+    check_headers(gemm_swiglu_bf16.SOURCE)
 
 
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
-    """A GPU for dense_many.cu."""
-    return gpu_of(device, native_many.SOURCE)
+    """A GPU for gemm_swiglu_bf16.cu."""
+    return gpu_of(device, gemm_swiglu_bf16.SOURCE)
 
 
 def check(x: Tensor, held: PackedWeight, rows: Tensor, way: SwiGLUTileConfig, bias: Tensor) -> None:
@@ -95,7 +95,7 @@ def check(x: Tensor, held: PackedWeight, rows: Tensor, way: SwiGLUTileConfig, bi
     out = around[:count, :width]
     for _ in range(3):
         before = out.clone()
-        native_many.swiglu(out, x, rows, held, bias=bias, way=way)
+        gemm_swiglu_bf16.swiglu(out, x, rows, held, bias=bias, way=way)
         torch.testing.assert_close(out.double(), want, rtol=2**-7, atol=2e-3)
         assert bool(before.isnan().all()) or torch.equal(before, out)
         assert bool(around[count:].isnan().all()) and bool(around[:, width:].isnan().all())
@@ -112,9 +112,9 @@ def test_every_way(size: tuple[int, int], gpu: torch.device) -> None:
     rows = held.data[: size[0], : size[1]]
     for count in (65, 129, 200, 256, 500, 1100):
         x = torch.randn(count, size[1], device=gpu).bfloat16()
-        for turned, eights in native_many.MADE:
+        for turned, eights in gemm_swiglu_bf16.MADE:
             for processors in (132, 16):
-                way = native_many.way_of(eights, size[0], count, processors, turned=turned)
+                way = gemm_swiglu_bf16.way_of(eights, size[0], count, processors, turned=turned)
                 check(x, held, rows, way, bias)
 
 
@@ -134,7 +134,7 @@ def test_products_in_a_graph_wait_for_each_other(gpu: torch.device) -> None:
     def run() -> None:
         for each, place in zip(others, kept, strict=True):
             native.rms_norm(x, each, norm, eps=1e-5, num_tokens=count)
-            native_many.swiglu(out, x, rows, held)
+            gemm_swiglu_bf16.swiglu(out, x, rows, held)
             place.copy_(out)
 
     run()
@@ -162,4 +162,6 @@ def test_values_of_blocks(gpu: torch.device) -> None:
     held = weight("bfp8", (2048, 512), gpu, paired=True)
     rows = hold(unpack(held).float(), "bf16", paired=False).data
     x = torch.randn(300, 512, device=gpu).bfloat16()
-    check(x, held, rows, native_many.choose_way(2048, 300, H200), torch.zeros(2048, device=gpu))
+    check(
+        x, held, rows, gemm_swiglu_bf16.choose_way(2048, 300, H200), torch.zeros(2048, device=gpu)
+    )

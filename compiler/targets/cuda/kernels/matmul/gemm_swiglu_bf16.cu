@@ -4,7 +4,7 @@
 
 #include "dense.cuh"
 
-struct Many {
+struct GemmSwiGLU {
   TensorMap weight, x, out;  // [N, K], [M, K], [M, N / 2], in 128-byte boxes per row
   Product product;           // its operands are not read
   int num_chunks;            // 128 bytes of K each
@@ -119,21 +119,22 @@ __device__ __forceinline__ void write_swiglu(const Product &p, int token, int ro
 // and all rows per group. A further warp starts the copies: the block's own operand, and half the
 // cluster's common operand, which is tokens or (ROWS) weight rows. A cluster processes row blocks
 // without a gap. The store of a block overlaps with the next block.
-template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(const Many &many) {
+template <int MT, bool TURNED, bool ROWS>
+__device__ __forceinline__ void gemm_swiglu(const GemmSwiGLU &args) {
   constexpr u32 FIRST_BYTES = 128 * 128, BYTES = FIRST_BYTES + MT * 8 * 128;
   constexpr u32 BLOCK_ROWS = TURNED ? MT * 8 : 128, TOKENS = TURNED ? 128 : MT * 8;
   constexpr int THREADS = 256, WARPS = THREADS / 32;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 full[MOST_CHUNKS], empty[MOST_CHUNKS];
-  const Product &p = many.product;
+  const Product &p = args.product;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = threadIdx.x >> 7;
-  const u32 ring = (shared_address(memory) + 1023) & ~1023u, depth = many.depth;
+  const u32 ring = (shared_address(memory) + 1023) & ~1023u, depth = args.depth;
   const u32 out = ring + depth * BYTES, at_full = shared_address(full);
-  const u32 at_empty = shared_address(empty), num_steps = many.num_chunks;
+  const u32 at_empty = shared_address(empty), num_steps = args.num_chunks;
   const u32 rank = (ROWS ? blockIdx.x : blockIdx.y) & 1;
   const u32 first = ROWS ? blockIdx.y : blockIdx.y & ~1u;  // the cluster's first row block
-  const u32 turns = first < many.num_blocks
-                        ? (many.num_blocks - first + gridDim.y - 1) / gridDim.y : 0;
+  const u32 turns = first < args.num_blocks
+                        ? (args.num_blocks - first + gridDim.y - 1) / gridDim.y : 0;
   const u32 count = turns * num_steps;
   auto weights = [&](u32 i, u32 slot) {
     const u32 turn = i / num_steps, column = (i - turn * num_steps) * 64;
@@ -141,18 +142,18 @@ template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(c
     const u32 to = ring + slot * BYTES + (TURNED ? FIRST_BYTES : 0);
     arrive_for(barrier, BYTES);
     if (ROWS)
-      copy_box_to_both(to + rank * (BLOCK_ROWS * 64), many.weight, column,
+      copy_box_to_both(to + rank * (BLOCK_ROWS * 64), args.weight, column,
                        row + rank * (BLOCK_ROWS / 2), barrier, ONCE);
     else
-      copy_box(to, many.weight, column, row, barrier, ONCE);
+      copy_box(to, args.weight, column, row, barrier, ONCE);
   };
   auto tokens = [&](u32 i, u32 slot) {
     const u32 column = i % num_steps * 64, token = blockIdx.x * TOKENS;
     const u32 to = ring + slot * BYTES + (TURNED ? 0 : FIRST_BYTES), barrier = at_full + 8 * slot;
     if (ROWS)
-      copy_box(to, many.x, column, token, barrier, OFTEN);
+      copy_box(to, args.x, column, token, barrier, OFTEN);
     else
-      copy_box_to_both(to + rank * (TOKENS * 64), many.x, column, token + rank * (TOKENS / 2),
+      copy_box_to_both(to + rank * (TOKENS * 64), args.x, column, token + rank * (TOKENS / 2),
                        barrier, OFTEN);
   };
   const bool asks = warp == WARPS && lane == 0;
@@ -229,7 +230,7 @@ template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(c
       put_swiglu<MT>(p, place, (block * 8 + column) * 16 + (lane >> 2), acc);
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       wait_for_groups_of_warps(THREADS);
-      if (threadIdx.x == 0) store_box(many.out, out, block * 64, blockIdx.x * TOKENS);
+      if (threadIdx.x == 0) store_box(args.out, out, block * 64, blockIdx.x * TOKENS);
     }
     if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     __syncwarp();
@@ -237,17 +238,17 @@ template <int MT, bool TURNED, bool ROWS> __device__ __forceinline__ void many(c
   cluster_barrier();  // the other block may still write to this block's memory
 }
 
-#define MANY(MT)                                                                                  \
+#define GEMM_SWIGLU(MT)                                                                           \
   extern "C" __global__ void __launch_bounds__(288, 1)                                            \
-  many_##MT(const __grid_constant__ Many p) { many<MT, false, false>(p); }
+  gemm_swiglu_##MT(const __grid_constant__ GemmSwiGLU p) { gemm_swiglu<MT, false, false>(p); }
 #define TURNED(MT)                                                                                \
   extern "C" __global__ void __launch_bounds__(288, 1)                                            \
-  turned_tokens_##MT(const __grid_constant__ Many p) { many<MT, true, false>(p); }                \
+  turned_tokens_##MT(const __grid_constant__ GemmSwiGLU p) { gemm_swiglu<MT, true, false>(p); }   \
   extern "C" __global__ void __launch_bounds__(288, 1)                                            \
-  turned_rows_##MT(const __grid_constant__ Many p) { many<MT, true, true>(p); }
+  turned_rows_##MT(const __grid_constant__ GemmSwiGLU p) { gemm_swiglu<MT, true, true>(p); }
 
-MANY(24)
-MANY(28)
-MANY(32)
+GEMM_SWIGLU(24)
+GEMM_SWIGLU(28)
+GEMM_SWIGLU(32)
 TURNED(24)
 TURNED(28)
