@@ -143,8 +143,8 @@ def test_every_kernel_is_asked_for() -> None:
         for head_dim in re.findall(r"^ALL\((\d+)\)", _source(), re.M)
         for count in eights
     ]
-    of_few = re.findall(r"^FEW\((\w+), \w+, (\d+)\)", _few(), re.M)
-    made += [f"attend_few_{kind}_{head_dim}" for kind, head_dim in of_few]
+    of_small_m = re.findall(r"^SMALL_M\((\w+), \w+, (\d+)\)", _small_m(), re.M)
+    made += [f"attend_small_m_{kind}_{head_dim}" for kind, head_dim in of_small_m]
     assert sorted(made) == sorted(native_attention.SOURCE.names)
     assert sorted(native_attention.SOURCE.large_clusters) == sorted(made[-2:])
 
@@ -160,8 +160,8 @@ def test_sizes_of_both_sides_agree() -> None:
     assert f"constexpr int PAGE = {PAGE}, WARPS = {native_attention._WARPS};" in _source()
     blocks, teams = Spread.num_joined, native_attention._TEAMS
     assert Spread.group_splits == attention_shares.MOST_SPLITS
-    assert f"constexpr int JOINED = {blocks}, TEAMS = {teams};" in _few()
-    assert f"constexpr int CLUSTER_SPLITS = {attention_shares.CLUSTER_SPLITS};" in _few()
+    assert f"constexpr int JOINED = {blocks}, TEAMS = {teams};" in _small_m()
+    assert f"constexpr int CLUSTER_SPLITS = {attention_shares.CLUSTER_SPLITS};" in _small_m()
     most = attention_shares.SHORT_PAGES // attention_shares.MOST_SPLITS
     path = native_attention.SOURCE.path.with_name("attention_tiles.cuh")
     assert f"constexpr int MOST_PAGES = {most};" in path.read_text()
@@ -171,8 +171,8 @@ def _source() -> str:
     return native_attention.SOURCE.path.read_text()
 
 
-def _few() -> str:
-    return native_attention.SOURCE.path.with_name("attention_few.cuh").read_text()
+def _small_m() -> str:
+    return native_attention.SOURCE.path.with_name("attention_small_m.cuh").read_text()
 
 
 @pytest.mark.parametrize(

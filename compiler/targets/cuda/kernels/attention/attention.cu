@@ -464,5 +464,5 @@ ALL(128)
 ALL(256)
 
 #ifndef GENERATED
-#include "attention_few.cuh"
+#include "attention_small_m.cuh"
 #endif

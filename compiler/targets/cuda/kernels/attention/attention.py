@@ -14,9 +14,9 @@ import torch
 from tilewright.compiler.targets.cuda.kernels.attention.decode_triton import DecodeScratch
 from tilewright.compiler.targets.cuda.kernels.attention.split import (
     CLUSTER_SPLITS,
-    FEW_PAGES,
     MOST_SPLITS,
     SHORT_PAGES,
+    SPREAD_PAGES,
     SplitKV,
     Spread,
     choose_share,
@@ -30,7 +30,7 @@ HEAD_DIMS = (64, 96, 128, 256)
 MAX_GROUP_HEADS = 16
 """Maximum number of query heads for a key/value head."""
 
-MOST_FEW_HEADS = 8
+MAX_SPREAD_HEADS = 8
 """Maximum number of query heads for a key/value head in the kernel with clusters of sixteen
 blocks.
 """
@@ -54,7 +54,7 @@ class _AttentionParams(ctypes.Structure):
     )
 
 
-_FEW_NAMES = tuple(f"attend_few_bf16_{d}" for d in FEW_PAGES)
+_SMALL_M_NAMES = tuple(f"attend_small_m_bf16_{d}" for d in SPREAD_PAGES)
 SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("attention.cu"),
     tuple(
@@ -64,17 +64,17 @@ SOURCE = nvrtc.KernelSource(
         for d in HEAD_DIMS
         for n in (1, 2)
     )
-    + _FEW_NAMES,
+    + _SMALL_M_NAMES,
     headers=(
         "primitives.cuh",
         "attention_primitives.cuh",
         "attention_pages.cuh",
         "attention_bfp8.cuh",
         "attention_tiles.cuh",
-        "attention_few.cuh",
+        "attention_small_m.cuh",
     ),
     structures=(("Attend", _AttentionParams),),
-    large_clusters=_FEW_NAMES,
+    large_clusters=_SMALL_M_NAMES,
 )
 
 
@@ -162,7 +162,7 @@ def _launch(
     """Launch the kernel for the page format, head count and KV split."""
     if isinstance(share, Spread):
         at = _spread_launch(share, pages, num_rows)
-        nvrtc.launch(SOURCE, f"attend_few_bf16_{pages.head_dim}", at=at, arguments=arguments)
+        nvrtc.launch(SOURCE, f"attend_small_m_bf16_{pages.head_dim}", at=at, arguments=arguments)
         return
     way = "attend" if share.num_begun == share.num_groups else "walk"
     kind = _kind(pages)
@@ -189,7 +189,7 @@ def _spread_launch(share: Spread, pages: KVPages, num_rows: int) -> nvrtc.Launch
     return nvrtc.Launch(
         blocks=(Spread.num_joined, num_rows, pages.num_kv_heads * share.num_clusters),
         num_threads=32 * _TEAMS * num_parts(pages.head_dim),
-        shared=_few_bytes(pages.head_dim, most_splits),
+        shared=_small_m_bytes(pages.head_dim, most_splits),
         cluster=(Spread.num_joined, 1, 1),
     )
 
@@ -197,12 +197,12 @@ def _spread_launch(share: Spread, pages: KVPages, num_rows: int) -> nvrtc.Launch
 def _fits(share: Spread, pages: KVPages, num_rows: int, group_heads: int) -> bool:
     """Return whether the kernel supports pages and heads and all clusters are resident at once."""
     if (
-        group_heads > MOST_FEW_HEADS
-        or pages.head_dim not in FEW_PAGES
+        group_heads > MAX_SPREAD_HEADS
+        or pages.head_dim not in SPREAD_PAGES
         or pages.exponents is not None
     ):
         return False
-    at, name = _spread_launch(share, pages, 1), f"attend_few_bf16_{pages.head_dim}"
+    at, name = _spread_launch(share, pages, 1), f"attend_small_m_bf16_{pages.head_dim}"
     room = nvrtc.clusters_at_once(SOURCE, name, at, torch.cuda.current_device())
     return num_rows * pages.num_kv_heads * share.num_clusters <= room
 
@@ -225,9 +225,9 @@ def _check_operands(
     assert out.stride(1) == 1 and out.stride(0) % 4 == 0 and out.data_ptr() % 8 == 0
 
 
-def _few_bytes(head_dim: int, num_splits: int) -> int:
-    """Return the size of `SpreadShared` in attention_few.cuh with the cluster's messages, rounded
-    up.
+def _small_m_bytes(head_dim: int, num_splits: int) -> int:
+    """Return the size of `SpreadShared` in attention_small_m.cuh with the cluster's messages,
+    rounded up.
     """
     parts = num_parts(head_dim)
     token = 12 * head_dim + 8 * (2 * head_dim + 64) + 48 * parts

@@ -20,7 +20,7 @@ REACHES = (8, SHORT_PAGES)
 A launch over a longer table starts idle blocks for short contexts, and their start takes time.
 """
 
-MANY_BLOCKS = 768
+TARGET_BLOCKS = 768
 """Approximate number of blocks for a single row over a long table, with a block for each split. It
 determines the number of groups.
 """
@@ -51,14 +51,14 @@ MAX_GROUPS = 16
 """Maximum number of split groups for a row."""
 
 _TUNING = tuning()["attention"]["spread"]
-FEW_PAGES = {int(dim): range(*pages) for dim, pages in _TUNING["pages"].items()}
+SPREAD_PAGES = {int(dim): range(*pages) for dim, pages in _TUNING["pages"].items()}
 """Table widths in pages that use a :class:`Spread` for few rows, by head size.
 
 Up to eight pages, a split has at most one page. The ranges balance the gain of long rows against
 the loss of short rows.
 """
 
-MOST_FEW_CLUSTERS: int = _TUNING["max_clusters"]
+MAX_SPREAD_CLUSTERS: int = _TUNING["max_clusters"]
 """Maximum number of resident clusters with sixteen blocks, two for every eighth of a GPU. Half
 as many if a block has twice the threads.
 """
@@ -71,7 +71,7 @@ CLUSTER_SPLITS = 32
 
 _WARP_CHANNELS = 128
 # Maximum rows times key/value heads above 32 pages. With more, walking is faster.
-_FEW_LONG: int = _TUNING["max_long_rows"]
+_MAX_LONG_ROWS: int = _TUNING["max_long_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def choose_share(
     """
     num_groups = 1
     if num_pages > SHORT_PAGES:
-        of_a_row = MANY_BLOCKS // (MOST_SPLITS * num_kv_heads)
+        of_a_row = TARGET_BLOCKS // (MOST_SPLITS * num_kv_heads)
         num_groups = max(2, min(MAX_GROUPS, of_a_row))
     splits = MOST_SPLITS if num_groups > 1 else _splits_of_one_group(num_pages)
     num_blocks, parts = num_rows * num_kv_heads, num_parts(head_dim)
@@ -148,10 +148,10 @@ def choose_spread(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: in
     """Return the KV split for few rows over tables with ``num_pages``. None: use
     :func:`choose_share`.
     """
-    if num_rows > FEW_TOKENS or num_pages not in FEW_PAGES.get(head_dim, ()):
+    if num_rows > FEW_TOKENS or num_pages not in SPREAD_PAGES.get(head_dim, ()):
         return None
-    most = MOST_FEW_CLUSTERS // num_parts(head_dim)
-    if num_rows * num_kv_heads > (most if num_pages <= CLUSTER_SPLITS else _FEW_LONG):
+    most = MAX_SPREAD_CLUSTERS // num_parts(head_dim)
+    if num_rows * num_kv_heads > (most if num_pages <= CLUSTER_SPLITS else _MAX_LONG_ROWS):
         return None
     num_groups = choose_share(num_rows, num_kv_heads, num_pages, same_bits=True).num_groups
     assert num_groups == 1 or num_pages <= MOST_SPLITS * num_groups  # a split has at most one page

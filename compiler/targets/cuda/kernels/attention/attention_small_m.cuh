@@ -390,7 +390,7 @@ template <int F, int D> struct Spread {
   }
 };
 
-template <int F, int D> __device__ __forceinline__ void attend_few(const Attend &p) {
+template <int F, int D> __device__ __forceinline__ void attend_small_m(const Attend &p) {
   extern __shared__ __align__(128) u8 memory[];
   SpreadShared<F, D> &s = *(SpreadShared<F, D> *)memory;
   release_dependents();
@@ -415,9 +415,9 @@ template <int F, int D> __device__ __forceinline__ void attend_few(const Attend 
 
 // A cluster starts when sixteen multiprocessors have capacity at once. This register limit leaves
 // registers for a small concurrent kernel, next to 512 threads or twice 256.
-#define FEW(name, F, D)                                                                            \
+#define SMALL_M(name, F, D)                                                                        \
   extern "C" __global__ void __maxnreg__(D == 128 ? 120 : 112)                                     \
-  attend_few_##name##_##D(const Attend p) { attend_few<F, D>(p); }
+  attend_small_m_##name##_##D(const Attend p) { attend_small_m<F, D>(p); }
 
-FEW(bf16, BF16, 128)
-FEW(bf16, BF16, 256)
+SMALL_M(bf16, BF16, 128)
+SMALL_M(bf16, BF16, 256)

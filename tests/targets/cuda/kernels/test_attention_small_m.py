@@ -1,4 +1,4 @@
-"""attention_few.cuh: few rows spread over clusters of sixteen blocks have the bits of others."""
+"""attention_small_m.cuh: rows spread over clusters of sixteen blocks have the bits of others."""
 
 from __future__ import annotations
 
@@ -184,4 +184,4 @@ def test_what_does_not_fit_is_walked_over(
     assert torch.equal(step.run(), step.run(share=Spread(1, 1)))
     monkeypatch.setattr(nvrtc, "clusters_at_once", lambda *given: 1)
     assert torch.equal(step.run(), step.run(share=Spread(1, 1)))
-    assert ["few" in name for name in launched] == [False, False, False, True, False, False]
+    assert ["small_m" in name for name in launched] == [False, False, False, True, False, False]
