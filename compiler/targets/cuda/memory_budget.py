@@ -38,7 +38,7 @@ from tilewright.errors import CompileError
 
 _WORKSPACE = 2 << 30
 """Bytes reserved for libraries, captured graphs and the CUDA context."""
-_FEW_ROWS = 64
+_MAX_SMALL_M = 64
 _CELL, _CELL_OF_MIXERS = 256, 1024
 """Smallest useful prefill chunk in tokens. Plans with experts need larger chunks."""
 _JOINED, _JOINED_OF_MIXERS = 8, 4
@@ -458,7 +458,7 @@ def _decode_bytes(program: KernelProgram, options: CompileOptions) -> int:
         scratch_bytes(rows, op.num_heads, TILE_UNIT, op.norm.shape[-1])
         for op in itertools.islice(cross, 1)  # layers have equal sizes
     ]
-    return 4 * max(0, rows - _FEW_ROWS) * width + sum(splits)
+    return 4 * max(0, rows - _MAX_SMALL_M) * width + sum(splits)
 
 
 def _kind(format_name: str, options: CompileOptions) -> str:

@@ -26,7 +26,7 @@ from tilewright.compiler.targets.cuda.kernels.attention import split as attentio
 from tilewright.compiler.targets.cuda.kernels.attention.split import Spread, share_of_step
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import ADA
-from tilewright.compiler.targets.cuda.kernels.matmul.dense import FEW_TOKENS
+from tilewright.compiler.targets.cuda.kernels.matmul.dense import MAX_SMALL_M
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.attention import AttentionRunner
 from tilewright.compiler.targets.interface.base import Executable
@@ -168,7 +168,7 @@ def test_a_graph_is_the_step_bit_for_bit(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        (name, count) for name in ("bf16", "bfp8", "bfp4") for count in (1, 2, FEW_TOKENS)
+        (name, count) for name in ("bf16", "bfp8", "bfp4") for count in (1, 2, MAX_SMALL_M)
     ],  # more rows are not batch-invariant
 )
 def test_rows_of_a_batch_are_those_of_each_alone(name: str, count: int) -> None:
@@ -183,7 +183,7 @@ def test_rows_of_a_batch_are_those_of_each_alone(name: str, count: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bf16", "bfp8"])
-@pytest.mark.parametrize(("num_rows", "head_dim"), [(1, 64), (1, 128), (FEW_TOKENS, 64), (9, 64)])
+@pytest.mark.parametrize(("num_rows", "head_dim"), [(1, 64), (1, 128), (MAX_SMALL_M, 64), (9, 64)])
 def test_rows_go_on_in_other_graphs_where_they_have_more_pages(
     num_rows: int, head_dim: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +209,7 @@ def test_rows_go_on_in_other_graphs_where_they_have_more_pages(
         assert [*bucket._passes] == list(inner._steps.attention.reaches)
         found.append(torch.cat(logits))
     assert noise(*found) < BF16_NOISE
-    if num_rows <= FEW_TOKENS:
+    if num_rows <= MAX_SMALL_M:
         assert torch.equal(*found)
 
 

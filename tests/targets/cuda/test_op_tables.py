@@ -46,8 +46,8 @@ HOW: dict[str, dict[str, Any]] = {
 DECODES = (*range(1, 35), 48, 63, 64, 65, 96, 128, 129, 200, 256)
 PROMPTS = (1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 384, 512, 513, 768, 1024,
            2048, 2049, 4096, 4097, 8704, 8705)  # fmt: skip
-FEW_DECODES = (1, 2, 5, 17, 33, 65, 256)
-FEW_PROMPTS = (1, 65, 513, 2049)
+GOLDEN_DECODES = (1, 2, 5, 17, 33, 65, 256)
+GOLDEN_PROMPTS = (1, 65, 513, 2049)
 
 
 def runs(
@@ -117,7 +117,9 @@ def test_steps_select_the_kernels_of_the_golden_text(monkeypatch: pytest.MonkeyP
         ((9, 0), "tiny-hybrid", "bf16", "exact"),
         ((8, 9), "tiny-hybrid", "bfp8", "fast"),
     )
-    text = [line for each in cases for line in case(monkeypatch, *each, FEW_DECODES, FEW_PROMPTS)]
+    text = [
+        line for each in cases for line in case(monkeypatch, *each, GOLDEN_DECODES, GOLDEN_PROMPTS)
+    ]
     check_golden("cuda/op_kernels.txt", "\n".join(text) + "\n")
 
 

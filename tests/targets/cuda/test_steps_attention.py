@@ -20,7 +20,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
     MADE_FOR,
     STRICT,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul.dense import FEW_TOKENS
+from tilewright.compiler.targets.cuda.kernels.matmul.dense import MAX_SMALL_M
 from tilewright.compiler.targets.cuda.state.pages import allocate_pages
 from tilewright.compiler.targets.cuda.steps.attention import AttentionRunner
 from tilewright.compiler.targets.program.instructions import AttentionOp, BufferView
@@ -65,8 +65,8 @@ def attend(attention: Any, num_rows: int, reach: int | None = None) -> Any:
     ("strict", "rows", "same_bits", "reach", "num_pages"),
     [
         (True, 64, True, None, 40),
-        (False, FEW_TOKENS, True, 40, 40),
-        (False, FEW_TOKENS + 1, False, 32, 32),
+        (False, MAX_SMALL_M, True, 40, 40),
+        (False, MAX_SMALL_M + 1, False, 32, 32),
         (True, 64, True, 8, 8),
     ],
 )

@@ -253,7 +253,7 @@ def test_codes_go_through_our_own_kernels_up_to_32_rows_and_of_large_weights_64(
         return list(seen)
 
     assert kernels_of(16, 17, 32, 33) == ["16", "BlockCodes 17", "BlockCodes 32", "library"]
-    monkeypatch.setattr(native_dense, "_MANY_TURNS", 0)  # as if the weight were large
+    monkeypatch.setattr(native_dense, "_MIN_LARGE_TURNS", 0)  # as if the weight were large
     products._matmuls.clear()
     assert kernels_of(33, 64, 65) == ["BlockCodes 33", "BlockCodes 64", "library"]
 

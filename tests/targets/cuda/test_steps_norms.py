@@ -30,10 +30,10 @@ from tilewright.compiler.targets.program.instructions import OPERAND, LinearOp, 
 CPU = torch.device("cpu")
 
 
-class Few:
+class SmallM:
     """Products that are all of few rows'."""
 
-    def takes_few(self, each: LinearOp) -> bool:
+    def takes_small_m(self, each: LinearOp) -> bool:
         return True
 
 
@@ -60,7 +60,7 @@ def test_one_row_s_norm_is_made_by_the_router(
 
     monkeypatch.setattr(native, "rms_norm", rms_norm)
     monkeypatch.setattr(native, "linear", linear)
-    products: Any = Few()
+    products: Any = SmallM()
     norms = Norms(plan, weights, products, gpu=HOPPER, arithmetic=FAST)
     flat = [
         torch.randn(num_rows * padded(each.width)).to(
@@ -124,4 +124,4 @@ def test_takes_few_is_what_a_product_of_one_row_does(
         out = torch.zeros(LEAST_STRICT, rows // (2 if each.swiglu else 1), dtype=kind)
         x = torch.zeros(LEAST_STRICT, columns, dtype=torch.bfloat16)
         products.run(replace(each, norm=None), out[:1], x[:1], decodes=True)
-        assert bool(ran) == products.takes_few(each)
+        assert bool(ran) == products.takes_small_m(each)

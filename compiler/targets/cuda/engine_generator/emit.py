@@ -61,7 +61,7 @@ def choices_for(plan: parts.Plan, config: Mapping[str, Any]) -> Choices:
     attention. Narrow layers, whose norms fit matmuls with several rows, and float16 mixtures use
     Triton only.
     """
-    if config["hidden_size"] < _WIDE:
+    if config["hidden_size"] < _MIN_LARGE_WIDTH:
         return Choices()
     is_mixture = isinstance(plan, HybridPlan)
     if config["torch_dtype"] != "bfloat16":
@@ -81,7 +81,7 @@ def _tensors_of(plan: KernelProgram) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-_WIDE = 2048
+_MIN_LARGE_WIDTH = 2048
 
 _WEIGHTS = ("table", "norm", "weight", "q_norm", "k_norm", "a_log", "dt_bias")
 """Instruction fields that are weights."""

@@ -96,7 +96,7 @@ def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) ->
     made = f"PLAN = {_literal(plan)}", f"CHOICES = {_literal(choices)}"
     bodies["generated"] = [_SourceDefinition(made[0], 1), _SourceDefinition(made[1], 1)]
     family = "HYBRID" if isinstance(plan, HybridPlan) else "LLAMA"
-    replaced = {"FEW_ROWS": f"FEW_ROWS = {_PRODUCTS[choices.products]}()"}
+    replaced = {"SMALL_M": f"SMALL_M = {_PRODUCTS[choices.products]}()"}
     if isinstance(choices, NativeChoices):
         bases = ", ".join(_bases(family, choices.native))
         replaced["SOURCES ="] = _sources_text(choices.native)

@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cuda.kernels.experts import moe_small
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
-    FEW_PAIRS,
+    DECODE_PAIRS,
     Finish,
     expert_linear,
     sum_experts,
@@ -259,8 +259,8 @@ class ExpertsRunner:
         parts = []
         for first in range(0, num_tokens, steps_routes.PART_TOKENS):
             num_pairs = min(steps_routes.PART_TOKENS, num_tokens - first) * each.top_k
-            is_few = decodes and num_tokens <= native_route.MAX_TOKENS
-            size = FEW_PAIRS if is_few else self._tile_size(num_pairs, each.logits.width)
+            is_small = decodes and num_tokens <= native_route.MAX_TOKENS
+            size = DECODE_PAIRS if is_small else self._tile_size(num_pairs, each.logits.width)
             parts.append(Groups.empty(num_pairs, num_experts, size, logits.device))
         alone = parts[0] if num_tokens == 1 else None
         route(

@@ -206,7 +206,7 @@ class Products:
         formats = (self._weights.weight_of(matmul).format for matmul in (op, reader))
         return reader if len({name in native.CODED for name in formats}) == 1 else None
 
-    def takes_few(self, each: LinearOp) -> bool:
+    def takes_small_m(self, each: LinearOp) -> bool:
         """Return whether a GEMV kernel computes a single decode row."""
         return self._bound(each, True).aligned.at(1) == GEMV
 

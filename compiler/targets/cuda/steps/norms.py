@@ -61,7 +61,7 @@ class Norms:
         is_cpp = gpu.has_cpp and arithmetic != EXACT
         self._before: dict[int, NormOp] = {}  # by identity of the next matmul
         for norm, reader in norms_before(plan) if is_cpp else ():
-            if native.leaves_norm(weights.packed(product_of(reader))) and products.takes_few(
+            if native.leaves_norm(weights.packed(product_of(reader))) and products.takes_small_m(
                 reader
             ):
                 self._before[id(reader)] = norm

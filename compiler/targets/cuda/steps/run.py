@@ -294,10 +294,10 @@ class Steps:
                 if logit_rows is None:
                     return None
                 x = step.view(each.x)
-                few = len(logit_rows) <= self._num_rows
+                is_small = len(logit_rows) <= self._num_rows
                 step = (
                     self._decode_buffers(len(logit_rows))
-                    if few
+                    if is_small
                     else self._fresh_buffers(len(logit_rows), with_logits=True)
                 )
                 torch.index_select(x, 0, logit_rows, out=step.view(each.out))

@@ -49,7 +49,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     UpdateCache,
 )
 
-_FEW_ROWS = 8
+_SMALL_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class Emulator:
                 of_chip = None if sinks is None else sinks[chip]
                 sign_error = step.sign_error
                 # A few rows run faster on a single thread.
-                with single_torch_thread() if last - first < _FEW_ROWS else nullcontext():
+                with single_torch_thread() if last - first < _SMALL_ROWS else nullcontext():
                     parts.append(
                         arithmetic.attend(*here, start, op, sign_error=sign_error, sinks=of_chip)
                     )

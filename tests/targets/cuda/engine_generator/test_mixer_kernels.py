@@ -168,7 +168,7 @@ def test_kernels_have_the_references_logits(
     torch.manual_seed(1)
     same("prefill", [4, 9], prompts(11, 1))
     same("decode", [9, 4], torch.tensor([5, 6]))
-    monkeypatch.setattr(mixer_cuda, "FEW_PAIRS", 3)
+    monkeypatch.setattr(mixer_cuda, "MAX_SMALL_PAIRS", 3)
     same("prefill", [7], prompts(3))
     same("decode", [7, 4, 9], torch.tensor([7, 8, 1]))
     same("prefill", [4], prompts(2))

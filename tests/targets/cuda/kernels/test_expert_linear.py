@@ -8,8 +8,8 @@ import torch
 from tests.grids import grid
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
-    MANY_PAIRS,
     MOST_PAIRS,
+    PREFILL_PAIRS,
     Tiling,
     expert_linear,
     sum_experts,
@@ -23,9 +23,9 @@ NAN = float("nan")
 KINDS = ["bf16", "bfp8", "bfp4"]
 NUM_EXPERTS = 5
 TILINGS = (
-    (MANY_PAIRS, None),
-    (MANY_PAIRS, Tiling(128, 64, 8, 6)),
-    (MANY_PAIRS, Tiling(256, 64, 8, 4)),
+    (PREFILL_PAIRS, None),
+    (PREFILL_PAIRS, Tiling(128, 64, 8, 6)),
+    (PREFILL_PAIRS, Tiling(256, 64, 8, 4)),
     (MOST_PAIRS, Tiling(128, 64, 8, 3)),
     (MOST_PAIRS, Tiling(128, 64, 8, 6)),
     (MOST_PAIRS, Tiling(256, 64, 8, 4)),

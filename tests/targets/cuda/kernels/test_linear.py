@@ -94,7 +94,9 @@ def test_small_integers_are_exact(kind: str, device: torch.device) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_wide_programs(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program has two row tiles, and the last program has a single tile."""
-    monkeypatch.setattr("tilewright.compiler.targets.cuda.kernels.matmul.linear_triton._WIDE", 0)
+    monkeypatch.setattr(
+        "tilewright.compiler.targets.cuda.kernels.matmul.linear_triton._MIN_LARGE_ROWS", 0
+    )
     held, x = weight(kind, (80, 200), device), tokens((3, 200), device)
     out, _ = poisoned((3, 80), device)
     linear(out, x, held)

@@ -114,8 +114,8 @@ def test_programs_of_a_whole_token_have_the_bits_of_others(
     positions, slots = [0, 127, 64, 5, -1], [1, 1, 1, 0, 0]
     qkv = torch.randn(len(positions), (heads[0] + 2 * heads[1]) * 64, device=device)
     found = []
-    for few_tokens in (512, 1):
-        monkeypatch.setattr(rope, "FEW_TOKENS", few_tokens)
+    for max_tokens in (512, 1):
+        monkeypatch.setattr(rope, "MAX_TILED_TOKENS", max_tokens)
         cache = paged(kind, [0, 0], num_pages=2, size=(heads[1], 64))
         how: dict[str, Any] = {"heads": heads, "half": half, "interleaved": interleaved}
         outs = run(cache, qkv, positions, slots, dtype=torch.bfloat16, **how)

@@ -85,18 +85,18 @@ def check_groups(groups: Groups, experts: torch.Tensor) -> None:
     assert sorted(seen) == sorted(expected.tolist())
 
 
-@pytest.mark.parametrize("few", [1024, 0])
+@pytest.mark.parametrize("small_pairs", [1024, 0])
 @pytest.mark.parametrize("tile_size", [2, 16])
 @pytest.mark.parametrize("size", SIZES)
 def test_pairs_in_tiles(
     size: tuple[int, int, int],
     tile_size: int,
-    few: int,
+    small_pairs: int,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By one program, and by one an expert."""
-    monkeypatch.setattr(module, "_FEW_PAIRS", few)
+    monkeypatch.setattr(module, "_MAX_SMALL_PAIRS", small_pairs)
     num_tokens, num_experts, top_k = size
     logits, positions, weights, experts = chosen(*size, device)
     route(weights, experts, logits, positions, renormalise=True)
@@ -107,12 +107,12 @@ def test_pairs_in_tiles(
     check_groups(groups, experts)
 
 
-@pytest.mark.parametrize("few", [1024, 0])
+@pytest.mark.parametrize("small_pairs", [1024, 0])
 def test_all_pairs_of_one_expert(
-    few: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    small_pairs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The most tiles that an expert has; and none at all where all is padding."""
-    monkeypatch.setattr(module, "_FEW_PAIRS", few)
+    monkeypatch.setattr(module, "_MAX_SMALL_PAIRS", small_pairs)
     experts = torch.full((9, 1), 3, dtype=torch.int32, device=device)
     groups = Groups.empty(9, 5, 2, device)
     group(groups, experts)

@@ -416,7 +416,7 @@ def _cuts(lengths: Sequence[int]) -> list[int]:
     return [*cuts, len(lengths)]
 
 
-FEW_PAIRS = 64
+MAX_SMALL_PAIRS = 64
 """Maximum row-expert pairs with separate reads of expert weights."""
 
 WARMING, MOST_WARMING = (1, 12, 200, 1100), 2048
@@ -542,7 +542,7 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
             CHOICES=power(s.num_chosen),
         )
         order = starts = chosen
-        if num_pairs > FEW_PAIRS:
+        if num_pairs > MAX_SMALL_PAIRS:
             order = torch.empty_like(chosen)
             starts = chosen.new_empty(s.num_experts + 1)
             made = order, starts, chosen, num_pairs
@@ -569,7 +569,7 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         is_first: bool,
     ) -> None:
         """Compute gates and ups (``is_first``), or the last matmul."""
-        alone, width = len(out) <= FEW_PAIRS, x.shape[1]
+        alone, width = len(out) <= MAX_SMALL_PAIRS, x.shape[1]
         outputs = 8 if alone else 32
         groups = len(out) if alone else self.settings.num_experts
         self.launch(

@@ -35,10 +35,10 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.steps import (
 
 BLOCK = 1024
 
-FEW_ROWS: TritonProducts | CudaProducts = TritonProducts()
+SMALL_M: TritonProducts | CudaProducts = TritonProducts()
 
 LIBRARY = "library"
-"""Name of torch's matmul. `FEW_ROWS` has the others."""
+"""Name of torch's matmul. `SMALL_M` has the others."""
 
 WAYS: dict[tuple[Any, ...], str] = {}
 """Fastest matmuls by shape, for all engines of the process."""
@@ -122,14 +122,14 @@ class CudaKernels(Executor):
 
     def ways(self, each: Bound, num_rows: int) -> tuple[str, ...]:
         """Return the possible matmuls for ``num_rows`` rows."""
-        return (*FEW_ROWS.ways(each, num_rows), LIBRARY)
+        return (*SMALL_M.ways(each, num_rows), LIBRARY)
 
     def product_by(self, way: str, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
         """Run a matmul by the named kernel."""
         weight, swiglu = each.weight, each.does.swiglu
         assert weight is not None
         if way != LIBRARY:
-            return FEW_ROWS.run(self, way, each, x, residual)
+            return SMALL_M.run(self, way, each, x, residual)
         if each.norm is not None:
             x = self.normed(each, x)
         if residual is not None:

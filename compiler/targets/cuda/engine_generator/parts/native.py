@@ -115,7 +115,7 @@ def native_code(source: str, made: str, architecture: str) -> bytes:
     return machine_code(source, f"{SOURCES[source]}{made}\n", headers, *options)
 
 
-FEW_PAGES = 8
+MAX_UNSPLIT_PAGES = 8
 """Pages of a row with a block each, before `SPLIT_FROM`."""
 
 NATIVE_ROWS = 8
@@ -134,7 +134,7 @@ class NativeAttention(CudaKernels):
             super()._attend_tokens(each, qkv, batch, out)
             return
         assert table is not None and batch.positions is not None and batch.slots is not None
-        pages = min(table.shape[1], FEW_PAGES)
+        pages = min(table.shape[1], MAX_UNSPLIT_PAGES)
         share = choose_share(len(qkv), s.num_kv_heads, pages, s.head_dim)
         arguments = _AttentionParams(
             qkv=qkv.data_ptr(),

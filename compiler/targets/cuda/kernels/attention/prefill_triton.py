@@ -33,7 +33,7 @@ HIDDEN = tl.constexpr(-1.0e30)
 _FUSES = False
 
 _TUNING = tuning()["attention"]["prefill"]
-_FEW_TOKENS: int = _TUNING["few_tokens"]  # maximum prompt length for more, smaller programs
+_MAX_SMALL_M: int = _TUNING["few_tokens"]  # maximum prompt length for more, smaller programs
 
 SPLITS: int = _TUNING["splits"]
 """Programs that share a block's context if scratch is available."""
@@ -328,7 +328,7 @@ def attend_prefill(
     num_tokens, num_heads, head_dim = q.shape
     assert q.is_contiguous() and out.stride(1) == 1 and pages.head_dim == head_dim
     assert slots.shape == positions.shape == (num_tokens,)
-    tokens = min(num_tokens, _FEW_TOKENS if block == 64 else num_tokens)
+    tokens = min(num_tokens, _MAX_SMALL_M if block == 64 else num_tokens)
     rows, num_warps, num_stages = _tile(tokens, head_dim, pages.values.itemsize == 4)
     assert block % rows == 0
     shares = scratch is not None and not window and num_tokens <= SPLIT_TOKENS
@@ -353,6 +353,6 @@ def _tile(num_tokens: int, head_dim: int, is_fp32: bool) -> tuple[int, int, int]
         tile = _TUNING["tiles"]["fp32"]
     else:
         tiles = _TUNING["tiles"]["wide" if head_dim > 128 else "usual"]
-        tile = tiles["few" if num_tokens <= _FEW_TOKENS else "many"]
+        tile = tiles["few" if num_tokens <= _MAX_SMALL_M else "many"]
     rows, num_warps, num_stages = tile
     return rows, num_warps, num_stages

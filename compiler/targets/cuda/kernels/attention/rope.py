@@ -26,7 +26,7 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 HEADS = 8
 """Heads in a tile. A program computes a tile, or all tiles of a token."""
 
-FEW_TOKENS: int = tuning()["attention"]["rope_few_tokens"]
+MAX_TILED_TOKENS: int = tuning()["attention"]["rope_few_tokens"]
 """Maximum prompt length with a program for each tile.
 
 In longer prompts, a program computes all heads of a token and its angles once. These prompts also
@@ -169,7 +169,7 @@ def rotate_and_store(
     assert inv_freq.dtype == torch.float32 and 2 * inv_freq.shape[0] <= pages.head_dim
     assert all(copy is None or copy.is_contiguous() for copy in (k_out, v_out))
     num_tiles = triton.cdiv(num_heads, HEADS) + 2 * triton.cdiv(pages.num_kv_heads, HEADS)
-    num_tokens, is_whole = len(qkv), len(qkv) > FEW_TOKENS
+    num_tokens, is_whole = len(qkv), len(qkv) > MAX_TILED_TOKENS
     _rotate_and_store_kernel[(num_tokens, 1 if is_whole else num_tiles)](
         qkv,
         q_out,

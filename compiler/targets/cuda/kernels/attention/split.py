@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tilewright.compiler.targets.cuda.kernels.matmul.dense import FEW_TOKENS
+from tilewright.compiler.targets.cuda.kernels.matmul.dense import MAX_SMALL_M
 from tilewright.compiler.targets.cuda.tuning import tuning
 
 SHORT_PAGES = 32
@@ -148,7 +148,7 @@ def choose_spread(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: in
     """Return the KV split for few rows over tables with ``num_pages``. None: use
     :func:`choose_share`.
     """
-    if num_rows > FEW_TOKENS or num_pages not in SPREAD_PAGES.get(head_dim, ()):
+    if num_rows > MAX_SMALL_M or num_pages not in SPREAD_PAGES.get(head_dim, ()):
         return None
     most = MAX_SPREAD_CLUSTERS // num_parts(head_dim)
     if num_rows * num_kv_heads > (most if num_pages <= CLUSTER_SPLITS else _MAX_LONG_ROWS):
@@ -168,7 +168,7 @@ def share_of_step(*sizes: int, strict: bool, spreads: bool = True) -> SplitKV | 
     """
     if spreads and (spread := choose_spread(*sizes)):
         return spread
-    return choose_share(*sizes, same_bits=strict or sizes[0] <= FEW_TOKENS)
+    return choose_share(*sizes, same_bits=strict or sizes[0] <= MAX_SMALL_M)
 
 
 def _choose_joined(

@@ -33,13 +33,13 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, PackedWeight
 
 _TUNING = tuning()["experts"]["triton"]
-FEW_PAIRS: int = _TUNING["few_pairs"]
+DECODE_PAIRS: int = _TUNING["few_pairs"]
 """Pairs in a tile in decode: the minimum for efficient tensor cores."""
-MANY_PAIRS: int = _TUNING["many_pairs"]
+PREFILL_PAIRS: int = _TUNING["many_pairs"]
 """Pairs in a tile in prefill. On an H200, smaller tiles are slower for any number of pairs."""
 MOST_PAIRS: int = _TUNING["most_pairs"]
-"""Pairs in a tile for bfloat16 weights if experts have a mean of :data:`MANY_PAIRS` or more. The L2
-bandwidth suffices for these large programs.
+"""Pairs in a tile for bfloat16 weights if experts have a mean of :data:`PREFILL_PAIRS` or more. The
+L2 bandwidth suffices for these large programs.
 """
 _MAX_BLOCK = 1024
 
@@ -322,7 +322,7 @@ def expert_linear(
 
 def tiling_of(packed: PackedWeight, tile_size: int, operand: torch.dtype) -> Tiling:
     """Return the tile sizes for a matmul, tuned on an H200."""
-    if tile_size == FEW_PAIRS:
+    if tile_size == DECODE_PAIRS:
         name = "few"
     elif packed.kind != "bf16":
         name = "blocks"

@@ -22,7 +22,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     wait_for_inputs,
 )
 
-_FEW_PAIRS = 64
+_MAX_SMALL_PAIRS = 64
 """Maximum pairs for sorting by a single program. With more, two kernels are faster."""
 _STEP = tl.constexpr(16)  # pairs that a program compares at a time
 _BLOCK = tl.constexpr(1024)
@@ -205,7 +205,7 @@ def _store_tiles(
 
 
 @triton.jit
-def _group_few_kernel(
+def _group_small_kernel(
     order_ptr,
     tiles_ptr,
     experts_ptr,
@@ -292,8 +292,8 @@ def group(groups: Groups, experts: Tensor) -> None:
     assert groups.order.shape == (num_pairs,) and experts.is_contiguous()
     block = block_of(num_experts)
     sizes = {"E": block, "TILE": groups.tile_size, "num_warps": 8, **chained(experts)}
-    if num_pairs <= _FEW_PAIRS:
-        _group_few_kernel[(1,)](
+    if num_pairs <= _MAX_SMALL_PAIRS:
+        _group_small_kernel[(1,)](
             groups.order,
             groups.tiles,
             experts,

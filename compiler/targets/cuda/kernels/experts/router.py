@@ -23,7 +23,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.linear import MOST_SHARED
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
-FEW_TOKENS = native_dense.FEW_TOKENS
+MAX_SMALL_M = native_dense.MAX_SMALL_M
 """Maximum tokens for batch-invariant matmuls, which this kernel does not support."""
 
 MAX_TOKENS: int = tuning()["experts"]["router_max_rows"]

@@ -17,9 +17,9 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
-    FEW_PAIRS,
-    MANY_PAIRS,
+    DECODE_PAIRS,
     MOST_PAIRS,
+    PREFILL_PAIRS,
 )
 
 INSIDE, JOINED, CPP, TRITON = "inside products", "router.cu", "route.cu", "triton"
@@ -50,26 +50,26 @@ class ExpertsSite:
         return "fp32"
 
 
-def _few(site: ExpertsSite) -> range:
+def _small_m(site: ExpertsSite) -> range:
     takes = site.decodes and site.fits
     return range(1, native_route.MAX_TOKENS + 1) if takes else NONE
 
 
 def _joined(site: ExpertsSite) -> range:
-    rows = range(native_router.FEW_TOKENS + 1, native_router.MAX_TOKENS + 1)
-    return rows if _few(site) and site.is_joined else NONE
+    rows = range(native_router.MAX_SMALL_M + 1, native_router.MAX_TOKENS + 1)
+    return rows if _small_m(site) and site.is_joined else NONE
 
 
 ROUTE: tuple[TableRow[ExpertsSite], ...] = (
     TableRow(
         INSIDE,
         ("fp32",),
-        lambda site: range(1, 2) if _few(site) and site.is_inside else NONE,
+        lambda site: range(1, 2) if _small_m(site) and site.is_inside else NONE,
         (STRICT, FAST),
         is_cpp=True,
     ),
     TableRow(JOINED, ("fp32",), _joined, (FAST,), is_cpp=True),
-    TableRow(CPP, ("fp32",), _few, (STRICT, FAST), is_cpp=True),
+    TableRow(CPP, ("fp32",), _small_m, (STRICT, FAST), is_cpp=True),
     TableRow(TRITON, ("fp32",)),
 )
 """Selection order: the first table row with a matching range gives the kernel. Rows with
@@ -85,6 +85,6 @@ def bind_route(site: ExpertsSite) -> Ranges[str]:
 def tile_size(num_pairs: int, num_experts: int, *, site: ExpertsSite, is_bf16: bool) -> int:
     """Return the pairs per tile for a prompt. ``num_experts`` counts all ranks."""
     if site.arithmetic == EXACT:  # in float32 there are no registers for large tiles
-        return FEW_PAIRS
-    is_most = is_bf16 and num_pairs >= MANY_PAIRS * num_experts
-    return MOST_PAIRS if is_most and site.gpu.has_copy_engine else MANY_PAIRS
+        return DECODE_PAIRS
+    is_most = is_bf16 and num_pairs >= PREFILL_PAIRS * num_experts
+    return MOST_PAIRS if is_most and site.gpu.has_copy_engine else PREFILL_PAIRS

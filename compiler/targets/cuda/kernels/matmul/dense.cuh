@@ -73,12 +73,12 @@ MULTIPLY_ROWS(8, 64, LIST32, 32, 33, 34, ACC16(0), ACC16(4))
 MULTIPLY_ROWS(16, 128, LIST64, 64, 65, 66, ACC16(0), ACC16(4), ACC16(8), ACC16(12))
 
 // Finish a lane's sums. Sums of codes are first multiplied by the row and token scales. Finishing
-// `FEW` tiles at a time limits the registers.
+// `AT_ONCE` tiles at a time limits the registers.
 template <int T, int MT>
 __device__ __forceinline__ void finish_sums(const Dense &dense, int token, int tile, int g,
                                             const float (&sums)[MT][4]) {
   const Product &p = dense.product;
-  constexpr int FEW = MT < 4 ? MT : MT < 16 ? 4 : 2;
+  constexpr int AT_ONCE = MT < 4 ? MT : MT < 16 ? 4 : 2;
   float top = 1.0f, low = 1.0f;
   if (T == E4M3) {
     const int row = tile * 16 + g;
@@ -86,10 +86,10 @@ __device__ __forceinline__ void finish_sums(const Dense &dense, int token, int t
     low = row + 8 < p.num_rows ? dense.row_scales[row + 8] : 0.0f;
   }
 #pragma unroll
-  for (int first = 0; first < MT; first += FEW) {
-    float part[FEW][4];
+  for (int first = 0; first < MT; first += AT_ONCE) {
+    float part[AT_ONCE][4];
 #pragma unroll
-    for (int m = 0; m < FEW; ++m)
+    for (int m = 0; m < AT_ONCE; ++m)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         part[m][i] = sums[first + m][i];
@@ -97,7 +97,7 @@ __device__ __forceinline__ void finish_sums(const Dense &dense, int token, int t
         const int own = min(token + 8 * (first + m) + (i & 1), p.num_tokens - 1);
         part[m][i] *= (i < 2 ? top : low) * dense.token_scales[own];
       }
-    finish_tile<FEW>(p, token + 8 * first, tile, g, part);
+    finish_tile<AT_ONCE>(p, token + 8 * first, tile, g, part);
     asm volatile("" ::: "memory");
   }
 }

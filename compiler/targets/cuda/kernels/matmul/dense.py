@@ -29,7 +29,7 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 MAX_TOKENS = 128
 """Maximum tokens. For larger batches, cuBLAS is as fast."""
 
-FEW_TOKENS = 4
+MAX_SMALL_M = 4
 """Maximum tokens for the small kernels, which are batch-invariant."""
 
 CHUNK_BYTES = 128
@@ -43,7 +43,7 @@ _MOST_DEPTH = 12
 _MOST_SLICES = 8
 _LEAST_SLICE: int = tuning()["matmul"]["dense"]["min_slice_bytes"]  # bytes of K
 _TUNING = tuning()["matmul"]["dense"]
-_MANY_TURNS: int = _TUNING["many_turns"]
+_MIN_LARGE_TURNS: int = _TUNING["many_turns"]
 # Turns of small blocks over the device, below which blocks may have 256 rows.
 _MOST_TURNS: int = _TUNING["most_turns"]
 _SOME_TOKENS: int = _TUNING["some_tokens"]
@@ -139,10 +139,10 @@ def choose_way(packed: PackedWeight, num_tokens: int, *, is_codes: bool = False)
     count, turns = num_processors(packed.data.device), _turns(packed)
     if turns > 1:
         if eights < 8:
-            groups = 4 if is_codes and turns >= _MANY_TURNS else 1
+            groups = 4 if is_codes and turns >= _MIN_LARGE_TURNS else 1
         else:
             most = _MOST_TURNS if eights == 8 else turns
-            groups = 4 if _MANY_TURNS <= turns <= most else 2
+            groups = 4 if _MIN_LARGE_TURNS <= turns <= most else 2
         return DenseTileConfig(eights, groups, resident=2 if groups == 1 else 1)
     tiles = -(-packed.num_rows // GROUP_ROWS)
     num_bytes = (1 if is_codes else 2) * packed.num_columns
@@ -160,14 +160,14 @@ def rows_of(packed: PackedWeight) -> range:
     """
     if packed.kind != "bf16" or packed.num_experts > 1:
         return range(0)
-    is_large = _MANY_TURNS <= _turns(packed) <= _MOST_TURNS
+    is_large = _MIN_LARGE_TURNS <= _turns(packed) <= _MOST_TURNS
     is_large = is_large or packed.num_columns > _LONG_COLUMNS
-    return range(FEW_TOKENS + 1, (MAX_TOKENS if is_large else _SOME_TOKENS) + 1)
+    return range(MAX_SMALL_M + 1, (MAX_TOKENS if is_large else _SOME_TOKENS) + 1)
 
 
 def code_rows_of(packed: PackedWeight) -> range:
     """Return the token counts of e4m3 matmuls for this kernel: large weights take more tokens."""
-    is_large = _turns(packed) >= _MANY_TURNS
+    is_large = _turns(packed) >= _MIN_LARGE_TURNS
     return range(1, (_SOME_TOKENS if is_large else _SOME_TOKENS // 2) + 1)
 
 

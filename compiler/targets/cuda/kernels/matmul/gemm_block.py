@@ -36,7 +36,7 @@ _MOST_CUT: int = _TUNING["max_cut_rows"]
 # Row tiles of a small weight whose K is not split above `_MOST_CUT` rows.
 _LEAST_WHOLE: int = _TUNING["min_whole_tiles"]
 _MOST_PLACES = 576  # MAX_TOKENS in whole blocks
-_MANY_TILES: int = _TUNING["many_tiles"]
+_MAX_SMALL_TILES: int = _TUNING["many_tiles"]
 # Row tiles for `TALL`: from blocks that fill the device up to output layers.
 _TALL_TILES = range(*_TUNING["tall_tiles"])
 _CHUNK = 64
@@ -121,7 +121,7 @@ TALL = BlockTileConfig(4, 4)
 """Tile sizes for bfp8 with an unsplit K, with fewer row tiles than warps per block."""
 
 
-_FEW_TOKENS = 64
+_MAX_SMALL_M = 64
 _STEP_US = {
     BlockTileConfig(
         each["eights"], each["groups"], each["resident"], is_whole=each["is_whole"]
@@ -141,21 +141,21 @@ def choose_way(packed: PackedWeight, num_tokens: int, *, same_bits: bool = True)
     ``same_bits``: a token's result has the bits of the small kernels, which split K.
     """
     is_cut, is_coded = num_slices(packed) > 1, packed.format in CODED
-    if num_tokens > _FEW_TOKENS and not (is_cut and same_bits):
+    if num_tokens > _MAX_SMALL_M and not (is_cut and same_bits):
         if not is_cut and packed.kind == "bfp4":
             return BlockTileConfig(16, 2, 2, is_whole=True)
         tiles, count = (packed.num_row_tiles, packed.num_column_tiles), num_tokens
         return _fastest(*tiles, count, is_cut, is_coded, num_processors(packed.data.device))
-    many = packed.num_row_tiles > _MANY_TILES
+    is_large = packed.num_row_tiles > _MAX_SMALL_TILES
     if packed.kind == "bfp8" and packed.num_row_tiles in _TALL_TILES and num_tokens <= 32:
         return TALL
     if not is_cut:
         return BlockTileConfig(4 if num_tokens <= 32 else 8, 2, 2)
     if num_tokens <= 32:
         return BlockTileConfig(4, 4)
-    if num_tokens <= _FEW_TOKENS:
-        return BlockTileConfig(8, 4) if many and not is_coded else JOINED
-    if many and num_tokens > 128:
+    if num_tokens <= _MAX_SMALL_M:
+        return BlockTileConfig(8, 4) if is_large and not is_coded else JOINED
+    if is_large and num_tokens > 128:
         return BlockTileConfig(8, 1, 3)
     return JOINED if is_coded else BlockTileConfig(8, 4)
 
@@ -269,7 +269,7 @@ def rows_of(packed: PackedWeight, *, same_bits: bool = True) -> range:
         return range((16 if like == "bfp8" else 32) + 1, MAX_TOKENS + 1)
     is_large = packed.num_row_tiles >= _LEAST_WHOLE and not same_bits
     most = MAX_TOKENS if is_large else _MOST_CUT
-    return range((16 if packed.num_row_tiles > _MANY_TILES else 32) + 1, most + 1)
+    return range((16 if packed.num_row_tiles > _MAX_SMALL_TILES else 32) + 1, most + 1)
 
 
 def scratch(num_columns: int, device: torch.device) -> Tensor:

@@ -43,8 +43,8 @@ _FIXED_BYTES = 512  # shared memory for barriers
 _TUNING = tuning()["matmul"]["many"]
 _MIN_ROWS: int = _TUNING["min_out_features"]
 _MIN_SHARE: float = _TUNING["min_share"]
-_FEW_TURNS: int = _TUNING["few_turns"]
-_SHARE_OF_FEW: float = _TUNING["min_share_of_few_turns"]
+_SMALL_TURNS: int = _TUNING["few_turns"]
+_MIN_SMALL_SHARE: float = _TUNING["min_share_of_few_turns"]
 
 
 class _GemmSwiGLU(ctypes.Structure):
@@ -165,8 +165,8 @@ def _fills_device(num_rows: int, num_tokens: int, processors: int) -> bool:
     way = choose_way(num_rows, -(-num_tokens // 8) * 8, processors)  # blocks are whole eights
     done = num_rows * max(num_tokens, native_dense.MAX_TOKENS)
     share = done / (way.turns * math.prod(way.block) * processors)
-    is_few = not way.turned and way.columns == 1 and way.turns == _FEW_TURNS
-    return share >= (_SHARE_OF_FEW if is_few else _MIN_SHARE)
+    is_small = not way.turned and way.columns == 1 and way.turns == _SMALL_TURNS
+    return share >= (_MIN_SMALL_SHARE if is_small else _MIN_SHARE)
 
 
 def swiglu(

@@ -187,7 +187,7 @@ _WALKS: dict[str, tuple[Walk, ...]] = {
 """Launches for a single token. The first that fits is selected. From whole models on an H200: a
 block per multiprocessor is as fast in a chain of equal shapes, but slower in a model."""
 
-_FEW_DEPTH: dict[str, int] = _tuned("few_depth")
+_SMALL_M_DEPTH: dict[str, int] = _tuned("few_depth")
 """Depth for 2 to 16 tokens, with a block per multiprocessor."""
 
 
@@ -199,7 +199,7 @@ def choose_walk(packed: PackedWeight, num_tokens: int = 1) -> Walk | None:
         return next((walk for walk in walks if walk.has_room(kind, steps)), walks[-1])
     if num_tokens > 16 or not _walks_well(packed, num_tokens):
         return None
-    walk = Walk(_FEW_DEPTH[kind], 1, _token_groups(num_tokens))
+    walk = Walk(_SMALL_M_DEPTH[kind], 1, _token_groups(num_tokens))
     assert walk.has_room(kind, steps)
     return walk
 
@@ -215,7 +215,7 @@ def _walks_well(packed: PackedWeight, num_tokens: int) -> bool:
     is_short = packed.num_column_tiles <= _SHORT_STEPS
     if packed.kind == "bf16" and num_tokens <= 8:
         return is_short or (packed.num_column_tiles <= 32 and packed.num_row_tiles <= 128)
-    return is_short and (packed.kind != "bf16" or packed.num_row_tiles > _FEW_TILES)
+    return is_short and (packed.kind != "bf16" or packed.num_row_tiles > _MAX_SMALL_TILES)
 
 
 _GRIDS = {
@@ -231,19 +231,19 @@ Measured on an H200. The eight blocks of a split K are a cluster within 16 or 18
 Blocks of eight warps would wait there, although they fit the device.
 """
 
-_FEW_TILES: int = _GEMV["few_tiles"]
+_MAX_SMALL_TILES: int = _GEMV["few_tiles"]
 _SHORT_STEPS: int = _GEMV["short_steps"]
-_FEW_COLUMNS: int = _GEMV["few_columns"]
+_MAX_SHORT_COLUMNS: int = _GEMV["few_columns"]
 
 
 def choose_grid(packed: PackedWeight, num_tokens: int) -> LaunchGrid:
     """Return the launch sizes for several tokens."""
-    few_short, few_long, some, many = _GRIDS[packed.kind][_token_groups(num_tokens)]
+    small_short, small_long, medium, large = _GRIDS[packed.kind][_token_groups(num_tokens)]
     if num_slices(packed) == 1:
-        return many
-    if packed.num_row_tiles > _FEW_TILES:
-        return some
-    return few_short if packed.num_columns <= _FEW_COLUMNS else few_long
+        return large
+    if packed.num_row_tiles > _MAX_SMALL_TILES:
+        return medium
+    return small_short if packed.num_columns <= _MAX_SHORT_COLUMNS else small_long
 
 
 def _token_groups(num_tokens: int) -> int:

@@ -31,7 +31,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import (
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, PackedWeight
 
 _MAX_TOKENS = 64  # a program's; more are in further programs, which read the weights again
-_WIDE = 8192  # weight rows from which a program has two tiles
+_MIN_LARGE_ROWS = 8192  # weight rows from which a program has two tiles
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def linear(
     assert x.shape[1] >= packed.num_columns and x.stride(1) == 1 and out.stride(1) == 1
     assert not swiglu or (packed.is_paired and not residual)
     weight, eps = norm or (None, 0.0)
-    rows = TILE_ROWS if num_rows < _WIDE else 2 * TILE_ROWS
+    rows = TILE_ROWS if num_rows < _MIN_LARGE_ROWS else 2 * TILE_ROWS
     tokens = min(_MAX_TOKENS, block_of(num_tokens))
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_tokens, tokens))
     _linear_kernel[grid](
