@@ -69,7 +69,7 @@ def compile_tower(
     own_device = torch.device(device)
 
     def get(name: str) -> Tensor:
-        with own_device:  # generated weights are created on this device
+        with own_device:  # for random weights: quantized weights are read on the CPU
             return get_weight(name).to(own_device)
 
     def get_values(recipe: WeightRecipe) -> Tensor:

@@ -170,7 +170,8 @@ class SafetensorsCheckpoint:
         """Return a slice of a tensor. Scalars are whole."""
         if name not in self._quantized:
             return self._read_raw(name, where)
-        return self._quantized[name].slices(self._read_raw, where)
+        with torch.device("cpu"):  # the caller's default device is for random tensors
+            return self._quantized[name].slices(self._read_raw, where)
 
     def _read_raw(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """Return a slice of a stored tensor, or the whole tensor without slices."""
