@@ -106,17 +106,19 @@ def pack_blocks(found: Codes, group: int, kind: str) -> npt.NDArray[np.uint8]:
     """Return rows as ggml's blocks: a float16 scale, then codes."""
     rows, columns = found.codes.shape
     codes = found.codes.numpy().reshape(-1, BLOCK)
+    low, high = BLOCKS[kind]
+    assert not codes.size or low <= codes.min() <= codes.max() <= high
     scales = found.scales.half().repeat_interleave(group // BLOCK, dim=1)
     scales = scales[:, : columns // BLOCK].contiguous()
     parts = [scales.numpy().reshape(-1, 1).view(np.uint8)]
     if kind == "Q8_0":
         parts.append(codes.astype(np.int8).view(np.uint8))
     else:
-        unsigned: npt.NDArray[np.uint8] = (codes - BLOCKS[kind][0]).astype(np.uint8)
+        unsigned: npt.NDArray[np.uint8] = (codes - low).astype(np.uint8)
         if kind == "Q5_0":
             parts.append(np.packbits(unsigned >> np.uint8(4), axis=1, bitorder="little"))
-        low = unsigned & np.uint8(0x0F)
-        parts.append((low[:, :16] | low[:, 16:] << np.uint8(4)).astype(np.uint8))
+        nibbles = unsigned & np.uint8(0x0F)
+        parts.append((nibbles[:, :16] | nibbles[:, 16:] << np.uint8(4)).astype(np.uint8))
     return np.concatenate(parts, axis=1).reshape(rows, -1)
 
 

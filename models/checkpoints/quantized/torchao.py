@@ -192,17 +192,19 @@ def _take_bytes(model: RawModel, module: str, settings: Mapping[str, object]) ->
     grid = rows // height, columns // group
     model.take(codes, ("I8",), shape)
     model.take(scale, _FLOATS, grid)
-    has_zeros = zeros in model.tensors
-    if has_zeros:
-        model.take(zeros, ("I8", *_FLOATS), grid)
-        numbers = model.read(zeros, ()).float()
-        if not bool(((numbers == numbers.round()) & (numbers.abs() <= 128)).all()):
-            raise model.error(zeros, "has a zero that is no code", "whole numbers from -128 to 127")
-        has_zeros = bool(numbers.any())
     target = settings.get("target_dtype", {"_data": "int8"})
     name = str(target.get("_data")) if isinstance(target, Mapping) else ""
     if name not in _BITS:
         raise model.error(codes, f"has target_dtype {name[:40]!r}", ", ".join(_BITS))
+    has_zeros = zeros in model.tensors
+    if has_zeros:
+        model.take(zeros, ("I8", *_FLOATS), grid)
+        numbers, middle = model.read(zeros, ()).float(), 1 << (_BITS[name] - 1)
+        is_code = (numbers == numbers.round()) & (numbers >= -middle) & (numbers < middle)
+        if not bool(is_code.all()):
+            wanted = f"whole numbers from {-middle} to {middle - 1}"
+            raise model.error(zeros, "has a zero that is no code", wanted)
+        has_zeros = bool(numbers.any())
     weight = TorchaoBytes(
         (rows, columns),
         names if has_zeros else names[:2],

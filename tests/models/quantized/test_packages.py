@@ -248,6 +248,11 @@ def test_torchao_folders_have_the_logits_of_dense_values(tmp_path: Path) -> None
         (change("_weight_act_pre_scale", torch.ones(2)), {}, "scales activations"),
         (change("x", None), None, "has no entry in the file's metadata; allowed: an object for"),
         (change("_weight_zero_point", torch.full((192, 1), 0.5)), {}, "has a zero that is no code"),
+        (
+            change("_weight_zero_point", torch.full((192, 1), 20, dtype=torch.int8)),
+            {"_type": "IntxUnpackedToInt8Tensor", "data": {"target_dtype": {"_data": "int4"}}},
+            "a zero that is no code; allowed: whole numbers from -8 to 7",
+        ),
     ],
 )
 def test_torchao_folders_that_do_not_fit_are_refused(
