@@ -7,7 +7,7 @@ is not written.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,9 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
-_DENSE = ("embed_tokens", "lm_head", "mlp.gate", "mlp.router")
+_ROUTER = ".mlp.gate"
+_DENSE = (".embed_tokens", ".lm_head", _ROUTER, ".mlp.router")
+"""Ends of dense modules' names."""
 _RANDOM_BYTES = 1 << 26
 _BLOCK = 128
 
@@ -125,7 +127,7 @@ def write_folder(shape: str, scheme: str, folder: Path) -> None:
         fit = "gpt_oss" if scheme == "mxfp4" else "llama, qwen3, qwen3_moe"
         raise CheckpointError(f"shape {shape}: {scheme} files of {model_type}; allowed: {fit}")
     config |= {"architectures": [_ARCHITECTURES[model_type]], "torch_dtype": "bfloat16"}
-    config["quantization_config"] = _SCHEMES[scheme][1]
+    config["quantization_config"] = _with_routers(_SCHEMES[scheme][1], names)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     files: dict[str, list[str]] = {}
@@ -140,6 +142,15 @@ def write_folder(shape: str, scheme: str, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
+def _with_routers(config: Mapping[str, object], names: Iterable[str]) -> dict[str, object]:
+    """Return the configuration with all routers in its list of dense modules."""
+    routers = [name.removesuffix(".weight") for name in names if name.endswith(f"{_ROUTER}.weight")]
+    key = "ignore" if "ignore" in config else "modules_to_not_convert"
+    listed = config[key]
+    assert isinstance(listed, list)
+    return {**config, key: [*listed, *routers]}
+
+
 def _stored(
     name: str, shape: tuple[int, ...], scheme: str, codes: RandomCodes
 ) -> Iterator[tuple[str, Tensor]]:
@@ -149,7 +160,7 @@ def _stored(
         yield from _experts(module, role, shape, codes)
         return
     make = _SCHEMES[scheme][0]
-    if make is None or len(shape) != 2 or any(text in name for text in _DENSE):
+    if make is None or len(shape) != 2 or f".{module}".endswith(_DENSE):
         is_norm = len(shape) == 1 and role == "weight"
         yield name, torch.ones(shape).bfloat16() if is_norm else _dense(shape, codes)
         return

@@ -24,6 +24,7 @@ SMALL = {
     ("shape", "scheme", "name", "label"),
     [
         ("tiny", "fp8", "layers.0.mlp.up_proj.weight", "FP8 128x128"),
+        ("tiny-moe", "nvfp4", "layers.1.mlp.experts.7.gate_proj.weight", "NVFP4 1x16"),
         ("tiny", "nvfp4", "layers.1.self_attn.q_proj.weight", "NVFP4 1x16"),
         ("small", "mxfp4", "layers.0.mlp.experts.gate_proj.weight", "MXFP4"),
     ],
@@ -39,7 +40,12 @@ def test_folder_is_read(
     assert checkpoint.stored_type(f"model.{name}") == label
     expected = random_files.load_model(f"shape:{shape}").checkpoint.names
     check_tensors(checkpoint, {name: meta.shape for name, meta in expected.items()})
-    for each in checkpoint.names:
+    assert not checkpoint.notes  # of modules that are dense and not listed
+    for each, meta in checkpoint.names.items():
+        module = each.removesuffix(".weight")
+        is_dense = module.endswith(("embed_tokens", "lm_head", ".mlp.gate", ".mlp.router"))
+        if scheme != "mxfp4" and len(meta.shape) == 2:
+            assert (checkpoint.stored_type(each) == label) == (not is_dense), each
         values = checkpoint.get(each).float()
         assert bool(values.isfinite().all()) and float(values.abs().max()) <= 1
 
