@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from tests.models.conftest import add_pieces, make_llama, write_gguf
 from tilewright import LLM
 from tilewright.compiler.targets.interface.step import Step, StepOutput
 from tilewright.errors import ConfigError, RequestError, TilewrightError
+from tilewright.loading import draft
 from tilewright.models.tokenizer.chat_template import Message
+from tilewright.options.engine_config import EngineConfig
+from tilewright.options.resolve import ResolvedConfig
 
 __all__ = ["make_llama", "write_gguf"]
 
@@ -211,3 +215,24 @@ def test_a_draft_model_with_other_tokens_is_refused(
     other = write_gguf(tmp_path / "m.gguf", make_llama(), tokenizer=add_pieces)
     with pytest.raises(ConfigError, match="other tokens than those of"):
         LLM(tiny_gguf, speculative_config=config.format(other), **how)
+
+
+def test_a_draft_model_has_its_own_precision(
+    tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[ResolvedConfig] = []
+    resolve = draft.resolve
+
+    def resolve_and_note(config: EngineConfig) -> ResolvedConfig:
+        found.append(resolve(config))
+        return found[-1]
+
+    monkeypatch.setattr(draft, "resolve", resolve_and_note)
+    how: dict[str, Any] = {"target": "null", "use_cache": False, "precision": "bf16"}
+    config = {"method": "draft_model", "model": str(tiny_gguf), "draft_precision": "all-bfp4"}
+    LLM(tiny_gguf, speculative_config=json.dumps(config), **how).close()
+    assert [each.precision and each.precision.name for each in found] == ["all-bfp4"]
+    (tmp_path / "manifest.json").write_text("{}")
+    config["model"] = str(tmp_path)
+    with pytest.raises(ConfigError, match="draft_precision with a compiled folder; allowed: a che"):
+        LLM(tiny_gguf, speculative_config=json.dumps(config), **how)

@@ -231,6 +231,15 @@ def test_options_have_the_names_of_vllm() -> None:
             "allowed: method ngram",
         ),
         ('{"method": "draft_model", "model": "m", "draft_tensor_parallel_size": 2}', "1 to 1"),
+        ('{"method": "mtp", "draft_precision": "bf16"}', "allowed: method draft_model"),
+        (
+            '{"method": "draft_model", "model": "m", "draft_precision": 8}',
+            "draft_precision '8'; allowed: auto, or a name",
+        ),
+        (
+            '{"method": "draft_model", "model": "m", "draft_precision": "bf61"}',
+            "draft_precision: unknown precision 'bf61'; allowed: accuracy",
+        ),
     ],
 )
 def test_wrong_options_are_errors_of_a_line(text: str, message: str) -> None:

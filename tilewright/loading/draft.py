@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tilewright.compiler.artifacts.paths import is_compiled
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, Progress
 from tilewright.errors import ConfigError
 from tilewright.loading.source import ModelHandle
@@ -88,8 +89,8 @@ def open_draft_model(
     Call this before the compilation of the target model: pages take the remaining memory.
 
     Raises:
-        ConfigError: for several ranks, other tokens than the target model's, or state that cannot
-            be truncated.
+        ConfigError: for several ranks, a precision of a compiled directory, other tokens than the
+            target model's, or state that cannot be truncated.
         TilewrightError: for a model that is not found or not read.
     """
     speculative = resolved.config.speculative
@@ -98,11 +99,16 @@ def open_draft_model(
     where = "speculative_config: draft model"
     if not resolved.grouping.is_alone:
         raise ConfigError(f"{where} with several ranks; allowed: a single rank")
+    if speculative.precision is not None and is_compiled(speculative.model):
+        raise ConfigError(
+            f"{where} {speculative.model}: draft_precision with a compiled folder; allowed: a "
+            "checkpoint, or no draft_precision"
+        )
     seqs = min(_MAX_SEQS, resolved.config.num_seqs(resolved.target)[0])
     config = replace(
         resolved.config,
         model=speculative.model,
-        precision=None,
+        precision=speculative.precision,
         speculative_config=None,
         max_num_seqs=seqs,
         gpu_memory_utilization=None,

@@ -170,8 +170,8 @@ class EngineConfig:
         'JSON object with vLLM\'s keys. \'{"method": "ngram"}\' drafts from earlier text, "mtp" '
         'with the draft layer in the model\'s file, "draft_model" with a smaller "model". '
         "Further keys: num_speculative_tokens (1 to 15, default 5, with mtp 3, with ngram on cpu "
-        "10), prompt_lookup_max, prompt_lookup_min and num_speculative_tokens_per_batch_size. "
-        "Default no drafts",
+        "10), prompt_lookup_max, prompt_lookup_min, num_speculative_tokens_per_batch_size and "
+        "draft_precision (the draft model's --precision). Default no drafts",
         group=ENGINE,
         type=_speculative,
         metavar="JSON",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.compiler.precision import AUTO, load_precision
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS, Capabilities
 from tilewright.errors import ConfigError, allowed
 
@@ -18,7 +19,7 @@ _AUTO_DRAFTS = 10
 _DRAFTS, _LAYER_DRAFTS, _LOOKUP, _MAX_LOOKUP, _MAX_BATCH = 5, 3, 5, 64, 4096
 _OWN_KEYS = {
     NGRAM: ("prompt_lookup_max", "prompt_lookup_min"),
-    DRAFT_MODEL: ("model", "draft_tensor_parallel_size"),
+    DRAFT_MODEL: ("model", "draft_precision", "draft_tensor_parallel_size"),
 }
 _KEYS = (
     *("method", "num_speculative_tokens", *_OWN_KEYS[NGRAM], *_OWN_KEYS[DRAFT_MODEL]),
@@ -36,6 +37,7 @@ class SpeculativeConfig:
         method: ``ngram``: the tokens after an earlier occurrence of the last tokens.
             ``mtp``: the model's own draft layer. ``draft_model``: a smaller model.
         model: The draft model. None: no draft model.
+        precision: The draft model's precision, as ``EngineConfig.precision``. None: its default.
         max_drafts: Maximum draft tokens per request and step. A GPU reserves rows for them.
         max_auto_drafts: The maximum on targets that reserve no rows. None: ``max_drafts``.
         max_lookup, min_lookup: Longest and shortest match, in tokens.
@@ -45,6 +47,7 @@ class SpeculativeConfig:
 
     method: str = NGRAM
     model: str | None = None
+    precision: str | None = None
     max_drafts: int = _DRAFTS
     max_auto_drafts: int | None = None
     max_lookup: int = _LOOKUP
@@ -85,6 +88,7 @@ def read_speculative_config(text: str) -> SpeculativeConfig:
     model = values.get("model")
     if method == DRAFT_MODEL and not (isinstance(model, str) and model):
         raise ConfigError(f"model {str(model)[:80]!r}; allowed: a path or name of the draft model")
+    precision = _precision(values)
     _integer(values, "draft_tensor_parallel_size", 1, 1)
     for key, value in _FIXED.items():
         if values.get(key, value) != value:
@@ -101,6 +105,7 @@ def read_speculative_config(text: str) -> SpeculativeConfig:
     return SpeculativeConfig(
         method=str(method),
         model=model,
+        precision=precision,
         max_drafts=count,
         max_auto_drafts=_AUTO_DRAFTS if is_auto else None,
         max_lookup=high,
@@ -120,6 +125,23 @@ def draft_note(config: SpeculativeConfig | None, capabilities: Capabilities) -> 
     if capabilities.max_drafts:
         reason = "this target runs no draft layer"
     return f"speculative_config: {reason}; decoding goes on without drafts"
+
+
+def _precision(values: Mapping[str, Any]) -> str | None:
+    name = values.get("draft_precision")
+    if name in (None, AUTO):
+        return None
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"draft_precision {str(name)[:80]!r}; allowed: auto, or a name, a file or a heading, "
+            "as --precision"
+        )
+    try:
+        load_precision(name)
+    except ConfigError as error:
+        reason = str(error).removeprefix("precision: ")
+        raise ConfigError(f"draft_precision: {reason}") from None
+    return name
 
 
 def _integer(values: Mapping[str, Any], key: str, low: int, high: int) -> int | None:
