@@ -248,23 +248,19 @@ def load_draft_layer(model: LoadedModel) -> LoadedModel:
 
     from tilewright.models.checkpoints.base import check_tensors
     from tilewright.models.checkpoints.gguf.checkpoint import GGUFCheckpoint
+    from tilewright.models.checkpoints.gguf.draft_layer import GGUFDraftLayerCheckpoint
     from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
     from tilewright.models.checkpoints.huggingface.draft_layer import DraftLayerCheckpoint
     from tilewright.models.sources import stored_shapes
 
-    if isinstance(model.checkpoint, GGUFCheckpoint) and model.checkpoint.draft_names:
+    make, path = _architecture(model.config).draft_layer, model.checkpoint.path
+    is_gguf = isinstance(model.checkpoint, GGUFCheckpoint)
+    if make is None or not (is_gguf or isinstance(model.checkpoint, SafetensorsCheckpoint)):
         raise CheckpointError(
-            f"{model.checkpoint.path}: {model.checkpoint.draft_names[0]} belongs to a draft layer, "
-            "and draft layers of GGUF files are not read; allowed: a folder of Qwen3.5 or 3.6, or "
-            '--speculative-config without "mtp"'
+            f"{path}: no draft layer is read from this model or file; allowed: a folder or a GGUF "
+            'file of Qwen3.5 or 3.6, or --speculative-config without "mtp"'
         )
-    make = _architecture(model.config).draft_layer
-    if make is None or not isinstance(model.checkpoint, SafetensorsCheckpoint):
-        raise CheckpointError(
-            f"{model.checkpoint.path}: no draft layer is read from this model or file; "
-            'allowed: a folder of Qwen3.5 or 3.6, or --speculative-config without "mtp"'
-        )
-    checkpoint = DraftLayerCheckpoint(model.checkpoint.path)
+    checkpoint = GGUFDraftLayerCheckpoint(path) if is_gguf else DraftLayerCheckpoint(path)
     with torch.device("meta"):
         module = make(checkpoint.config)
     check_tensors(checkpoint, stored_shapes(module))

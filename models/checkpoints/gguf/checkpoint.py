@@ -74,6 +74,7 @@ _PER_LAYER = {
 }
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.((\w+)(?:\.(weight|bias))?)")
 _DRAFT_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.nextn\..*")
+_NORM = re.compile(r"norm(?:_embedding|_hidden)?\.weight$")
 _TYPE_SUFFIX = re.compile(r"[.-](?:B?F16|F32|Q\d\w*)$", re.IGNORECASE)
 
 
@@ -100,16 +101,27 @@ class GGUFCheckpoint:
         self.draft_names = sorted(
             filter(self._is_draft, header.tensors), key=lambda name: (".nextn." not in name, name)
         )
+        self.config = self._config_of(self.config)
         for name, tensor in header.tensors.items():
-            if name in _CONSTANTS or _IGNORED.fullmatch(name) or name in self.draft_names:
+            if name in _CONSTANTS or _IGNORED.fullmatch(name):
                 continue
-            ours = hf_name(name, layer_names)
+            ours = self._name_of(name, layer_names)
+            if ours is None:
+                continue
             if ours in self._tensors:
                 raise CheckpointError(f"{path}: tensor {shown(ours)} stands twice")
             self._tensors[ours] = dataclasses.replace(tensor, shape=hf_shape(ours, tensor.shape))
         self.config = self._complete_config(header.tensors)
         self._views = self._make_views()
         self.names: Mapping[str, TensorMeta] = self._name_tensors()
+
+    def _config_of(self, config: ModelConfig) -> ModelConfig:
+        """Return the configuration of the read layers."""
+        return config
+
+    def _name_of(self, name: str, layer_names: Mapping[str, str]) -> str | None:
+        """Return the Hugging Face name for a GGUF tensor. None: the tensor is not read."""
+        return None if name in self.draft_names else hf_name(name, layer_names)
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
@@ -252,7 +264,7 @@ class GGUFCheckpoint:
             return values
         if name.endswith(DECAY):
             return log_decay(values, name, self.path)
-        if name.endswith("norm.weight"):
+        if _NORM.search(name):
             return values - self._architecture.gguf_norm_offset
         columns = tiled_columns(name, self._delta())
         assert columns is not None, name
@@ -266,7 +278,7 @@ class GGUFCheckpoint:
 
     def _is_changed(self, name: str) -> bool:
         """Return whether the file has different values or columns than Hugging Face's."""
-        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        if _NORM.search(name) and not name.endswith("linear_attn.norm.weight"):
             return self._architecture.gguf_norm_offset != 0.0
         is_tiled = self._architecture.gguf_tiled_heads and name.endswith("out_proj.weight")
         return name.endswith(DECAY) or is_tiled
