@@ -181,10 +181,10 @@ class NativeRank(NativeExecutable):
         for rows in (1, min(_TRIAL_ROWS, MAX_TOKENS)):
             times = [self._trial(rows, width, wire, hops) for hops in (_NEVER, 0)]
             found.append(times[1] < _WORTH * times[0])
-        at_one, at_most = struct.unpack("<2?", peers.all_gather(struct.pack("<2?", *found))[0])
-        from_bytes = 0 if at_one else width * 4 + 1 if at_most else _NEVER
+        decode, prefill = struct.unpack("<2?", peers.all_gather(struct.pack("<2?", *found))[0])
+        from_bytes = 0 if decode else width * 4 + 1 if prefill else _NEVER
         self.set_hops(from_bytes)
-        return "two hops" if at_one else "one hop, prompts in two" if at_most else "one hop"
+        return "two hops" if decode else "one hop, prompts in two" if prefill else "one hop"
 
     def _trial(self, rows: int, width: int, wire: str, two_hops_from: int) -> float:
         self.set_hops(two_hops_from)
