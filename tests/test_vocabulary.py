@@ -3,7 +3,7 @@
 ``tests/vocabulary.txt`` has a word and its number of uses in each line. Identifiers are split at
 underscores and capitals. The phrases of `ALLOWED` do not count. C++, CUDA and page sources have
 none of the words with the count 0. ``TILEWRIGHT_UPDATE_GOLDENS=1`` writes lower numbers, never
-higher ones.
+higher ones. Ranges are small, medium and large.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ROOT / "tests" / "vocabulary.txt"
 ROOMS = ("compiler", "models", "tilewright", "bench", "demo")
-OTHER_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".inl", ".js", ".css", ".html")
+CPP_SUFFIXES = (".cpp", ".cu", ".cuh", ".h", ".inl")
+OTHER_SUFFIXES = (*CPP_SUFFIXES, ".js", ".css", ".html")
 FAMILIES = {
     "models/architectures/": "modules have the names of torch and of the published models",
     "compiler/targets/cuda/engine_generator/parts/": "text of a standalone file, in its own words",
@@ -29,9 +30,12 @@ ALLOWED = {
     "--max-seats": "hidden alias of an old flag",
     "held-out": "text without influence on a search or a fit, as in machine learning",
     "held_out": "the same, in identifiers",
+    "WIDE_CHARS_MODE": "attribute of the library tabulate",
     '"dealt"': "key of records in compiled folders, which keep their names",
 }
 """Legitimate uses of replaced words, each with its reason."""
+RANGES = {"few", "many", "wide"}
+"""Parts of no identifier. As single words they are legitimate."""
 _ALLOWED = re.compile("|".join(map(re.escape, ALLOWED)))
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
@@ -60,6 +64,29 @@ def test_vocabulary_other_sources_have_no_removed_words() -> None:
     listed = {word: int(n) for word, n in map(str.split, COUNTS.read_text("utf-8").splitlines())}
     counts = word_counts(*OTHER_SUFFIXES)
     assert not {word: counts[word] for word, n in listed.items() if n == 0 and counts[word]}
+
+
+def range_names(path: Path) -> set[str]:
+    """Return identifiers for ranges in a source, except in strings of Python."""
+    text = path.read_text("utf-8")
+    names = {path.stem, *re.findall(r"\w+", text)} - set(ALLOWED)
+    parts = {name: [part.lower() for part in _PART.findall(name)] for name in names}
+    found = {name for name in names if len(parts[name]) > 1 and RANGES.intersection(parts[name])}
+    if found and path.suffix == ".py":
+        fields = ("id", "attr", "arg", "name", "asname")
+        nodes = list(ast.walk(ast.parse(text)))
+        used = {str(getattr(node, field, "")) for node in nodes for field in fields}
+        found &= {path.stem, *".".join(used).split(".")}
+    return found
+
+
+def test_vocabulary_ranges_are_small_medium_and_large() -> None:
+    found = {}
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("*"):
+            if path.suffix in (".py", *CPP_SUFFIXES) and (names := range_names(path)):
+                found[path.relative_to(ROOT).as_posix()] = names
+    assert not found
 
 
 def test_vocabulary_class_names_are_unique() -> None:

@@ -136,7 +136,7 @@ class ComparedEngine:
     weights: str
     server: Server
     sizes: Sizes = (None, None)
-    serves_many: bool = True
+    has_batching: bool = True
     rates: dict[str, list[float]] = field(default_factory=dict)
     failure: str | None = None
     url: str = ""
@@ -148,7 +148,7 @@ class ComparedEngine:
 
     def measure(self, measure: Measure, prompts: list[list[int]], *, counts: bool = True) -> None:
         """Measure a rate, unless the engine failed before."""
-        if self.failure or (measure.num_users > 1 and not self.serves_many):
+        if self.failure or (measure.num_users > 1 and not self.has_batching):
             return
         try:
             heard = asyncio.run(_ask(self.url, measure, prompts))
@@ -231,7 +231,7 @@ def engines_of(
             words = (*PYTHON, "-m", "bench.baselines.genai_server", name, str(source))
             server = Server(name, (*words, "--threads", str(threads)))
             file_sizes: Sizes = gguf_sizes(copy) if name == "openvino" else (None, None)
-            others.append(ComparedEngine(name, weights, server, file_sizes, serves_many=False))
+            others.append(ComparedEngine(name, weights, server, file_sizes, has_batching=False))
         ours, others = (
             [found.setdefault(e.name, e) for e in engines] for engines in (ours, others)
         )

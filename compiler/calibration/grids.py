@@ -18,7 +18,7 @@ _MIN_EXPONENT, _MAX_EXPONENT = -110, 127
 # Divisors for the largest value, in signed codes. The usual divisor is first.
 _SIGNED_STEPS = (8.0, 7.5, 7.0, 8.5, 9.0, 9.75, -7.0, -7.5, -8.0, -8.75)
 _SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.83, 0.78)
-_WIDE_SHRINKS = (1.0, 0.98, 0.96)
+_SYMMETRIC_SHRINKS = (1.0, 0.98, 0.96)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ class BlockFloatGrid(Grid):
 
     def encode(self, codes_RK: Tensor, scales_RM: Scales) -> Encoded:
         # The exponent is chosen again from the values. The values stay the same.
-        wide_RK = scales_RM.scale.repeat_interleave(self.format.block, 1)
-        values_RK = codes_RK.float() * wide_RK[:, : codes_RK.shape[1]]
+        scales_RK = scales_RM.scale.repeat_interleave(self.format.block, 1)
+        values_RK = codes_RK.float() * scales_RK[:, : codes_RK.shape[1]]
         encoded = self.format.quantise(values_RK)
         assert isinstance(encoded, BlockEncoded)
         return encoded
@@ -111,7 +111,9 @@ class ScaledGrid(Grid):
             return Scales(_half(scale), _half(minimum))
         if self.low == -self.high:  # codes on both sides alike
             largest_N = block_BN.abs().amax(0)
-            return Scales(_half(torch.stack([largest_N / self.high * s for s in _WIDE_SHRINKS])))
+            return Scales(
+                _half(torch.stack([largest_N / self.high * s for s in _SYMMETRIC_SHRINKS]))
+            )
         largest_N = block_BN.gather(0, block_BN.abs().argmax(0, keepdim=True))[0]
         steps = [step * -self.low / 8.0 for step in _SIGNED_STEPS]
         return Scales(_half(torch.stack([largest_N / -step for step in steps])))

@@ -42,8 +42,8 @@ class MatrixPlan:
     def is_exact(self) -> bool:
         """Return whether every method rounds this matrix to nearest."""
         assert self.recipe.format is not None
-        is_wide = get_format(self.recipe.format).element_bits >= EXACT_BITS
-        return is_wide or self.product is None
+        is_rounded = get_format(self.recipe.format).element_bits >= EXACT_BITS
+        return is_rounded or self.product is None
 
 
 @dataclass(frozen=True, slots=True)

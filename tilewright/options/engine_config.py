@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 AUTO, ALWAYS, NEVER = "auto", "always", "never"
 TARGETS = ("reference", "null", "cpu", "cuda", *BOARDS)
-FEW_SEQS = 16
+MAX_INVARIANT_SEQS = 16
 """Open sequences for which batch-invariant decode steps cost a GPU nothing."""
 MAX_SEQS = {"cuda": 256, "cpu": 16}
 """Largest automatic ``max_num_seqs``, by target."""
@@ -333,14 +333,15 @@ class EngineConfig:
         return most, min(most, _MIN_SEQS)
 
     def invariance(self, target: str, num_seqs: int) -> str:
-        """Return ``always``, ``never``, or ``auto``: always up to ``FEW_SEQS`` open sequences.
+        """Return ``always``, ``never``, or ``auto``: always up to ``MAX_INVARIANT_SEQS``
+        open sequences.
 
         Drafts count as sequences: more rows would have slower kernels.
         """
         if self.batch_invariant != AUTO:
             return self.batch_invariant
         num_rows = num_seqs * (1 + self._max_drafts())
-        return AUTO if target == "cuda" and num_rows > FEW_SEQS else ALWAYS
+        return AUTO if target == "cuda" and num_rows > MAX_INVARIANT_SEQS else ALWAYS
 
     @property
     def context(self) -> int:
@@ -371,7 +372,7 @@ class EngineConfig:
             num_threads=self.num_threads,
             memory_fraction=self.gpu_memory_utilization,
             is_strict=invariance == ALWAYS,
-            strict_rows=FEW_SEQS if invariance == AUTO else 0,
+            strict_rows=MAX_INVARIANT_SEQS if invariance == AUTO else 0,
             copies=_COPIES[self.weight_copies],
             max_drafts=self._max_drafts(),
             **limits,

@@ -267,9 +267,9 @@ def attend_prompt_kernel(
     stop = tl.minimum((block + 1) * QUERIES, num_tokens)
     for first in range(tl.min(start, 0) // KEYS * KEYS, stop, KEYS):
         key = first + tl.arange(0, KEYS)
-        wide_key = key.to(tl.int64)[:, None]
+        key_index = key.to(tl.int64)[:, None]
         real = (key < stop)[:, None] & (d < D)[None, :]
-        here_k = (H + G) * D * wide_key + (H + group) * D + d[None, :]
+        here_k = (H + G) * D * key_index + (H + group) * D + d[None, :]
         k = tl.load(turned + here_k, mask=real, other=0.0)
         scores = tl.dot(q, tl.trans(k)) * scale
         seen = (key[None, :] <= row[:, None]) & (key[None, :] >= start[:, None])
@@ -278,7 +278,7 @@ def attend_prompt_kernel(
         weights = tl.exp(scores - new_peak[:, None])
         fade = tl.exp(peak - new_peak)
         total = total * fade + tl.sum(weights, 1)
-        here_v = (H + 2 * G) * D * wide_key + (H + G + group) * D + d[None, :]
+        here_v = (H + 2 * G) * D * key_index + (H + G + group) * D + d[None, :]
         v = tl.load(qkv + here_v, mask=real, other=0.0)
         sums = tl.dot(weights.to(v.dtype), v, sums * fade[:, None])
         peak = new_peak
