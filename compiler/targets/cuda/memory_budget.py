@@ -15,7 +15,6 @@ from tilewright.compiler.targets.cuda.invariance import invariant_of
 from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import scratch_bytes
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.plan import far_of, has_mixers
-from tilewright.compiler.targets.cuda.state.encoded_images import TILE_UNIT
 from tilewright.compiler.targets.cuda.state.final_states import final_state_bytes
 from tilewright.compiler.targets.cuda.state.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state.snapshot_positions import MOST_MARKS
@@ -449,13 +448,13 @@ def _pass_bytes(plan: KernelProgram, options: CompileOptions, tokens: int) -> in
 def _decode_bytes(program: KernelProgram, options: CompileOptions) -> int:
     """Return the bytes of a decode step's values in excess of ``_WORKSPACE``.
 
-    Logits and their selection dominate. Cross-attention has splits of all tiles.
+    Logits and their selection dominate. Cross-attention has splits of tiles.
     """
     rows = decode_rows(options)[-1]
     width = program.vocab_size + sum(buffer.width for buffer in program.buffers)
     cross = (op for op in program.instructions if isinstance(op, CrossAttentionOp))
     splits = [
-        scratch_bytes(rows, op.num_heads, TILE_UNIT, op.norm.shape[-1])
+        scratch_bytes(rows, op.num_heads, op.norm.shape[-1])
         for op in itertools.islice(cross, 1)  # layers have equal sizes
     ]
     return 4 * max(0, rows - _MAX_SMALL_M) * width + sum(splits)

@@ -9,13 +9,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import ImageTiles
+from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import TILE_UNIT, ImageTiles
 from tilewright.compiler.targets.cuda.state.slot_table import send
 from tilewright.compiler.targets.host.batch import images_by_token
 from tilewright.compiler.targets.interface.step import ImageId, PrefillChunk
-
-TILE_UNIT = 16
-"""Minimum tiles per decode token, and the unit of larger numbers."""
 
 
 class EncodedImages:

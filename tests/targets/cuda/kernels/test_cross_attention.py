@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tilewright.compiler import ops
+from tilewright.compiler.targets.cuda.kernels.attention import cross_attention
 from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import (
     ImageTiles,
     cross_attend,
@@ -56,8 +57,11 @@ def test_cross_attention_equals_the_operator(
     assert not out[2, : heads * dim].any() and out[:, heads * dim :].isnan().all()
 
 
-def test_scratch_bytes_are_allocated(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """8 layers of 11B share them: 256 decode tokens with 16 tiles use 273 MB."""
+@pytest.mark.parametrize(("num_rows", "num_tiles"), [(16, 16), (18, 32), (1, 256)])
+def test_scratch_bytes_are_allocated(
+    num_rows: int, num_tiles: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """8 layers of 11B share them: 256 decode tokens use 273 MB."""
     empty, sizes = torch.empty, list[int]()
 
     def counted(*shape: int, **options: object) -> torch.Tensor:
@@ -66,20 +70,25 @@ def test_scratch_bytes_are_allocated(monkeypatch: pytest.MonkeyPatch, device: to
         return made
 
     values = torch.ones(5, 2 * 12, device=device)
-    offsets = torch.zeros(3, 16, dtype=torch.int64, device=device)
-    visible = torch.tensor([[0, 1]] * 3, device=device)
-    q, norm = torch.ones(3, 4 * 12, device=device), torch.ones(12, device=device)
+    offsets = torch.zeros(num_rows, num_tiles, dtype=torch.int64, device=device)
+    visible = torch.tensor([[0, 1]] * num_rows, device=device)
+    q, norm = torch.ones(num_rows, 4 * 12, device=device), torch.ones(12, device=device)
     monkeypatch.setattr(torch, "empty", counted)
     cross_attend(
         torch.zeros_like(q), q, ImageTiles(values, offsets, visible, 5, 24), norm,
         eps=EPS, num_kv_heads=1, first=0, scale=SCALE, decodes=True,
     )  # fmt: skip
-    assert sum(sizes) == scratch_bytes(3, 4, 16, 12)
-    assert scratch_bytes(256, 32, 16, 128) == 272_629_760
+    assert sum(sizes) == scratch_bytes(num_rows, 4, 12)
+    assert scratch_bytes(256, 32, 128) == 272_629_760
 
 
-def test_rows_of_a_batch_have_their_own_bits(device: torch.device) -> None:
-    """Neither the batch, the chunk nor the number of tiles changes bits."""
+@pytest.mark.parametrize("unit", [16, 4])
+def test_rows_of_a_batch_have_their_own_bits(
+    unit: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Neither the batch, its groups, the chunk nor the number of tiles changes bits."""
+    monkeypatch.setattr(cross_attention, "TILE_UNIT", unit)
+    monkeypatch.setattr(cross_attention, "_MIN_ROWS", 1)
     torch.manual_seed(0)
     heads, dim, keys, width = 4, 16, 21, 2 * 2 * 16
     values = torch.randn(3 * keys, width, device=device)

@@ -30,6 +30,9 @@ _SPLITS: int = _TUNING["splits"]
 _PROMPT_TOKENS: int = _TUNING["prompt_tokens"]
 _KEYS: int = _TUNING["keys"]
 _ALIGNED = 8
+TILE_UNIT = 16
+"""Minimum tiles per decode token, and the unit of larger numbers."""
+_MIN_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +196,9 @@ def _sizes_of(tiles: ImageTiles, num_heads: int, num_kv_heads: int, dim: int) ->
     }
 
 
-def scratch_bytes(num_tokens: int, num_heads: int, num_tiles: int, dim: int) -> int:
-    """Return the bytes of all splits in a decode step with ``num_tiles`` tiles per token."""
-    return 4 * num_tokens * num_heads * num_tiles * _SPLITS * (dim + 2)
+def scratch_bytes(num_tokens: int, num_heads: int, dim: int) -> int:
+    """Return the bytes of all splits in a decode step, up to 256 tiles per token."""
+    return 4 * max(num_tokens, _MIN_ROWS) * num_heads * TILE_UNIT * _SPLITS * (dim + 2)
 
 
 def cross_attend(
@@ -243,15 +246,22 @@ def cross_attend(
         return
     num_splits = tiles.offsets.shape[1] * _SPLITS
     chunk = triton.cdiv(triton.cdiv(tiles.tile_keys, sizes["L"]), _SPLITS) * sizes["L"]
-    shape = num_tokens, num_heads, num_splits
+    # Tokens with many tiles run in groups, so that splits fit `scratch_bytes`.
+    step = max(num_tokens, _MIN_ROWS) * TILE_UNIT // tiles.offsets.shape[1]
+    step = min(num_tokens, max(1, step))
+    shape = step, num_heads, num_splits
     peaks, totals = (torch.empty(shape, device=q.device) for _ in range(2))
     partial = torch.empty(*shape, dim, device=q.device)
-    _split_kernel[(num_tokens, num_kv_heads, num_splits)](
-        partial, peaks, totals, q, tiles.anchor, tiles.offsets, tiles.visible, norm,
-        q.stride(0), tiles.offsets.stride(0) if len(tiles.offsets) > 1 else 0, *at, chunk,
-        **sizes, M=max(16, heads), SPLITS=_SPLITS, **chained(q),
-    )  # fmt: skip
-    _join_kernel[(num_tokens, num_heads)](
-        out, partial, peaks, totals, tiles.visible, out.stride(0), num_splits,
-        D=dim, E=sizes["E"], P=triton.next_power_of_2(num_splits), SPLITS=_SPLITS, **chained(q),
-    )  # fmt: skip
+    for begin in range(0, num_tokens, step):
+        rows = slice(begin, begin + step)
+        own_q, own_out, visible = q[rows], out[rows], tiles.visible[rows]
+        offsets = tiles.offsets[rows] if len(tiles.offsets) > 1 else tiles.offsets
+        _split_kernel[(len(own_q), num_kv_heads, num_splits)](
+            partial, peaks, totals, own_q, tiles.anchor, offsets, visible, norm,
+            q.stride(0), tiles.offsets.stride(0) if len(tiles.offsets) > 1 else 0, *at, chunk,
+            **sizes, M=max(16, heads), SPLITS=_SPLITS, **chained(q),
+        )  # fmt: skip
+        _join_kernel[(len(own_q), num_heads)](
+            own_out, partial, peaks, totals, visible, out.stride(0), num_splits,
+            D=dim, E=sizes["E"], P=triton.next_power_of_2(num_splits), SPLITS=_SPLITS, **chained(q),
+        )  # fmt: skip
