@@ -108,7 +108,7 @@ def check_values(folder: Path, values: Mapping[str, np.ndarray]) -> None:
         assert got.dtype == torch.float32 and got.shape == expected.shape
         assert np.array_equal(got.numpy().view(np.uint32), expected.view(np.uint32)), name
         if name in checkpoint._quantized:
-            with torch.device("meta"):  # a caller's default device is for random tensors
+            with torch.device("meta"):  # for random weights
                 assert torch.equal(checkpoint.get(name), got)
         for rows in (slice(3, 20), slice(-9, None)):
             assert torch.equal(checkpoint.get(name, rows), got[rows])

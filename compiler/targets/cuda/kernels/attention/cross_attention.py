@@ -243,12 +243,25 @@ def cross_attend(
             out.stride(0), q.stride(0), *at,
             **sizes, M=size, HEADS=heads, **chained(q),
         )  # fmt: skip
-        return
-    num_splits = tiles.offsets.shape[1] * _SPLITS
+    else:
+        _attend_splits(out, q, tiles, norm, at, sizes)
+
+
+def _attend_splits(
+    out: Tensor,
+    q: Tensor,
+    tiles: ImageTiles,
+    norm: Tensor,
+    at: tuple[int, int, int, float, float],
+    sizes: dict[str, int],
+) -> None:
+    """Attend in splits of tiles. Steps with more tiles run in groups, within `scratch_bytes`."""
+    (num_tokens, _), num_heads, dim = q.shape, sizes["H"], sizes["D"]
+    heads = triton.next_power_of_2(num_heads // sizes["G"])
+    num_tiles = tiles.offsets.shape[1]
+    num_splits = num_tiles * _SPLITS
     chunk = triton.cdiv(triton.cdiv(tiles.tile_keys, sizes["L"]), _SPLITS) * sizes["L"]
-    # Tokens with many tiles run in groups, so that splits fit `scratch_bytes`.
-    step = max(num_tokens, _MIN_ROWS) * TILE_UNIT // tiles.offsets.shape[1]
-    step = min(num_tokens, max(1, step))
+    step = max(1, min(num_tokens, max(num_tokens, _MIN_ROWS) * TILE_UNIT // num_tiles))
     shape = step, num_heads, num_splits
     peaks, totals = (torch.empty(shape, device=q.device) for _ in range(2))
     partial = torch.empty(*shape, dim, device=q.device)
@@ -256,7 +269,7 @@ def cross_attend(
         rows = slice(begin, begin + step)
         own_q, own_out, visible = q[rows], out[rows], tiles.visible[rows]
         offsets = tiles.offsets[rows] if len(tiles.offsets) > 1 else tiles.offsets
-        _split_kernel[(len(own_q), num_kv_heads, num_splits)](
+        _split_kernel[(len(own_q), sizes["G"], num_splits)](
             partial, peaks, totals, own_q, tiles.anchor, offsets, visible, norm,
             q.stride(0), tiles.offsets.stride(0) if len(tiles.offsets) > 1 else 0, *at, chunk,
             **sizes, M=max(16, heads), SPLITS=_SPLITS, **chained(q),
