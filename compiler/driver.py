@@ -34,7 +34,11 @@ from tilewright.compiler.targets.interface.base import (
 from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.pipeline import RANK, with_ranks
 from tilewright.compiler.targets.table import get_target
-from tilewright.compiler.targets.tile_encoder import CROSS_CACHE_BYTES, TileEncoderSettings
+from tilewright.compiler.targets.tile_encoder import (
+    CROSS_CACHE_BYTES,
+    IMAGE_CACHE_BYTES,
+    TileEncoderSettings,
+)
 from tilewright.compiler.tracer import grouped_modules, trace
 from tilewright.distributed.parallel import ALONE, Parallel
 from tilewright.images.squares import SquareSettings
@@ -225,17 +229,18 @@ _MAX_CACHED_IMAGES = 32
 
 
 def tower_bytes(model: CompilableModel) -> int:
-    """Return the device memory for a tower in fp32, its largest image's values, and keys and
-    values for cross-attention.
+    """Return the device memory for a tower in fp32, its largest image's values, and the images
+    in the cache.
     """
     vision: Any = model.vision  # type: ignore[attr-defined]
     config, processor = vision.config, vision.processor
     num_values = sum(tensor.numel() for tensor in vision.module.parameters())
-    if _is_square(vision):
-        return int(4 * (num_values + 3 * config.num_patches * config.intermediate_size))
     if vision.text_module is None:
-        rows = processor.max_pixels // processor.patch_size**2
-        return 4 * (num_values + 3 * rows * config.intermediate_size)
+        is_square = _is_square(vision)
+        rows = config.num_patches if is_square else processor.max_pixels // config.patch_size**2
+        tokens = config.tokens_per_side**2 if is_square else rows // config.merge_size**2
+        cached = min(IMAGE_CACHE_BYTES, 4 * _MAX_CACHED_IMAGES * tokens * config.output_size)
+        return int(4 * (num_values + 3 * rows * config.intermediate_size) + cached)
     keys, width = config.max_tiles * config.num_padded_rows, cross_width(model)
     values = keys * (3 * config.intermediate_size + config.feature_size + 2 * width)
     cached = min(CROSS_CACHE_BYTES, 4 * _MAX_CACHED_IMAGES * keys * width)

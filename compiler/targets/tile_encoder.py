@@ -28,6 +28,9 @@ NARROW = ("bf16", "bfp8", "bfp4")
 CROSS_CACHE_BYTES = 4 << 30
 """Maximum bytes for keys and values of images."""
 
+IMAGE_CACHE_BYTES = 1 << 30
+"""Maximum bytes for embeddings of images."""
+
 _ROW_MULTIPLE = 8
 """Multiple for the padded row count per tile."""
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from tilewright.images.squares import SquareSettings
 from tilewright.models.architectures.gemma3_vision import SquareTowerConfig
+from tilewright.models.checkpoints.huggingface.pixels import check_pixels
 from tilewright.models.checkpoints.spelling.keys import Keys
 from tilewright.models.config import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, ModelConfig
 
 _MAX_SIZE, _MAX_TOKENS = 1 << 12, 256
 _BILINEAR = 2
+_IMAGE_TOKEN = 262144
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "num_channels": (3,),
     "hidden_act": ("gelu_pytorch_tanh",),
@@ -55,6 +57,10 @@ def read_square_tower(
             f"allowed: a multiple of {patch_size}, and mm_tokens_per_image = {count} in a square "
             "that divides the patches",
         )
+    window = min(filter(None, config.windows), default=count)
+    if window < count:  # transformers ignores the window between tokens of an image
+        tail = f"allowed: 1 to {window}, the attention window"
+        raise keys.error("mm_tokens_per_image", count, tail)
     vision.refuse_unread(_NEUTRAL)
     return SquareTowerConfig(
         hidden_size=hidden,
@@ -69,7 +75,9 @@ def read_square_tower(
     )
 
 
-def read_square_settings(own: Keys, keys: Keys, tower: SquareTowerConfig) -> SquareSettings:
+def read_square_settings(
+    own: Keys, keys: Keys, tower: SquareTowerConfig, config: ModelConfig
+) -> SquareSettings:
     """Return the image processor from its keys ``own``. ``keys``: config.json.
 
     Raises:
@@ -84,9 +92,12 @@ def read_square_settings(own: Keys, keys: Keys, tower: SquareTowerConfig) -> Squ
     for key, values in expected.items():
         if own.get(key) not in (None, *values):
             raise own.error(key, own.get(key), f"allowed: {values[0]}")
+    check_pixels(own)
+    last = min(MAX_VOCAB, config.vocab_size) - 1
+    default = _IMAGE_TOKEN if last >= _IMAGE_TOKEN else None
     triples: Any = {"mean": own.reals("image_mean", 3), "std": own.reals("image_std", 3)}
     return SquareSettings(
-        image_token=keys.integer("image_token_index", 0, MAX_VOCAB - 1, default=262144),
+        image_token=keys.integer("image_token_index", 0, last, default=default),
         marker=_MARKER,
         expansion=f"\n\n{_MARKER}{_PLACEHOLDER}{_END}\n\n",
         side=side,

@@ -8,6 +8,7 @@ from typing import Any
 from tilewright.images.tiles import TileSettings, arrangements
 from tilewright.models.architectures.mllama import NUM_EXTRA_TOKENS
 from tilewright.models.architectures.mllama_vision import TileTowerConfig
+from tilewright.models.checkpoints.huggingface.pixels import check_pixels
 from tilewright.models.checkpoints.spelling.keys import Keys
 from tilewright.models.config import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig
 
@@ -96,6 +97,7 @@ def read_tile_settings(
     ):
         if own.get(key) not in (None, expected):
             raise own.error(key, own.get(key), f"allowed: {expected}")
+    check_pixels(own)
     most = config.vocab_size + NUM_EXTRA_TOKENS - 1
     return TileSettings(
         image_token=keys.integer("image_token_index", 0, most),

@@ -11,6 +11,7 @@ from tilewright.images.squares import SquareSettings
 from tilewright.images.tiles import TileSettings
 from tilewright.models.architectures.gemma3_vision import SquareTowerConfig
 from tilewright.models.architectures.mllama_vision import TileTowerConfig
+from tilewright.models.checkpoints.huggingface.pixels import check_pixels
 from tilewright.models.checkpoints.huggingface.squares import (
     read_square_settings,
     read_square_tower,
@@ -111,9 +112,9 @@ def vision_of(keys: Keys, config: ModelConfig, processor: Keys | None) -> Vision
         return tower, read_tile_settings(processor, keys, tower, config)
     if config.model_type == _SQUARE_FAMILY:
         square = read_square_tower(keys, section, config)
-        return (
-            None if processor is None else (square, read_square_settings(processor, keys, square))
-        )
+        if processor is None:
+            return None
+        return square, read_square_settings(processor, keys, square, config)
     result = _vision_config(keys, {**_DEFAULTS, **section}, config)
     if processor is None:
         return None
@@ -179,6 +180,7 @@ def _processor(keys: Keys, config: VisionConfig, image_token: int) -> ImageProce
     ):
         if keys.get(key) not in (None, expected):
             raise keys.error(key, keys.get(key), f"allowed: {expected}")
+    check_pixels(keys)
     size = keys.get("size")
     if not isinstance(size, Mapping):
         raise keys.error("size", size, "allowed: shortest_edge and longest_edge, in pixels")

@@ -17,14 +17,11 @@ from tilewright.compiler.targets.interface.step import (
     StateUpdate,
     VisibleImages,
 )
-from tilewright.compiler.targets.tile_encoder import CROSS_CACHE_BYTES
+from tilewright.compiler.targets.tile_encoder import CROSS_CACHE_BYTES, IMAGE_CACHE_BYTES
 from tilewright.errors import RequestError
 from tilewright.images.processor import PreparedImage
 from tilewright.images.prompt import PromptImage
 from tilewright.images.visible import visible_images
-
-IMAGE_CACHE_BYTES = 1 << 30
-"""Maximum bytes for embeddings."""
 
 
 class ImageCache:
