@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.draft_layers import SHARED, tiny_layer
 from tests.images.tiny_vl import save_vl, tiny_vl
+from tilewright.cli.commands import bench
 from tilewright.errors import CheckpointError, ConfigError
 from tilewright.llm import LLM
 from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
@@ -59,6 +60,20 @@ def test_drafts_of_the_layer_change_no_answer(folder: Path, target: str) -> None
     plain, drafted = answers
     assert drafted.tokens == plain.tokens
     assert drafted.num_draft_tokens >= 20 and not plain.num_draft_tokens
+
+
+def test_bench_records_the_acceptance_of_the_layer(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(folder), "--target", "reference", "--prompt", "abcabc", "--json"]
+    words += ["--max-generated-tokens", "8", "--repeat-batches", "1", "--no-stop-at-eos"]
+    words += ["--precision", "bf16", "--no-results", "--speculative-config", CONFIG, "--no-cache"]
+    assert bench.main(words) == 0
+    found = json.loads(capsys.readouterr().out.strip().rpartition("\n")[2])["drafts"]
+    assert (found["method"], found["precision"]) == ("mtp", "")
+    assert found["num_drafts"] and len(found["num_accepted"]) == 3
+    with pytest.raises(ConfigError, match="emulated board: it verifies no drafts; allowed: cpu"):
+        bench.main(["n150" if word == "reference" else word for word in words])
 
 
 def test_a_file_without_the_layer_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ def _seqs(text: str) -> int | None:
         ) from None
 
 
-def _speculative(text: str) -> str:
+def speculative_json(text: str) -> str:
+    """Return the text if it is a valid `SpeculativeConfig`."""
     from tilewright.runtime.speculative.config import read_speculative_config
 
     try:
@@ -173,7 +174,7 @@ class EngineConfig:
         "10), prompt_lookup_max, prompt_lookup_min, num_speculative_tokens_per_batch_size and "
         "draft_precision (the draft model's --precision). Default no drafts",
         group=ENGINE,
-        type=_speculative,
+        type=speculative_json,
         metavar="JSON",
     )
     max_num_seqs: int | None = option(

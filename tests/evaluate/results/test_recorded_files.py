@@ -33,8 +33,10 @@ RECORD_KEYS = {
     "top1_interval top5_interval",
     "ContractLine": "effective field layers requested status",
     "Ceilings": "device product_type products reads",
+    "Drafts": "method num_accepted num_draft_tokens num_drafts precision",
     "Result": "accuracy batch cache_bytes calibration case ceilings command commit compute "
-    "context contract decode_error decode_tsu device device_detail dp effective_id heading host "
+    "context contract decode_error decode_tsu device device_detail dp drafts effective_id heading "
+    "host "
     "kind mesh model "
     "model_hash num_generated peak_memory_bytes precision_id precision_name prefill_tps "
     "prompt_length repeats resident_bytes sampling spread target timestamp tps ttft_error "
@@ -43,7 +45,7 @@ RECORD_KEYS = {
 EVENT_KEYS = {
     "CELL": "calibration case compute device heading is_kept kind model model_hash model_name part "
     "precision "
-    "precision_id round step_bytes target text threads weight_bytes",
+    "precision_id round speculative step_bytes target text threads weight_bytes",
     "PLANNED": "base commit options plan timestamp version versions",
     "ADDED": "cell",
     "STARTED": "cell timestamp",

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 DEFAULT_RESULTS = Path("results/results.jsonl")
 _MAX_BATCH = 256
-_ENGINE = (*names_of(EngineConfig, MODEL, RANKS), "num_threads", "use_cache")
+_ENGINE = (*names_of(EngineConfig, MODEL, RANKS), "num_threads", "use_cache", "speculative_config")
 """Engine fields without a value in a case."""
 
 
@@ -181,7 +181,9 @@ def read_options(argv: Sequence[str], sign: Sign | None = None) -> RunOptions | 
         check_writable(given["results"])
     return RunOptions(
         case=case,
-        is_case_changed=case != named or not accuracy_on.is_standard,
+        is_case_changed=case != named
+        or not accuracy_on.is_standard
+        or config.speculative_config is not None,
         model=resolve(config, default=named.precision),
         sampling=sampling_of({name: v for name, v in sampling.items() if v is not None}),
         prompts=prompts,

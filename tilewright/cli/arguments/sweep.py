@@ -27,6 +27,7 @@ from tilewright.options.arguments import (
     real,
     words_of,
 )
+from tilewright.options.engine_config import speculative_json
 from tilewright.utils.json_lines import check_writable
 from tilewright.utils.plain_yaml import parse_yaml, read_text
 
@@ -41,7 +42,7 @@ DEFAULT_FOLDER = Path("results/sweeps")
 DEFAULT_LEVELS = ("q80", "bfp8", "q40", "bfp4")
 BOUNDS = ("min_top1", "max_kl", "max_bytes")
 _ONLY_IN = {
-    "precisions": ("grid", "pareto", "table"),
+    **dict.fromkeys(("precisions", "speculative_config"), ("grid", "pareto", "table")),
     "levels": ("sensitivity", "search"),
     "cache_layers": ("sensitivity",),
     **dict.fromkeys((*BOUNDS, "sensitivities", "held_out", "output"), ("search",)),
@@ -128,6 +129,13 @@ class SweepOptions:
     )
     calibration_text: Path | None = option(
         "UTF-8 text for calibration (default: the package's)", group=_WHAT, metavar="FILE"
+    )
+    speculative_config: str | None = option(
+        "also measure acceptance of these drafts in speed cases, as for tilewright bench "
+        "(default: no drafts)",
+        group=_WHAT,
+        type=speculative_json,
+        metavar="JSON",
     )
     cache_layers: bool = option(
         "also lower the KV cache layer by layer (default: all layers together)",
@@ -286,6 +294,10 @@ def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
         _check_options(plan, found)
     usual_levels = DEFAULT_LEVELS if plan == "search" else ("bfp8",)
     has_board = any(target in BOARDS for target in found["targets"])
+    if has_board and found["speculative_config"] is not None:
+        raise ConfigError(
+            "--speculative-config with an emulated board: it verifies no drafts; allowed: cpu, cuda"
+        )
     for key in ("sensitivities", "output", "calibration_text"):
         found[key] = None if found[key] is None else Path(found[key])
     for key in ("max_bytes", "memory"):

@@ -49,6 +49,11 @@ def run(options: RunOptions) -> int:
         sign.clear()
     note(err(), *source.notes)
     if measure.is_emulated(source, options):
+        if options.model.config.speculative_config is not None:
+            raise ConfigError(
+                "--speculative-config with an emulated board: it verifies no drafts; allowed: "
+                "cpu or cuda"
+            )
         from tilewright.cli.measure.on_board import run_board
 
         return run_board(source, options, screen)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewright.api import compile
+from tilewright.api import compile, open_draft_model
 from tilewright.cli.arguments.bench import RunOptions
 from tilewright.compiler.devices import DEVICES, describe_cpu
 from tilewright.compiler.driver import compile_model
@@ -40,10 +40,13 @@ from tilewright.evaluate.cases.reference import (
     write_cache,
 )
 from tilewright.evaluate.measure import accuracy
+from tilewright.evaluate.measure.drafts import count_drafts
 from tilewright.evaluate.measure.timing import TimedRequest, TimedRun, sampling_text
-from tilewright.evaluate.results.record import Accuracy, ContractLine, Result, medians
+from tilewright.evaluate.results.record import Accuracy, ContractLine, Drafts, Result, medians
 from tilewright.loading.source import ModelHandle
 from tilewright.models import LoadedModel
+from tilewright.runtime.speculative.config import draft_note
+from tilewright.runtime.speculative.draft_model import DraftModel
 from tilewright.utils.environment import environment
 from tilewright.utils.files import cache_dir
 
@@ -122,10 +125,47 @@ def _prompt_tokens(source: ModelHandle, options: RunOptions) -> list[tuple[list[
 
 def compile_for(
     source: ModelHandle, options: RunOptions, plan: BenchPlan, progress: Progress
-) -> Compiled:
-    """Compile the model for the batch and the plan's context."""
+) -> tuple[Compiled, Executable | None]:
+    """Compile the model for the batch and the context. Compile a draft model before the model."""
     model = options.model.changed(max_num_seqs=options.case.batch_size, max_model_len=plan.context)
-    return compile(source, model, progress=progress, ends_process=True)
+    draft = open_draft_model(source, model, progress=progress)
+    return compile(source, model, progress=progress, ends_process=True), draft
+
+
+def check_drafts(source: ModelHandle, options: RunOptions) -> None:
+    """Refuse drafts of random weights.
+
+    Raises:
+        ConfigError: as above.
+    """
+    if options.model.config.speculative_config is not None and source.weights == "random":
+        raise ConfigError(
+            f"--speculative-config with {source.path}: random weights have no acceptance; allowed: "
+            "a checkpoint"
+        )
+
+
+def _measure_drafts(
+    options: RunOptions,
+    executable: Executable,
+    jobs: Sequence[TimedRequest],
+    draft: Executable | None,
+) -> Drafts | None:
+    """Measure the acceptance of configured drafts and close a draft model. None: no drafts.
+
+    Raises:
+        ConfigError: if the target verifies no drafts.
+    """
+    config = options.model.config.speculative
+    if config is None:
+        return None
+    if (text := draft_note(config, executable.capabilities)) is not None:
+        raise ConfigError(f"{text.partition(';')[0]}; allowed: without --speculative-config")
+    model = None if draft is None else DraftModel(draft)
+    drafts = count_drafts(executable, jobs, config, model)
+    if model is not None:
+        model.close()
+    return drafts
 
 
 def measure_accuracy(
@@ -265,12 +305,14 @@ def make_result(
     runs: Sequence[TimedRun],
     *,
     plan: BenchPlan,
+    draft: Executable | None = None,
 ) -> Result:
-    """Return the record of a timed run, without its accuracy."""
+    """Return the record of a timed run with its drafts, without its accuracy."""
+    jobs = plan.jobs
     repeats = tuple(run.repeat for run in runs)
     device, detail = device_of(compiled, options.model.config.num_threads)
     # All requests' positions at the end.
-    positions = sum(len(job.prompt) + job.sampling.max_tokens - 1 for job in plan.jobs)
+    positions = sum(len(job.prompt) + job.sampling.max_tokens - 1 for job in jobs)
     return describe(
         source,
         options,
@@ -286,7 +328,8 @@ def make_result(
         repeats=repeats,
         peak_memory_bytes=peak_memory_bytes(),
         resident_bytes=compiled.executable.memory().weights,
-        cache_bytes=compiled.executable.state_bytes(positions, len(plan.jobs)),
+        cache_bytes=compiled.executable.state_bytes(positions, len(jobs)),
+        drafts=_measure_drafts(options, compiled.executable, jobs, draft),
         **medians(repeats),
     )
 

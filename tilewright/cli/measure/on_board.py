@@ -127,7 +127,7 @@ class _Board:
         self._target = target
         if case.data_parallel == 1 and (source.manifest is not None or self._needs_executable):
             with console.compile_progress(console.err()) as progress:
-                self._compiled = measure.compile_for(source, options, plan, progress)
+                self._compiled, _ = measure.compile_for(source, options, plan, progress)
             graph = self._compiled.graph()
             summary = self._compiled.precision
         else:

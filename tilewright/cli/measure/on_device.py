@@ -35,6 +35,7 @@ EXIT_TEXTS_DIFFER = 1
 def run_here(source: ModelHandle, options: RunOptions, screen: Console) -> int:
     """Compile, generate, measure, print and record. Returns the exit code."""
     case, plan = options.case, measure.plan_jobs(source, options)
+    measure.check_drafts(source, options)
     if source.weights == "random":
         console.note(screen, RANDOM_NOTE.format(source.name))
     with console.compile_progress(console.err()) as progress:
@@ -44,7 +45,7 @@ def run_here(source: ModelHandle, options: RunOptions, screen: Console) -> int:
     if options.explain:
         print_byte_plan(console.err(), source.model, options.model, **sizes, cache=cache)
     with console.compile_progress(console.err()) as progress:
-        compiled = measure.compile_for(source, options, plan, progress)
+        compiled, draft = measure.compile_for(source, options, plan, progress)
     is_verbose = options.verbose or options.explain
     console.note(console.err(), *only_fallbacks(compiled.notes, is_verbose=is_verbose))
     if options.explain:
@@ -61,7 +62,7 @@ def run_here(source: ModelHandle, options: RunOptions, screen: Console) -> int:
         on_token=printer.on_token,
     )
     printer.close(runs[0].outputs)
-    result = measure.make_result(source, options, compiled, runs, plan=plan)
+    result = measure.make_result(source, options, compiled, runs, plan=plan, draft=draft)
     if case.token_accuracy:
         with console.compile_progress(console.err()) as progress:
             accuracy = measure.measure_accuracy(

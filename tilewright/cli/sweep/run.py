@@ -194,6 +194,7 @@ def measures_of(options: SweepOptions) -> Measures:
         compute=options.compute,
         threads=options.threads,
         text=options.accuracy_text,
+        speculative=options.speculative_config or "",
     )
 
 

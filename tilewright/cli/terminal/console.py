@@ -119,6 +119,10 @@ def result_rows(result: Result) -> list[tuple[str, str]]:
         rows[0] = ("TTFT, avg (ms)", rows[0][1])
         parts = (result.ttft_first_ms, result.ttft_median_ms, result.ttft_last_ms)
         rows.insert(1, ("first / median / last", " / ".join(map(_number, parts))))
+    if (drafts := result.drafts) is not None and drafts.length is not None:
+        shares = " / ".join(percent(share) for share in drafts.shares)
+        rows.append(("tokens per verification", decimal(drafts.length, 2)))
+        rows.append(("drafts accepted by position (%)", shares))
     return [*rows, *accuracy_rows(result.accuracy)]
 
 

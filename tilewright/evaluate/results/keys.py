@@ -40,11 +40,12 @@ RESULT = _keys(
     "num_generated context precision_name precision_id heading effective_id compute kind "
     "repeats ttft_ms ttft_first_ms ttft_median_ms ttft_last_ms prefill_tps decode_tsu tps "
     "spread ttft_spread decode_error ttft_error peak_memory_bytes resident_bytes cache_bytes "
-    "accuracy sampling ceilings command calibration contract versions commit host timestamp"
+    "accuracy sampling ceilings command calibration contract versions commit host timestamp drafts"
 )
+DRAFTS = _keys("method precision num_drafts num_draft_tokens num_accepted")
 CELL = _keys(
     "model model_name model_hash target device precision precision_id heading case kind compute "
-    "round threads text weight_bytes step_bytes part is_kept calibration"
+    "round threads text weight_bytes step_bytes part is_kept calibration speculative"
 )
 PLANNED = _keys("version plan options base timestamp commit versions")
 ADDED = _keys("cell")

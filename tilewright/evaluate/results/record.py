@@ -6,6 +6,7 @@ Excludes measurement, storage (``result_file.py``) and printing (``perf_tables.p
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import statistics
 import types
@@ -248,6 +249,45 @@ class Ceilings:
         return statistics.median(self.products)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drafts:
+    """Speculative decoding of a case's requests.
+
+    Attributes:
+        method: ``ngram``, ``mtp`` or ``draft_model``.
+        precision: The draft model's configuration. Empty: its default, or no draft model.
+        num_drafts: Verified drafts.
+        num_draft_tokens: Their tokens.
+        num_accepted: Accepted tokens by position in the draft.
+    """
+
+    method: str
+    precision: str
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_plain("drafts method", self.method)
+        counts = (*self.num_accepted, 0)
+        falls = all(before >= after for before, after in itertools.pairwise(counts))
+        if not falls or not self.num_drafts >= counts[0]:
+            raise ConfigError(
+                f"result: drafts accepted {list(self.num_accepted)!r:.60} of {self.num_drafts}; "
+                "allowed: counts that fall by position"
+            )
+
+    @property
+    def length(self) -> float | None:
+        """Mean tokens per verification. None: no drafts."""
+        return 1 + sum(self.num_accepted) / self.num_drafts if self.num_drafts else None
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Share of accepted drafts by position. Empty: no drafts."""
+        return tuple(n / self.num_drafts for n in self.num_accepted) if self.num_drafts else ()
+
+
 _LARGEST = 1e18
 HEADING_FORM = "precision_cfg = {...}, fidelity_cfg = {...}"
 
@@ -271,6 +311,7 @@ class Result:
         calibration: Method and text of calibrated weights. Empty: round to nearest. `model_hash` is
             that of the original model.
         ceilings: Peak rates of the device in the same run.
+        drafts: Acceptance in a further run with drafts. Times are without drafts.
         command: The measuring command without its output path. Empty: unknown.
         timestamp: ISO 8601 with an offset, as from `environment`.
 
@@ -317,6 +358,7 @@ class Result:
     ceilings: Ceilings | None = dataclasses.field(default=None, metadata=ADDED_LATER)
     command: str = dataclasses.field(default="", metadata=ADDED_LATER)
     calibration: str = dataclasses.field(default="", metadata=ADDED_LATER)
+    drafts: Drafts | None = dataclasses.field(default=None, metadata=ADDED_LATER)
     contract: tuple[ContractLine, ...] = ()
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     commit: str | None = None
@@ -372,6 +414,7 @@ KEYS: dict[type, keys.Keys] = {
     Accuracy: keys.ACCURACY,
     ContractLine: keys.CONTRACT_LINE,
     Ceilings: keys.CEILINGS,
+    Drafts: keys.DRAFTS,
     Result: keys.RESULT,
 }
 """Key table of each record type."""

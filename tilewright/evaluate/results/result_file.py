@@ -28,6 +28,7 @@ _PARTS: Mapping[str, type] = MappingProxyType(
         "paired": record.Paired,
         "contract": record.ContractLine,
         "ceilings": record.Ceilings,
+        "drafts": record.Drafts,
     }
 )
 """Fields that contain records, or lists of records."""

@@ -46,6 +46,7 @@ class Cell:
         is_kept: whether the program goes into the cache. False for a configuration with one cell.
         calibration: calibration method, with the hash of a user's text. Empty for round to
             nearest.
+        speculative: JSON for ``--speculative-config``, in speed cells. Empty for no drafts.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Cell:
     part: str = ""
     is_kept: bool = True
     calibration: str = ""
+    speculative: str = ""
 
     @property
     def id(self) -> str:
@@ -75,8 +77,9 @@ class Cell:
         # Names and estimates have no influence on results.
         for name in _NO_IDENTITY:
             del identity[name]
-        if not self.calibration:  # ids without calibration lack this key
-            del identity["calibration"]
+        for name in ("calibration", "speculative"):  # ids without them lack these keys
+            if not identity[name]:
+                del identity[name]
         text = json.dumps(to_keys(identity, CELL), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
 
@@ -115,8 +118,11 @@ class Cell:
         weights = ["--model", self.model]
         if folder is not None:
             weights = ["--model", folder, "--reference", self.model]
-        found = [*weights, *target_options(self.target), "--precision", self.heading]
-        found += ["--case", self.case, "--compute", self.compute, "--json", "--no-results"]
+        drafts = ["--speculative-config", self.speculative] if self.speculative else []
+        found = [
+            *(*weights, *target_options(self.target), "--precision", self.heading),
+            *("--case", self.case, "--compute", self.compute, "--json", "--no-results", *drafts),
+        ]
         if self.text is not None:
             found += ["--accuracy-text", self.text]
         if not self.is_kept:

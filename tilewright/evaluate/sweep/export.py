@@ -5,21 +5,25 @@ The caller writes the files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
+from tilewright.compiler.precision import AUTO
 from tilewright.evaluate.cases.cases import ACCURACY_TEXT
 from tilewright.evaluate.report import table
-from tilewright.evaluate.report.display import cell_text, listed, plain_line, span
+from tilewright.evaluate.report.display import cell_text, decimal, listed, plain_line, span
 from tilewright.evaluate.report.perf_tables import ORIGIN_LEGEND, plan_tables
 from tilewright.evaluate.report.table import CsvValue, Table
 from tilewright.evaluate.results import pareto, row
-from tilewright.evaluate.results.record import Result
+from tilewright.evaluate.results.record import Drafts, Result
 from tilewright.evaluate.results.stats import MIN_ROUNDS
 from tilewright.evaluate.sweep import summary
 from tilewright.evaluate.sweep.journal import SweepState
 from tilewright.evaluate.sweep.standings import Ranked, by_place, place_name, ranked
 from tilewright.evaluate.sweep.summary import SweptRow
+from tilewright.runtime.speculative.config import DRAFT_MODEL, NGRAM
 
+_DRAFT_GROUP = re.compile(r"\b(draft_\w+: \w+)")
 _ACCURACY = (row.TOP1, row.TOP1_INTERVAL, row.POSITIONS, row.TOP5, row.KL, row.PAIRED)
 _SPEED, _COST = (row.SPEED, row.SPREAD), (row.TTFT, row.WEIGHTS)
 SUMMARY_COLUMNS = (
@@ -54,7 +58,7 @@ def markdown(state: SweepState, extra: str = "") -> str:
     parts = [_introduction(state)]
     for members in by_place(shown):
         parts += _summary(members)
-    parts += [_other_texts(shown), _unfinished(state), extra]
+    parts += [_drafts(shown), _other_texts(shown), _unfinished(state), extra]
     tables = [each for each in found if not _is_probe(each)]
     plans = plan_tables(_pooled(tables, shown), has_surroundings=False)
     parts += [plan.render() for plan in plans]
@@ -130,7 +134,7 @@ def _summary(members: Sequence[Ranked]) -> list[str]:
 
 
 def _table(columns: Sequence[str], lines: Sequence[Sequence[str]], *, is_emulated: bool) -> str:
-    """Return a table as Markdown. A board's columns are marked as emulated or predicted."""
+    """Return Markdown. A board's columns are marked as emulated or predicted."""
     if is_emulated:
         columns = [_board_column(name) for name in columns]
     return Table.of(columns, [tuple(map(cell_text, line)) for line in lines]).markdown()
@@ -147,6 +151,34 @@ def _summary_line(each: Ranked) -> tuple[str, ...]:
     low_high = "" if len(rounds) < 2 else span(min(rounds), max(rounds))
     measured = row.cells(figures, (*_ACCURACY, *_SPEED))
     return (each.names, *measured, low_high, *row.cells(figures, _COST), each.standing)
+
+
+DRAFT_COLUMNS = (
+    *("Model", SUMMARY_COLUMNS[0], "Method", "Draft precision"),
+    *("Drafts", "Tokens per verification", "Accepted by position (%)"),
+)
+
+
+def draft_precision(drafts: Drafts, heading: str) -> str:
+    """Return a draft model's configuration, or the formats of a draft layer's own groups."""
+    if drafts.method == NGRAM:
+        return ""
+    if drafts.method == DRAFT_MODEL:
+        return drafts.precision or AUTO
+    return ", ".join(_DRAFT_GROUP.findall(heading)) or "as the model"
+
+
+def _drafts(shown: Sequence[Ranked]) -> str:
+    """Return the acceptance of drafts by configuration, empty without drafts."""
+    lines = []
+    for member in shown:
+        swept = member.row
+        if (drafts := swept.drafts) is not None:
+            shares = " ".join(decimal(100 * share) for share in drafts.shares)
+            precision = draft_precision(drafts, swept.cell.heading)
+            about = (swept.cell.model_name, member.names, drafts.method, precision)
+            lines.append((*about, str(drafts.num_drafts), decimal(drafts.length, 2), shares))
+    return f"## Drafts\n\n{_table(DRAFT_COLUMNS, lines, is_emulated=False)}" if lines else ""
 
 
 def _other_texts(shown: Sequence[Ranked]) -> str:
@@ -199,6 +231,7 @@ def _csv_lines(state: SweepState) -> Iterator[dict[str, CsvValue]]:
             "standing": None if owner.placed is None else owner.placed.standing,
             "dominated_by": None if owner.placed is None else owner.placed.dominated_by,
             "notes": None if owner.placed is None else "; ".join(owner.placed.notes),
+            **_csv_drafts(each),
             **_csv_other_cases(each),
         }
 
@@ -239,11 +272,23 @@ def _csv_speed(each: SweptRow) -> dict[str, CsvValue]:
     }
 
 
-def _csv_other_cases(each: SweptRow) -> dict[str, CsvValue]:
+def _csv_drafts(swept: SweptRow) -> dict[str, CsvValue]:
+    if (drafts := swept.drafts) is None:
+        return {}
+    return {
+        "draft_method": drafts.method,
+        "draft_precision": draft_precision(drafts, swept.cell.heading),
+        "drafts": drafts.num_drafts,
+        "tokens_per_verification": drafts.length,
+        "accepted_by_position_fraction": " ".join(map(repr, drafts.shares)),
+    }
+
+
+def _csv_other_cases(swept: SweptRow) -> dict[str, CsvValue]:
     names = ("decode_tokens_per_s", "all_users_tokens_per_s", "ttft_ms")
     return {
         f"{case}_{name}": row.speed_figures(result)[name]
-        for case, result in each.results.items()
-        if result.accuracy is None and result is not each.speed_result
+        for case, result in swept.results.items()
+        if result.accuracy is None and result is not swept.speed_result
         for name in names
     }

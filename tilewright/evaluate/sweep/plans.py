@@ -64,6 +64,7 @@ class Measures:
     Attributes:
         first_round: first round, above 0 for additional rounds.
         text: text for accuracy. None: the default text.
+        speculative: see `Cell`.
     """
 
     cases: tuple[str, ...] = (SPEED_CASE, ACCURACY_CASE)
@@ -72,6 +73,7 @@ class Measures:
     compute: str = "fast"
     threads: int | None = None
     text: str | None = None
+    speculative: str = ""
 
     def count(self, num_entries: int) -> int:
         """Return the cell count for ``num_entries`` configurations."""
@@ -171,7 +173,7 @@ def cells(found: Sequence[SweepConfig], measures: Measures) -> list[Cell]:
         for cell in made
     ]
     planned += [
-        replace(cell, case=name, round=number)
+        replace(cell, case=name, round=number, speculative=measures.speculative)
         for number in range(measures.first_round, measures.first_round + measures.rounds)
         for name in measures.cases
         if not CASES[name].token_accuracy

@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 
 from tilewright.compiler.devices import BOARDS
 from tilewright.evaluate.results.pareto import Point
-from tilewright.evaluate.results.record import Accuracy, Paired, Result, medians, unpack_hits
+from tilewright.evaluate.results.record import (
+    Accuracy,
+    Drafts,
+    Paired,
+    Result,
+    medians,
+    unpack_hits,
+)
 from tilewright.evaluate.results.row import ResultRow, accuracy_figures
 from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import CellState, SweepState
@@ -70,6 +77,12 @@ class SweptRow:
         return None if self.speed_case is None else self.results[self.speed_case]
 
     @property
+    def drafts(self) -> Drafts | None:
+        """The first measured acceptance of drafts, or None."""
+        records = (s.result.drafts for s in self.states if s.result is not None)
+        return next(filter(None, records), None)
+
+    @property
     def measured_bytes(self) -> int | None:
         """Measured weight bytes, or None."""
         measured = (s.result.resident_bytes for s in self.states if s.result is not None)
@@ -121,10 +134,11 @@ def rows(
 def merge_equal(found: Sequence[SweptRow]) -> list[SweptRow]:
     """Merge the rows with equal effective values on their target."""
     groups: dict[object, list[SweptRow]] = {}
-    for index, row in enumerate(found):
-        own = row.effective_id, row.cell.calibration
-        key = (*row.cell.place, *own) if row.effective_id else index
-        groups.setdefault(key, []).append(row)
+    for index, swept in enumerate(found):
+        cell, effective = swept.cell, swept.effective_id
+        drafts = "" if swept.drafts is None else cell.precision_id
+        key = (*cell.place, effective, cell.calibration, drafts) if effective else index
+        groups.setdefault(key, []).append(swept)
     return [_merged(members) if len(members) > 1 else members[0] for members in groups.values()]
 
 
