@@ -31,10 +31,10 @@ def test_trace_prints_operations_and_settings_of_a_target(
     assert set(settings) == {"weights", "kv_cache", "activation", "fidelity"}
     assert abs(settings["weights"]["kl_gain"] - found["kl"]) < 0.02 * found["kl"] + 1e-4
     assert abs(settings["fidelity"]["kl_gain"]) < 1e-5, "the reference honors no fidelity"
-    assert {"ff1_3", "ff2", "wqkv", "wo"} <= {row["operation"] for row in found["rows"]}
+    assert {"ff1_3", "ff2", "wqkv", "wo"} <= {item["operation"] for item in found["rows"]}
     assert (tmp_path / "plot.svg").is_file()
     said = run("trace", tiny_gguf, "--tokens", "32", "--fast", "--top", "3")
-    assert "ff1_3" in said and "performance" in said
+    assert "ff1_3" in said and "performance" in said and "worst" in said
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,6 @@ def test_trace_on_a_board_finds_a_planted_fault_in_the_first_row(
     heading += f", layer_cfg = {{1: {{{fault}}}}}"
     argv = ("trace", tiny_gguf, "--precision", heading, "--tokens", "48", "--target", "p150")
     found = json.loads(run(*argv, "--fast", "--json"))
-    assert (found["rows"][0]["place"], found["rows"][0]["operation"]) == ("layer 1", operation)
+    first, *later = found["rows"]
+    assert (first["place"], first["operation"]) == ("layer 1", operation)
+    assert 0 < first["largest"] <= max(item["largest"] for item in later if item["place"] == "all")

@@ -46,6 +46,8 @@ class TraceRow:
         correlation: Correlation with the fp32 outputs. None for settings.
         kl_gain: Decrease in KL divergence when restored, in nats. None: not restored.
         flips: Change in top-1 matches when restored.
+        largest: Largest error of an output, in standard deviations of the fp32 outputs. For a
+            setting, that of a log probability on the target when restored.
     """
 
     place: str
@@ -56,6 +58,7 @@ class TraceRow:
     correlation: float | None = None
     kl_gain: float | None = None
     flips: int | None = None
+    largest: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +293,13 @@ class _TraceRun:
             own_error=float((local - reference).norm()) / scale,
             error=float((total - reference).norm()) / scale,
             correlation=float(torch.corrcoef(torch.stack([total, reference]))[0, 1]),
+            largest=largest_error(total, reference),
         )
+
+
+def largest_error(values: Tensor, reference: Tensor) -> float:
+    """Return the largest error in standard deviations of the reference."""
+    return float((values - reference).abs().max()) / (float(reference.std()) or 1.0)
 
 
 _MEASURED = 64

@@ -19,6 +19,7 @@ def trace_table(trace: LossTrace, most: int) -> Table:
         "own error",
         "error",
         "correlation",
+        "worst (std)",
     )
     return Table.of(names, [_cells(row) for row in trace.rows[:most]])
 
@@ -36,6 +37,7 @@ def _cells(row: TraceRow) -> tuple[str, ...]:
         number(row.own_error, ".4f"),
         number(row.error, ".4f"),
         number(row.correlation, ".5f"),
+        number(row.largest, ".2f"),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from statistics import mode
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from tilewright.compiler.targets.interface.step import (
     Step,
 )
 from tilewright.errors import ConfigError
-from tilewright.evaluate.tracing.layer_trace import ALL, TraceRow
+from tilewright.evaluate.tracing.layer_trace import ALL, TraceRow, largest_error
 from tilewright.evaluate.tracing.logits import observe
 from tilewright.runtime.memory.pages import pages_of
 
@@ -66,29 +67,32 @@ def restored_settings(
     truth = observe(original, "reference", tokens_ST[:1])
     wanted = (truth.hidden @ truth.head.T).log_softmax(-1)
 
-    def score(chosen: PrecisionConfig, subject: CompilableModel) -> tuple[float, int]:
+    def score(chosen: PrecisionConfig, subject: CompilableModel) -> tuple[float, int, float]:
         options = CompileOptions(max_context=tokens_ST.shape[1])
         compiled = compile_model(subject, chosen, target=target, options=options, progress=progress)
-        found = prefill_logits(compiled.executable, tokens_ST[0].tolist()).log_softmax(-1)
+        logits = prefill_logits(compiled.executable, tokens_ST[0].tolist()).log_softmax(-1)
         compiled.executable.close()
-        kl = (wanted.exp() * (wanted - found)).sum(-1).mean()
-        return float(kl), int((found.argmax(-1) == wanted.argmax(-1)).sum())
+        kl = (wanted.exp() * (wanted - logits)).sum(-1).mean()
+        right = int((logits.argmax(-1) == wanted.argmax(-1)).sum())
+        return float(kl), right, largest_error(logits, wanted)
 
-    base_kl, base_right = score(precision, model)
+    base_kl, base_right, _ = score(precision, model)
     rows = []
     for name, (value, settings) in _RESTORED.items():
         subject = original if name == "weights" else model
         try:
-            kl, right = score(restored(precision, settings), subject)
+            kl, right, largest = score(restored(precision, settings), subject)
         except ConfigError:
             continue  # a model without the group
         gain = base_kl - kl
-        rows.append(TraceRow(ALL, name, value, kl_gain=gain, flips=right - base_right))
+        effect: dict[str, Any] = {"flips": right - base_right, "largest": largest}
+        rows.append(TraceRow(ALL, name, value, kl_gain=gain, **effect))
     for layer, name in exceptional_layers(model, precision):
         value, settings = _RESTORED[name]
-        kl, right = score(restored(precision, settings, str(layer)), model)
+        kl, right, largest = score(restored(precision, settings, str(layer)), model)
         label, gain = f"layer {layer}", base_kl - kl
-        rows.append(TraceRow(label, name, value, kl_gain=gain, flips=right - base_right))
+        effect = {"flips": right - base_right, "largest": largest}
+        rows.append(TraceRow(label, name, value, kl_gain=gain, **effect))
     return tuple(sorted(rows, key=_rank, reverse=True))
 
 
