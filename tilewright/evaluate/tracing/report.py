@@ -24,20 +24,20 @@ def trace_table(trace: LossTrace, most: int) -> Table:
     return Table.of(names, [_cells(row) for row in trace.rows[:most]])
 
 
-def _cells(row: TraceRow) -> tuple[str, ...]:
+def _cells(loss: TraceRow) -> tuple[str, ...]:
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
     return (
-        row.place,
-        row.operation,
-        row.format,
-        number(row.kl_gain, "+.5f"),
-        number(row.flips, "+d"),
-        number(row.own_error, ".4f"),
-        number(row.error, ".4f"),
-        number(row.correlation, ".5f"),
-        number(row.largest, ".2f"),
+        loss.place,
+        loss.operation,
+        loss.format,
+        number(loss.kl_gain, "+.5f"),
+        number(loss.flips, "+d"),
+        number(loss.own_error, ".4f"),
+        number(loss.error, ".4f"),
+        number(loss.correlation, ".5f"),
+        number(loss.largest, ".2f"),
     )
 
 
