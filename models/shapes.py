@@ -222,6 +222,18 @@ _TEXT_SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
                 "tie_word_embeddings": False,
             }
         ),
+        "qwen2.5-0.5b": _qwen(
+            "Qwen2.5-0.5B",
+            "qwen2",
+            vocab_size=151936,
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            max_position_embeddings=32768,
+            tie_word_embeddings=True,
+        ),
         "qwen2.5-7b": _qwen(
             "Qwen2.5-7B",
             "qwen2",

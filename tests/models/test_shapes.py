@@ -30,6 +30,7 @@ PUBLISHED = {
     "llama-3.2-11b": 8_030_261_248 + 8 * 4096,  # without cross layers and tower
     "llama-3.2-90b": 70_553_706_496 + 8 * 8192,
     "llama-2-70b": 68_976_648_192,
+    "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-72b": 72_706_203_648,
     "phi-3-mini-128k": 3_821_079_552,
@@ -41,7 +42,7 @@ PUBLISHED = {
 # Their context, where it is not 131,072.
 POSITIONS = {
     **{"llama-2-70b": 4096, "qwen3-8b": 40960, "qwen3-30b-a3b": 40960},
-    "qwen3.5-35b-a3b": 262144,
+    **{"qwen2.5-0.5b": 32768, "qwen3.5-35b-a3b": 262144},
 }
 
 
@@ -63,9 +64,9 @@ def test_the_rotations_are_the_published_ones() -> None:
     assert (rope.theta, rope.scaling) == (1000000.0, None)
 
 
-def test_only_the_small_llamas_tie_their_embeddings() -> None:
+def test_only_small_models_tie_their_embeddings() -> None:
     tied = {name for name, values in SHAPES.items() if values["tie_word_embeddings"]}
-    assert tied == {"llama-3.2-1b", "llama-3.2-3b"}
+    assert tied == {"llama-3.2-1b", "llama-3.2-3b", "qwen2.5-0.5b"}
 
 
 @pytest.mark.parametrize("name", shape_names())
