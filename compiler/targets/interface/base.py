@@ -94,7 +94,7 @@ class CompileOptions:
     strict_rows: int = 0
     max_drafts: int = 0
     tower_bytes: int = 0
-    draft_layer: LoweredLayer | None = None
+    draft_layer: Any = None  # a `LoweredLayer`; ranks decode this class, so the type has no graph
 
     @property
     def max_strict_rows(self) -> int:
