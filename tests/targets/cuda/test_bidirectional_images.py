@@ -44,7 +44,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def test_a_batch_of_text_and_images_gives_the_tokens_of_transformers(model: Any, llm: LLM) -> None:
-    every = [CHATS[name] for name in ("text", "adjacent", "image_last")]
+    every = [CHATS[name] for name in ("text", "two_images", "adjacent", "image_last")]
     answers = llm.chat([chat_of(*parts) for parts in every], max_tokens=COUNT, stop_token_ids=())
     for answer, parts in zip(answers, every, strict=True):
         assert list(answer.tokens) == expected(model, llm, parts, COUNT)[0]

@@ -20,14 +20,21 @@ SCALE = 0.11
 
 
 def attended(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, start: int, window: int
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    start: int,
+    window: int,
+    ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """float64 ``[tokens, heads, head_dim]`` of the tokens behind the first ``start`` positions."""
     group = queries.shape[1] // keys.shape[1]
     k, v = (each.cpu().double().repeat_interleave(group, 1) for each in (keys, values))
     scores = torch.einsum("thd,shd->hts", queries.double(), k) * SCALE
     ahead = torch.arange(len(k)) - (start + torch.arange(len(queries)))[:, None]
-    hidden = (ahead > 0) | ((ahead <= -window) if window else False)
+    beyond = ahead > 0 if ends is None else torch.arange(len(k)) >= ends[:, None]
+    hidden = beyond | ((ahead <= -window) if window else False)
     return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
@@ -45,6 +52,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     block: int = 0,
     scratch: PrefillScratch | None = None,
+    image: tuple[int, int] | None = None,
 ) -> None:
     """Tokens ``start ..`` of slot 1, whose pages end with them; the other slot's are longer."""
     length = start + num_tokens
@@ -55,6 +63,9 @@ def check(
     out = torch.full((len(q), heads[0] * head_dim), NAN, dtype=dtype, device=device)
     positions = torch.full((len(q),), -1, device=device)
     positions[:num_tokens] = torch.arange(start, length)
+    ends = None if image is None else positions + 1
+    if ends is not None and image is not None:
+        ends[image[0] - start : image[1] - start] = image[1]
     attend_prefill(
         cache.pages,
         q,
@@ -66,10 +77,13 @@ def check(
         window=window,
         block=block,
         scratch=scratch,
+        ends=ends,
     )
     first = max(0, start - window) if window else 0  # of the positions that any token sees
     keys, values = cache.keys[1, first:length], cache.values[1, first:length]
-    want = attended(q[:num_tokens].cpu(), keys, values, start=start - first, window=window)
+    own_ends = None if ends is None else ends[:num_tokens].cpu() - first
+    at: dict[str, Any] = {"start": start - first, "window": window, "ends": own_ends}
+    want = attended(q[:num_tokens].cpu(), keys, values, **at)
     tolerance = 4e-6 if kind == "fp32" and dtype == torch.float32 else 8e-3
     got = out[:num_tokens].cpu().double()
     torch.testing.assert_close(got, want.flatten(1), rtol=tolerance, atol=tolerance)
@@ -113,6 +127,17 @@ def test_against_float64(
         num_tokens=num_tokens,
         **settings,
     )
+
+
+@pytest.mark.parametrize("window", [0, 20, 90])
+@pytest.mark.parametrize("image", [(58, 74), (100, 110)])
+def test_tokens_of_an_image_attend_in_both_directions(
+    image: tuple[int, int], window: int, paged: Callable[..., Any], device: torch.device
+) -> None:
+    """Over the border of a page or not, with windows below and above a page."""
+    sizes: dict[str, Any] = {"kind": "fp32", "heads": (2, 1), "head_dim": 16}
+    sizes |= {"start": 40, "num_tokens": 90, "num_padding": 3}
+    check(paged, device, **sizes, window=window, image=image)
 
 
 @pytest.mark.parametrize("window", [0, 500])
