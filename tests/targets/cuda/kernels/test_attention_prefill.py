@@ -199,7 +199,8 @@ def test_programs_share_a_long_context_on_the_device(
     start: int, paged: Callable[..., Any], device: torch.device
 ) -> None:
     scratch = PrefillScratch.empty(8, 128, device)
-    size = {"heads": (8, 2), "head_dim": 128, "start": start, "num_tokens": 200, "num_padding": 56}
+    size: dict[str, Any] = {"heads": (8, 2), "head_dim": 128, "start": start}
+    size |= {"num_tokens": 200, "num_padding": 56}
     for _ in range(3):
         check(paged, device, kind="bf16", **size, block=64, scratch=scratch)
     assert not scratch.arrived.any()
