@@ -98,6 +98,34 @@ def test_drafts_end_with_the_pages_of_a_slot(executable: Any) -> None:
     leave_slot(executable, slot)
 
 
+def test_a_request_that_is_swapped_in_keeps_the_drafts(
+    executable: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot is opened by the step for which drafts are proposed."""
+    executable.reset()
+    speculative = SpeculativeConfig(method=MTP, max_drafts=2, schedule=((1, 9, 2),))
+    policy = SchedulerConfig(speculative=speculative, host_bytes=1 << 30)
+    loop = EngineLoop(executable, policy=policy)
+    scheduler = loop.scheduler
+    decode_rows, preempted = scheduler._decode_rows, list[RequestState]()
+
+    def preempt_once() -> list[RequestState]:
+        rows = decode_rows()
+        if len(rows) == 2 and not preempted:
+            preempted.append(rows[1])
+            scheduler._preempt(rows[1])
+            return rows[:1]
+        return rows
+
+    monkeypatch.setattr(scheduler, "_decode_rows", preempt_once)
+    for index in range(2):
+        params = SamplingParams(max_tokens=6)
+        loop.add(RequestState(index, (3, 1, 4 + index), params))
+    while loop.has_work():
+        loop.step()
+    assert preempted and scheduler.speculator.max_drafts
+
+
 @pytest.mark.slow
 def test_a_wrong_layer_changes_no_output(executable: Any) -> None:
     executable.reset()

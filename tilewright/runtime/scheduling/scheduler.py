@@ -14,6 +14,7 @@ from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import (
     DropSwapped,
     HostPlace,
+    OpenSlot,
     PrefillChunk,
     Slot,
     Step,
@@ -210,8 +211,11 @@ class Scheduler:
         """Return a step's draft tokens."""
         if not self.speculator.max_drafts:
             return {}
+        # A request that is swapped in has its slot after this step's edits.
+        opened = {edit.slot for edit in self.cache_manager.edits if isinstance(edit, OpenSlot)}
+        ready = [request for request in decoding if request.slot not in opened]
         drafts: Drafts = {}
-        for request, tokens in self.speculator.propose(decoding).items():
+        for request, tokens in self.speculator.propose(ready).items():
             num_rows = self.cache_manager.reserve(request, 1 + len(tokens))
             if num_rows > 1:
                 drafts[request] = tokens[: num_rows - 1]
