@@ -99,9 +99,9 @@ _SCHEMES: dict[str, tuple[Callable[..., dict[str, Tensor]] | None, dict[str, obj
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
-    shape: str = option("a shape, as llama-3.1-8b", "shape")
-    scheme: str = option("fp8, nvfp4 or mxfp4", "scheme")
-    folder: Path = option("the folder to write", "folder", type=Path)
+    shape: str = option("a shape, as llama-3.1-8b", "shape", default="", nargs="?")
+    scheme: str = option("fp8, nvfp4 or mxfp4", "scheme", default="", nargs="?")
+    folder: Path | None = option("the folder to write", "folder", type=Path, nargs="?")
 
 
 def main(argv: list[str]) -> int:
@@ -112,6 +112,8 @@ def main(argv: list[str]) -> int:
     """
     words = "Write a folder with a quantized shape and random codes."
     options = parse(_Options, argv, prog="python -m bench random-files", description=words)
+    if options.folder is None:
+        raise ConfigError("arguments: missing; allowed: SHAPE SCHEME FOLDER")
     write_folder(options.shape, options.scheme, options.folder)
     return 0
 
