@@ -192,6 +192,7 @@ IN_TOWERS = {
     *("full_attention", "interpolate_rows", "layer_norm", "merge_rows", "tile_features"),
     *("add_tile_rows", "add_position_rows", "pad_rows", "prepend_row", "join_columns"),
     *("tile_attention", "cross_attention", "add_gated", "mask_text_rows"),
+    *("add_rows", "pool_blocks", "project_rows"),
 }
 """Operators of image encoders and of layers that read images, which have no MLIR."""
 AFTER_PRECISION = {"round_q80", "local_experts", *(OPERATORS[each].name for each in COLLECTIVES)}

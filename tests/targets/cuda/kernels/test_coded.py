@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,11 @@ class File:
             dense = torch.from_numpy(rng.standard_normal(self.shape)).float()
             self.data = self.format.pack(dense / num_columns**0.5).view(num_rows, -1)
         self.values = self.format.unpack(self.data.flatten(), self.shape)
+        self.factors = self.values  # in matmuls, where codes have bfloat16 values
+        if isinstance(self.format, ScaledCodes) and self.format.codebook:
+            book = torch.tensor(self.format.codebook).bfloat16().tolist()
+            rounded = replace(self.format, codebook=tuple(book))
+            self.factors = rounded.unpack(self.data.flatten(), self.shape)
 
     def __call__(self, name: str) -> torch.Tensor:
         return self.values
@@ -88,7 +94,7 @@ def test_matmul_is_near_the_exact_product(
     held, x = file.place(device), tokens((num_tokens, file.shape[1]), device)
     out, around = poisoned((num_tokens, rows), device)
     linear(out, x, held)
-    exact = x[:, : file.shape[1]].double().cpu() @ file.values.double().T
+    exact = x[:, : file.shape[1]].double().cpu() @ file.factors.double().T
     torch.testing.assert_close(out.double().cpu(), exact, rtol=2e-5, atol=2e-5)
     assert bool(around[:, rows:].isnan().all())
 
