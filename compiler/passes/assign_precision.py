@@ -188,7 +188,8 @@ def _note_requantised(
                     rounded[stored, used].add(group)
                 continue
             keeps = recipe.is_stored or get_format(used).block == 1
-            is_equal = (keeps and used == stored_format(stored)) or used == exact_blocks([stored])
+            blocks = exact_blocks([stored]) if recipe.block_axis == "in" else None
+            is_equal = (keeps and used == stored_format(stored)) or used == blocks
             if used != "fp32" and not is_equal:
                 found[stored, used].add(group)
             elif stored not in known:

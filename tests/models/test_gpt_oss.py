@@ -209,6 +209,14 @@ def test_malformed_mxfp4_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_blocks_along_outputs_are_noted_as_rounded(tmp_path: Path) -> None:
+    _write_mxfp4(_wide(), tmp_path)
+    loaded = load_model(tmp_path, tokenizer=byte_tokenizer(300, "tiny"))
+    resolved = resolve_precision(loaded, precision_of("bfp8", block_axis="out"))
+    _, ctx = lower_model(loaded, resolved, get_target("cpu").stages(), silent)
+    assert "quantised again: MXFP4 → bfp8 (experts_ff1_3, experts_ff2)" in ctx.notes
+
+
 def test_mxfp4_experts_are_exact_in_bfp8_on_cuda(tmp_path: Path) -> None:
     """8.5 bits a weight in place of 16, with the file's values, and a line for it."""
     values = _write_mxfp4(_wide(), tmp_path)

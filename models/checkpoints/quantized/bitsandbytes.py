@@ -75,7 +75,8 @@ class CodebookTensor(QuantizedTensor):
         codes = read(self.names[2], ()).long()
         second = read_finite(read, self.names[3]), read_finite(read, self.names[4])
         blocks = torch.arange(len(codes)) // self.nested_block
-        return second[1][codes] * second[0][blocks] + torch.tensor(self.offset)
+        scales = second[1][codes] * second[0][blocks] + torch.tensor(self.offset)
+        return check_finite(self.names[2], scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,15 @@ def read_finite(read: Read, name: str) -> Tensor:
     Raises:
         CheckpointError: A value is inf or NaN.
     """
-    numbers = read(name, ()).float()
+    return check_finite(name, read(name, ()).float())
+
+
+def check_finite(name: str, numbers: Tensor) -> Tensor:
+    """Return a tensor's values.
+
+    Raises:
+        CheckpointError: A value is inf or NaN.
+    """
     if not bool(numbers.isfinite().all()):
         raise CheckpointError(f"tensor {name} has inf or NaN; allowed: finite values")
     return numbers

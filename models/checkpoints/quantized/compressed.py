@@ -138,6 +138,9 @@ def _take_packed(model: RawModel, module: str, scheme: Scheme) -> None:
     model.take(f"{module}.weight_shape", ("I64", "I32"), (2,))
     rows, columns = (int(size) for size in model.read(f"{module}.weight_shape", ()))
     stored, bits = model.tensors[packed].shape, scheme.bits
+    if rows < 1 or columns < 1:
+        raise model.error(f"{module}.weight_shape", f"has {[rows, columns]}", "rows and columns")
+    scheme.check_parts(model, module)
     num_words = -(-columns * bits // 32)
     if stored != (rows, num_words):
         what = f"has shape {list(stored)} for weight_shape {[rows, columns]}"
@@ -180,6 +183,7 @@ def _take_bytes(model: RawModel, module: str, scheme: Scheme) -> None:
     stored = model.tensors[scale].shape if scale in model.tensors else (rows, 1)
     if not columns:
         raise model.error(codes, f"is I8 {list(shape)}", "columns")
+    scheme.check_parts(model, module)
     groups = columns // scheme.columns_per_scale(model, scale, columns)
     wanted = (
         stored

@@ -26,6 +26,8 @@ class Scheme:
         strategy: What shares a scale. None: absent.
         group_size: Columns per scale. None: all columns, or absent.
         block: Rows and columns per scale, for the strategy ``block``.
+        has_zeros: Whether zero points are stored. None: absent.
+        has_order: Whether ``weight_g_idx`` is stored (act-order by groups).
     """
 
     where: str
@@ -33,6 +35,22 @@ class Scheme:
     strategy: str | None
     group_size: int | None
     block: tuple[int, int] | None
+    has_zeros: bool | None = None
+    has_order: bool = False
+
+    def check_parts(self, model: RawModel, module: str) -> None:
+        """Refuse a module without the zero points or the order of its scheme.
+
+        Raises:
+            CheckpointError: A tensor is missing.
+        """
+        for suffix, is_needed in (
+            ("weight_zero_point", self.has_zeros),
+            ("weight_g_idx", self.has_order),
+        ):
+            name = f"{module}.{suffix}"
+            if is_needed and name not in model.tensors:
+                raise model.error(name, "is missing", f"the tensor, which {self.where} names")
 
     def columns_per_scale(self, model: RawModel, scale: str, columns: int) -> int:
         """Return the columns with a common scale, for the scales ``[rows, groups]``.
@@ -136,7 +154,12 @@ def _scheme(group: object, where: str) -> Scheme:
             f"{where}.block_structure = {list(block) if block else None} with strategy {strategy}; "
             "allowed: two sizes with strategy block only"
         )
-    return Scheme(where, bits, strategy, None if size == -1 else size, block)
+    symmetric, order = weights.get("symmetric"), weights.get("actorder")
+    if symmetric not in (True, False, None):
+        raise CheckpointError(f"{where}.symmetric = {str(symmetric)[:40]}; allowed: true, false")
+    has_zeros = None if symmetric is None else not symmetric
+    size = None if size == -1 else size
+    return Scheme(where, bits, strategy, size, block, has_zeros, order == "group")
 
 
 def _block(value: object, where: str) -> tuple[int, int] | None:

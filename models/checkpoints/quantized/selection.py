@@ -21,9 +21,11 @@ _QUANTIZED_KEYS = (
     *("modules_to_convert", "modules_in_block_to_quantize", "quantized_layers"),
     "config_groups",
 )
-_MAX_PATTERN, _MAX_REPEATS = 1000, 4
+_MAX_PATTERN, _MAX_REPEATS, _MAX_CHOICES = 1000, 4, 4
 _SPECIAL = re.compile(r"[*?+^$|()\[\]{}\\]")
 _REPEAT = re.compile(r"(?<!\\)(?:[*+]|\{\d*,?\d*\})")
+_CHOICE = re.compile(r"\(|(?<![(*+?])\?")
+"""A group or an optional item, each with several ways to match."""
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9_]*")
 
 
@@ -69,6 +71,7 @@ def _regular(body: str, where: str, *, is_marked: bool) -> re.Pattern[str]:
     """Compile an expression without nested repeats, whose search takes little time."""
     plain = re.sub(r"\\.", "a", body)
     is_simple = len(_REPEAT.findall(plain)) <= _MAX_REPEATS and not re.search(r"\)[*+{]", plain)
+    is_simple = is_simple and len(_CHOICE.findall(plain)) <= _MAX_CHOICES
     try:
         if is_simple:
             return re.compile(body if is_marked else rf"(?:{body})(?:(?<=\.)|(?=\.|$))")
@@ -76,7 +79,8 @@ def _regular(body: str, where: str, *, is_marked: bool) -> re.Pattern[str]:
         pass
     raise CheckpointError(
         f"{where} has the pattern {body[:60]!r}; "
-        f"allowed: regular expressions with up to {_MAX_REPEATS} repeats, none of a group"
+        f"allowed: regular expressions with up to {_MAX_REPEATS} repeats, none of a group, "
+        f"and up to {_MAX_CHOICES} groups"
     )
 
 

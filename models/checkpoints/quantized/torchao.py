@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.base import WHOLE, QuantizedTensor, RawModel, Read
+from tilewright.models.checkpoints.quantized.bitsandbytes import check_finite
 from tilewright.models.checkpoints.quantized.float8 import CODES, Float8Tensor
 from tilewright.models.checkpoints.quantized.integers import Codes, IntegerTensor, are_half
 
@@ -91,7 +92,9 @@ class TorchaoMinimums(QuantizedTensor):
     def values(self, read: Read, start: int, stop: int) -> Tensor:
         codes = _signed_pairs(read(self.names[0], (slice(start, stop), WHOLE))).float()
         scales, minimums = (
-            read(name, (WHOLE, slice(start, stop))).float().T.repeat_interleave(self.group, dim=1)
+            check_finite(name, read(name, (WHOLE, slice(start, stop))).float()).T.repeat_interleave(
+                self.group, dim=1
+            )
             for name in self.names[1:]
         )
         return codes * scales + minimums

@@ -147,6 +147,35 @@ def test_folders_have_the_logits_of_dense_values(case: str, tmp_path: Path) -> N
     check_logits(tmp_path / "m", tmp_path / "dense")
 
 
+NUMBERS = [
+    ("torchao int4 minimums", "weight_scale", float("nan")),
+    ("torchao int4 minimums", "weight_zero_point", float("inf")),
+    ("bitsandbytes nf4 nested", "nested_absmax", 3e38),
+]
+
+
+@pytest.mark.parametrize(("scheme", "suffix", "number"), NUMBERS)
+def test_scales_that_are_not_finite_are_refused(scheme: str, suffix: str, number: float) -> None:
+    """Also products of nested scales."""
+    own = {name: SCHEMES[scheme][name].clone() for name in {*SCHEMES[scheme]} - {"value", "entry"}}
+    (name,) = (name for name in own if name.endswith(suffix))
+    own[name].view(-1)[0] = number
+    for other in own:
+        if other.endswith("nested_quant_map"):
+            own[other].fill_(3e38)
+    tensors = {f"m.{each}": own[each] for each in own}
+    raw = {n: RawTensor(tuple(t.shape), DTYPES[t.dtype], t.nbytes) for n, t in tensors.items()}
+    model = RawModel(Path("m"), raw, lambda name, where: tensors[name][where].clone())
+    if "entry" in SCHEMES[scheme]:
+        model.metadata = {"m.weight": bytes(SCHEMES[scheme]["entry"].tolist()).decode()}
+        read_torchao({}, "config.json", model)
+    else:
+        read_bitsandbytes(BNB, "config.json", model)
+    weight = model.found["m.weight"]
+    with pytest.raises(CheckpointError, match="has inf or NaN; allowed: finite values"):
+        weight.values(model.read, 0, weight.shape[0])
+
+
 def change(name: str, tensor: torch.Tensor | None) -> Callable[[Tensors], None]:
     def run(tensors: Tensors) -> None:
         tensors.pop(f"{UP}.{name}", None)

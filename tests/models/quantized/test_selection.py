@@ -35,6 +35,11 @@ def groups(**weights: Any) -> dict[str, Any]:
     return {**FLOATS, "config_groups": {"g": {"targets": ["Linear"], "weights": own}}}
 
 
+def of_weights(**weights: Any) -> dict[str, Any]:
+    own = {"num_bits": 4, "type": "int", "group_size": 64, **weights}
+    return of_compressed(4, config_groups={"g": {"targets": ["Linear"], "weights": own}})
+
+
 def dense_up(tensors: Tensors) -> None:
     """Replace a quantized module by a dense module."""
     for name in [name for name in tensors if name.startswith(f"{UP}.")]:
@@ -105,6 +110,10 @@ REFUSED = [
     (INT4, {**of_compressed(4), **TARGET}, SAME, "is quantized, but no target names it; allowed"),
     (INT4, of_compressed(4, ignore=["re:.*1.*up"]), SAME, DENSE.format("ignore", "re:.*1.*up")),
     (INT4, of_compressed(4, ignore=["re:(a+)+$"]), SAME, "none of a group"),
+    (INT4, of_compressed(4, ignore=["re:" + "(a|ab)" * 5 + "$"]), SAME, "up to 4 groups"),
+    (INT4, of_weights(symmetric=False), SAME, "weight_zero_point is missing; allowed"),
+    (INT4, of_weights(actorder="group"), SAME, "weight_g_idx is missing; allowed"),
+    (INT4, of_weights(symmetric="no"), SAME, "symmetric = no; allowed: true, false"),
     (INT4, of_compressed(4, ignore="lm_head"), SAME, "ignore = 'lm_head'; allowed: a list"),
     (FP4, {**NV, "ignore": [UP]}, SAME, DENSE.format("ignore", UP)),
     (FP8, {**BLOCKS, "modules_to_not_convert": ["up_proj"]}, SAME, "not_convert has 'up_proj'"),
