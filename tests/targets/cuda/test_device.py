@@ -194,7 +194,7 @@ def test_the_splits_of_cross_attention_count(monkeypatch: pytest.MonkeyPatch) ->
     options = replace(OPTIONS, max_batch=256)
     before = work_bytes(plan, options)
     monkeypatch.setattr(device_module, "scratch_bytes", lambda *_: 0)
-    assert before - work_bytes(plan, options) == scratch_bytes(256, 4, 16, 16)
+    assert before - work_bytes(plan, options) == scratch_bytes(256, 4, 16)
 
 
 def test_copies_are_held_where_every_context_fits_beside_them(no_workspace: None) -> None:
