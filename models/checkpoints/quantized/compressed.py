@@ -13,7 +13,7 @@ from tilewright.models.checkpoints.quantized.base import WHOLE, RawModel, Read, 
 from tilewright.models.checkpoints.quantized.float4 import MXFP4, NVFP4, take_float4
 from tilewright.models.checkpoints.quantized.float8 import CODES, take_float8
 from tilewright.models.checkpoints.quantized.groups import Scheme, Schemes
-from tilewright.models.checkpoints.quantized.integers import Codes, IntegerTensor, are_half, fields
+from tilewright.models.checkpoints.quantized.integers import Codes, IntegerTensor, fields
 
 _SCALES = ("F32", "BF16", "F16")
 _FORMATS = (
@@ -60,9 +60,6 @@ class CompressedTensor(IntegerTensor):
 
     def is_symmetric(self, read: Read) -> bool:
         return self.zeros is None
-
-    def scales_are_half(self, read: Read) -> bool:
-        return are_half(read(self.names[1], ()))
 
     def has_order(self, read: Read) -> bool:
         return self._order(read) is not None

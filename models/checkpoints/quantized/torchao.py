@@ -16,7 +16,7 @@ from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.base import WHOLE, QuantizedTensor, RawModel, Read
 from tilewright.models.checkpoints.quantized.bitsandbytes import check_finite
 from tilewright.models.checkpoints.quantized.float8 import CODES, Float8Tensor
-from tilewright.models.checkpoints.quantized.integers import Codes, IntegerTensor, are_half
+from tilewright.models.checkpoints.quantized.integers import Codes, IntegerTensor
 
 _FLOATS = ("F32", "BF16", "F16")
 _LABEL = "torchao"
@@ -54,9 +54,6 @@ class TorchaoBytes(IntegerTensor):
     def is_symmetric(self, read: Read) -> bool:
         return self.zeros is None
 
-    def scales_are_half(self, read: Read) -> bool:
-        return are_half(read(self.names[1], ()))
-
 
 @dataclass(frozen=True, slots=True)
 class TorchaoPairs(IntegerTensor):
@@ -75,9 +72,6 @@ class TorchaoPairs(IntegerTensor):
 
     def is_symmetric(self, read: Read) -> bool:
         return True
-
-    def scales_are_half(self, read: Read) -> bool:
-        return are_half(read(self.names[1], ()))
 
 
 @dataclass(frozen=True, slots=True)
