@@ -456,8 +456,8 @@ class CudaExecutable(Executable):
         return found
 
     def _run_prompt(self, chunk: PrefillChunk, step: Step) -> SamplerOutput | None:
-        """Run a section. Use a CUDA graph if it is short and has logits for the last token
-        at most.
+        """Run a section of a chunk. Use a CUDA graph if it is short and has logits for the last
+        token at most.
         """
         chosen = [self._slot_states[slot].sampling for slot in (chunk.slot, *chunk.also)]
         is_late = self._answers.is_late((chunk.slot, *chunk.also), step)

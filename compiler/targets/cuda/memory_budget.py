@@ -248,7 +248,7 @@ def _passes(plan: KernelProgram, options: CompileOptions) -> Passes:
 
 
 def most_shared(plan: KernelProgram, options: CompileOptions) -> int:
-    """The largest pass's tokens that mixers share; 0 where there are none."""
+    """Tokens of the largest pass that mixers share; 0 where there are none."""
     shares = has_mixers(plan) and options.compute == "fast"
     return _passes(plan, options)[-1][1][-1] if shares else 0
 

@@ -177,7 +177,7 @@ class Executable(ABC):
         """Run :meth:`choose` as a follower."""
 
     def emitted_counts(self) -> bytes:
-        """Return the emitted tokens per the last step's slot with drafts, for followers without
+        """Return the emitted tokens per slot of the last step with drafts, for followers without
         sampling. Empty: followers sample.
         """
         return b""

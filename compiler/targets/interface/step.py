@@ -280,7 +280,7 @@ class Step:
     and attend to the earlier rows. They sample as in a step without drafts: parameters and seed of
     the slot, the own position, and the token counts after the earlier drafts. Hence the output does
     not depend on the drafts, at any temperature.
-    The accepted draft count, a, is the longest prefix's length with ``dj`` equal to the
+    The accepted draft count, a, is the length of the longest prefix with ``dj`` equal to the
     sample at P + j - 1. The slot emits the samples of rows 0 to a and advances by a + 1 positions.
     It reads the last emitted token next. Later rows have no effect: a later step overwrites their
     positions before it reads them. End tokens do not shorten the prefix.
@@ -319,7 +319,7 @@ class LogProbs:
     """Natural log probabilities for a sampled token, from unmodified logits.
 
     Attributes:
-        chosen: Log the sampled token's probability.
+        chosen: Log probability of the sampled token.
         top: The most probable tokens with their log probabilities, descending. Ties are in token
             order.
     """
@@ -351,7 +351,7 @@ class Chosen:
         tokens: Sampled tokens. With drafts, each slot's emitted tokens in turn.
         why: ``GOES_ON``, ``END_TOKEN`` for an end token of the slot, or ``NOT_A_NUMBER`` if the
             logits are NaN. In this case the token is meaningless.
-        logprobs: Log the sampled tokens' probabilities. None: not requested.
+        logprobs: Log probabilities of the sampled tokens. None: not requested.
         echo: Log probabilities of an echoing chunk's tokens.
         pooled: Hidden states of a pooling chunk.
         counts: Emitted token count per slot, 1 to k + 1. ``tokens``, ``why`` and ``logprobs``
@@ -377,7 +377,7 @@ class SamplerOutput:
         read: Waits for this part and returns it. It may be called repeatedly, and while up to two
             later steps are in flight.
         logits: Returns float32 ``[rows, vocabulary]`` on the host, valid until the next step: a row
-            per slot, or per an echoing chunk's token. None: not requested.
+            per slot, or per token of an echoing chunk. None: not requested.
     """
 
     slots: tuple[Slot, ...]

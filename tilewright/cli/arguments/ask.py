@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskArguments:
-    """``run`` options and ``chat`` without those of the engine."""
+    """Options of ``run`` and ``chat`` without those of the engine."""
 
     system: str | None = option("the system message", metavar="TEXT")
     verbose: bool = option(

@@ -148,7 +148,7 @@ class _NodesPrompt:
 def has_options(argv: Sequence[str]) -> bool:
     """Return whether a command line has an option of this module only.
 
-    ``tilewright run`` options and ``tilewright bench`` do not count.
+    Options of ``tilewright run`` and ``tilewright bench`` do not count.
     """
     if "--help" in argv or "-h" in argv:
         return any(word.partition("=")[0] == "--nodes" for word in argv)

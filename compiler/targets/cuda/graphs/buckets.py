@@ -31,7 +31,7 @@ _PREPARED_ROWS = 8
 
 
 def prepared_rows_of(plan: KernelProgram, options: CompileOptions) -> int | None:
-    """Return the decode steps' maximum rows to capture before the first request.
+    """Return the maximum rows of the decode steps to capture before the first request.
 
     The value does not depend on the maximum batch. None: all. Ranks capture together, and plans
     with mixers capture by size.

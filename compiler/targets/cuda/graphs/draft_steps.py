@@ -125,7 +125,7 @@ class DraftSteps:
         self._in_flight.clear()
 
     def _flush(self, slots: Sequence[Slot]) -> None:
-        """Write the slot tokens to the table. Apply their accepted drafts to their state."""
+        """Write the tokens of slots to the table. Apply their accepted drafts to their state."""
         if not self._settled:
             return
         settled = {slot: self._settled.pop(slot) for slot in slots if slot in self._settled}

@@ -156,7 +156,7 @@ class PagedState:
         self._snapshots[snapshot] = position, kept
 
     def marks(self, chunks: Sequence[PrefillChunk]) -> Marks:
-        """Return the snapshot positions inside these chunks, with each state's index
+        """Return the snapshot positions inside these chunks, with the index of each state
         buffer.
         """
         found = marks_of(chunks, self._first_mark)
