@@ -57,7 +57,7 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
     import torch
 
     from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
-    from tilewright.compiler.targets.cuda.kernels.matmul import dense, gemm_block, linear
+    from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16, gemm_block, gemv
     from tilewright.compiler.targets.cuda.steps.cublas import store_product
     from tilewright.compiler.targets.cuda.weights.packing import hold
 
@@ -68,13 +68,13 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
     x = torch.randn(rows, size[1], device="cuda").bfloat16()
     width, dtype = (size[0] // 2, torch.bfloat16) if paired else (size[0], torch.float32)
     out = torch.empty(rows, width, dtype=dtype, device="cuda")
-    epilogue = linear.SWIGLU if paired else linear.STORE
+    epilogue = gemv.SWIGLU if paired else gemv.STORE
     variant = partial(Variant, num_copies=len(weights), num_bytes=first.data.nbytes)
-    if rows <= linear.most_tokens(first):
+    if rows <= gemv.most_tokens(first):
         few: dict[str, Any] = {"epilogue": epilogue, "num_tokens": rows}
-        yield variant("gemv", lambda at: linear.linear(out, x, weights[at], **few))
-    if fmt == "bf16" and rows in dense.rows_of(first):
-        yield variant("dense", lambda at: dense.linear(out, x, weights[at], epilogue=epilogue))
+        yield variant("gemv", lambda at: gemv.linear(out, x, weights[at], **few))
+    if fmt == "bf16" and rows in gemm_bf16.rows_of(first):
+        yield variant("dense", lambda at: gemm_bf16.linear(out, x, weights[at], epilogue=epilogue))
     if fmt != "bf16" and rows in gemm_block.rows_of(first, same_bits=False):
         args: dict[str, Any] = {
             "epilogue": epilogue,

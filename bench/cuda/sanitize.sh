@@ -27,6 +27,6 @@ for tool in $TOOLS; do
     echo "sanitize-gpu: $tool"
     api= && [ "$tool" = memcheck ] && api='--report-api-errors no'  # torch asks for what is not there
     "$SANITIZER" --tool "$tool" $api --error-exitcode 86 "$PYTHON" -P -m pytest -q -x -m gpu \
-        -p no:cacheprovider -k "$(echo "$small" | tr '\n' ' ')" $kernels/test_native*.py || status=1
+        -p no:cacheprovider -k "$(echo "$small" | tr '\n' ' ')" $kernels/test_native_*.py $kernels/test_gem*.py || status=1
 done
 exit $status

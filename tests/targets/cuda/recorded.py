@@ -23,7 +23,7 @@ from tests.tiny import lowered
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.cuda.kernels.attention.rope import rotate_and_store
 from tilewright.compiler.targets.cuda.kernels.common import launch, nvrtc
-from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
@@ -120,7 +120,7 @@ def recorded_gpu(
         patch.setattr(nvrtc, "_functions", lambda source, device: {})
         patch.setattr(nvrtc, "launch", _native(launches))
         patch.setattr(nvrtc, "clusters_at_once", lambda *_: 16)
-        patch.setattr(native_dense, "_map", _map)
+        patch.setattr(gemm_bf16, "_map", _map)
         for kind in (JITFunction, InterpretedFunction):
             patch.setattr(kind, "run", _triton(launches))
         _patch_library(patch, launches)
@@ -163,9 +163,9 @@ def _patch_tensors(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "is_cuda", property(lambda self: self.device == CUDA))
 
 
-def _map(*sizes: object) -> native_dense.TensorMap:
+def _map(*sizes: object) -> gemm_bf16.TensorMap:
     checksum = zlib.crc32(repr(sizes[1:]).encode())
-    return native_dense.TensorMap((ctypes.c_uint64 * 16)(checksum))
+    return gemm_bf16.TensorMap((ctypes.c_uint64 * 16)(checksum))
 
 
 def _patch_library(patch: pytest.MonkeyPatch, launches: Launches) -> None:

@@ -26,7 +26,7 @@ from tilewright.compiler.targets.cuda.kernels.attention import split as attentio
 from tilewright.compiler.targets.cuda.kernels.attention.split import Spread, share_of_step
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import ADA
-from tilewright.compiler.targets.cuda.kernels.matmul.dense import MAX_SMALL_M
+from tilewright.compiler.targets.cuda.kernels.matmul.gemm_bf16 import MAX_SMALL_M
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.attention import AttentionRunner
 from tilewright.compiler.targets.interface.base import Executable

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.targets.cuda.kernels.test_native import swiglu_of
+from tests.targets.cuda.kernels.test_gemv import swiglu_of
 from tests.targets.cuda.lofi_bounds import check_sums
 from tests.tiny import compiled, lowered, precision_of, step, take_slot, tiny_model
 from tilewright.compiler.driver import weight_source

@@ -23,9 +23,12 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
     HOPPER,
     STRICT,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block, gemm_swiglu_bf16
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import (
+    gemm_bf16,
+    gemm_block,
+    gemm_swiglu_bf16,
+    gemv,
+)
 from tilewright.compiler.targets.cuda.kernels.matmul import table as matmul_table
 from tilewright.compiler.targets.cuda.steps import matmul
 from tilewright.compiler.targets.cuda.steps.matmul import Products
@@ -60,11 +63,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    for module in (native_dense, gemm_block, matmul_table):
+    for module in (gemm_bf16, gemm_block, matmul_table):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
-    monkeypatch.setattr(native, "linear", recorded("gemv", shows=("alone",)))
+    monkeypatch.setattr(gemv, "linear", recorded("gemv", shows=("alone",)))
     monkeypatch.setattr(gemm_block, "linear", recorded("block", shows=("way", "alone", "feeds")))
-    monkeypatch.setattr(native_dense, "linear", recorded("dense", shows=("alone", "feeds")))
+    monkeypatch.setattr(gemm_bf16, "linear", recorded("dense", shows=("alone", "feeds")))
     monkeypatch.setattr(gemm_swiglu_bf16, "swiglu", recorded("swiglu", shows=("alone",)))
     names = {"store_product": "cublas", "add_product": "cublas", "triton_linear": "triton"}
     names |= {"coded_linear": "coded", "decode_rows": "decode"}
@@ -89,7 +92,7 @@ def selections(kernels: list[str]) -> Iterator[str]:
         {"arithmetic": STRICT},
     )
     for kind, name, copies, how in product(
-        ("bf16", "bfp8", "bfp4", *native.CODED), SHAPES, ("", "values", "codes"), arithmetics
+        ("bf16", "bfp8", "bfp4", *gemv.CODED), SHAPES, ("", "values", "codes"), arithmetics
     ):
         is_strict = how == {"arithmetic": STRICT}
         has_variants = name == "8b gate up" or (

@@ -20,7 +20,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
     MADE_FOR,
     STRICT,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul.dense import MAX_SMALL_M
+from tilewright.compiler.targets.cuda.kernels.matmul.gemm_bf16 import MAX_SMALL_M
 from tilewright.compiler.targets.cuda.state.pages import allocate_pages
 from tilewright.compiler.targets.cuda.steps.attention import AttentionRunner
 from tilewright.compiler.targets.program.instructions import AttentionOp, BufferView

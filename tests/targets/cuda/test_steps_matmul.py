@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models import test_qwen3_5_moe
-from tests.targets.cuda.kernels.test_native import shaped
+from tests.targets.cuda.kernels.test_gemv import shaped
 from tests.tiny import (
     compiled,
     lowered,
@@ -27,9 +27,7 @@ from tilewright.compiler.targets.cuda.graphs.capture import decode_buckets
 from tilewright.compiler.targets.cuda.kernels.common.table import ADA, FAST, HOPPER, STRICT, Gpu
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts.table import CPP, TRITON
-from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16, gemm_block, gemv
 from tilewright.compiler.targets.cuda.kernels.matmul import table as matmul_table
 from tilewright.compiler.targets.cuda.kernels.matmul.table import (
     GEMV,
@@ -78,7 +76,7 @@ def test_rows_above_the_few_are_those_of_smaller_steps(monkeypatch: pytest.Monke
     """Compare three sequences in a step with single steps. Kernels take two rows at most."""
     model, found = tiny_model(std=0.2, **SMALL), []
     for most in (2, 64):
-        monkeypatch.setattr(native, "MAX_TOKENS", most)
+        monkeypatch.setattr(gemv, "MAX_TOKENS", most)
         options = {"compute": "fast", "max_batch": 3, "max_context": 64}
         executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
         work = [(take_slot(executable, 8), [7 * index], 0) for index in range(3)]
@@ -117,7 +115,7 @@ def watched(products: Products, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def ran(kernel: str) -> Callable[..., None]:
         return lambda out, x, *_, **__: seen.append(f"{kernel} {len(x)}")
 
-    for module, kernel in ((native, "native"), (gemm_block, "gemm_block"), (native_dense, "dense")):
+    for module, kernel in ((gemv, "native"), (gemm_block, "gemm_block"), (gemm_bf16, "dense")):
         monkeypatch.setattr(module, "linear", ran(kernel))
     monkeypatch.setattr(products, "_library_product", lambda each, *rest: ran("library")(*rest))
     return seen
@@ -137,7 +135,7 @@ def watched(products: Products, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_which_product_takes_so_many_rows(
     name: str, decodes: bool, num_rows: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_no_rows(monkeypatch, native_dense, gemm_block)
+    take_no_rows(monkeypatch, gemm_bf16, gemm_block)
     plan, _, products = products_of(name, gpu=HOPPER)
     each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     seen: list[str] = []
@@ -146,7 +144,7 @@ def test_which_product_takes_so_many_rows(
         assert len(out) == len(x) == num_tokens
         seen.append(f"native {num_tokens}")
 
-    monkeypatch.setattr(native, "linear", product)
+    monkeypatch.setattr(gemv, "linear", product)
     rows = f"library {num_rows}"
     monkeypatch.setattr(Products, "_library_product", lambda *_: seen.append(rows))
     x = torch.zeros(num_rows, each.weight.shape[1], dtype=torch.bfloat16)
@@ -233,14 +231,14 @@ def test_rows_of_bfloat16_go_through_our_own_kernels_where_no_bits_are_promised(
 def test_codes_go_through_our_own_kernels_up_to_32_rows_and_of_large_weights_64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(native_dense, "num_processors", lambda device: 132)
+    monkeypatch.setattr(gemm_bf16, "num_processors", lambda device: 132)
     plan, _, products = products_of("bfp4", gpu=HOPPER, copies=Kinds(codes=True), fidelity="lofi")
     each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     seen: list[str] = []
     monkeypatch.setattr(
-        native_dense, "linear", lambda out, x, *_, **__: seen.append(f"{type(x).__name__} {len(x)}")
+        gemm_bf16, "linear", lambda out, x, *_, **__: seen.append(f"{type(x).__name__} {len(x)}")
     )
-    monkeypatch.setattr(native, "linear", lambda *_, num_tokens, **__: seen.append(f"{num_tokens}"))
+    monkeypatch.setattr(gemv, "linear", lambda *_, num_tokens, **__: seen.append(f"{num_tokens}"))
     monkeypatch.setattr(steps_products, "codes_product", lambda x, *_: seen.append("library") or x)
     monkeypatch.setattr(steps_products, "scale_rows", lambda *_, **__: None)
     rows, columns = each.weight.shape
@@ -253,7 +251,7 @@ def test_codes_go_through_our_own_kernels_up_to_32_rows_and_of_large_weights_64(
         return list(seen)
 
     assert kernels_of(16, 17, 32, 33) == ["16", "BlockCodes 17", "BlockCodes 32", "library"]
-    monkeypatch.setattr(native_dense, "_MIN_LARGE_TURNS", 0)  # as if the weight were large
+    monkeypatch.setattr(gemm_bf16, "_MIN_LARGE_TURNS", 0)  # as if the weight were large
     products._matmuls.clear()
     assert kernels_of(33, 64, 65) == ["BlockCodes 33", "BlockCodes 64", "library"]
 
@@ -298,7 +296,7 @@ def test_of_a_product_in_parts_the_last_is_waited_for(monkeypatch: pytest.Monkey
     take_no_rows(monkeypatch, gemm_block)
     plan, _, products = products_of("bfp8", gpu=HOPPER)
     first, seen = plan.products[0], []
-    monkeypatch.setattr(native, "linear", lambda *_, alone, **__: seen.append(alone))
+    monkeypatch.setattr(gemv, "linear", lambda *_, alone, **__: seen.append(alone))
     monkeypatch.setattr(products, "_norm", lambda x, norm, decodes: x)
     rows, columns = first.weight.shape
     x = torch.zeros(100, columns, dtype=torch.bfloat16)
@@ -365,7 +363,7 @@ def test_large_weights_in_blocks_are_products_of_64_rows_each(
     plan, _, products = products_of("bfp8", gpu=HOPPER)
     each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     seen: list[int] = []
-    monkeypatch.setattr(native, "linear", lambda out, *_, **__: seen.append(len(out)))
+    monkeypatch.setattr(gemv, "linear", lambda out, *_, **__: seen.append(len(out)))
     x = torch.zeros(130, each.weight.shape[1], dtype=torch.bfloat16)
     products.run(each, torch.zeros(130, each.weight.shape[0]), x, decodes=True)
     assert seen == [64, 64, 2]

@@ -16,7 +16,7 @@ from tests.targets.cuda.test_steps_matmul import products_of
 from tests.tiny import lowered
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.targets.cuda.kernels.common.table import FAST, HOPPER, STRICT
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import gemv
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, padded
 from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT
@@ -58,8 +58,8 @@ def test_one_row_s_norm_is_made_by_the_router(
         y = given["normed"].float() @ held.data[: held.num_rows, : x.shape[1]].float().T
         out.copy_(y)
 
-    monkeypatch.setattr(native, "rms_norm", rms_norm)
-    monkeypatch.setattr(native, "linear", linear)
+    monkeypatch.setattr(gemv, "rms_norm", rms_norm)
+    monkeypatch.setattr(gemv, "linear", linear)
     products: Any = SmallM()
     norms = Norms(plan, weights, products, gpu=HOPPER, arithmetic=FAST)
     flat = [
@@ -115,7 +115,7 @@ def test_takes_few_is_what_a_product_of_one_row_does(
         name, gpu=HOPPER, arithmetic=STRICT if strict else FAST, copies=copies, max_rows=64
     )
     ran: list[bool] = []
-    monkeypatch.setattr(native, "linear", lambda *_, **__: ran.append(True))
+    monkeypatch.setattr(gemv, "linear", lambda *_, **__: ran.append(True))
     monkeypatch.setattr(products, "_norm", lambda x, norm, decodes: x)
     for each in plan.products:
         ran.clear()

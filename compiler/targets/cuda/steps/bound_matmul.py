@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.table import Ranges
-from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16
 from tilewright.compiler.targets.cuda.kernels.matmul.table import DENSE, SWIGLU
 from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopy
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
@@ -38,8 +38,8 @@ class BoundMatmul:
     def kernel(self, out: Tensor, x: Tensor) -> str:
         """Return the kernel for a result and an operand."""
         kernel = self.aligned.at(len(x))
-        if kernel in (DENSE, SWIGLU) and self.norm is None and not native_dense.has_room(x):
+        if kernel in (DENSE, SWIGLU) and self.norm is None and not gemm_bf16.has_room(x):
             return self.unaligned.at(len(x))
-        if kernel == SWIGLU and not native_dense.has_room(out):
+        if kernel == SWIGLU and not gemm_bf16.has_room(out):
             return self.unaligned.at(len(x))
         return kernel

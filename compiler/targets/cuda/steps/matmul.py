@@ -16,14 +16,17 @@ from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, S
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm
 from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
 from tilewright.compiler.targets.cuda.kernels.elementwise.table import CPP, NormSite, bind_norm
-from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block, gemm_swiglu_bf16
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import (
+    gemm_bf16,
+    gemm_block,
+    gemm_swiglu_bf16,
+    gemv,
+)
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_triton import linear as coded_linear
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantise
 from tilewright.compiler.targets.cuda.kernels.matmul.e4m3 import round_rows, scale_rows
-from tilewright.compiler.targets.cuda.kernels.matmul.linear_triton import linear as triton_linear
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import linear as triton_linear
 from tilewright.compiler.targets.cuda.kernels.matmul.table import (
     BLOCK,
     CODED,
@@ -67,7 +70,7 @@ def _at_least(rows: Tensor, count: int) -> Tensor:
 
 def epilogue_of(each: LinearOp) -> int:
     """Return a matmul's epilogue for :func:`.native.linear`."""
-    return native.ADD if each.residual else native.SWIGLU if each.swiglu else native.STORE
+    return gemv.ADD if each.residual else gemv.SWIGLU if each.swiglu else gemv.STORE
 
 
 class Products:
@@ -102,7 +105,7 @@ class Products:
         self.copies = copies
         self._one = torch.ones((), dtype=torch.float32, device=device)
         widest = max((each.weight.shape[1] for each in plan.products), default=1)
-        room = native.room_for(max_rows) if is_native else max_rows
+        room = gemv.room_for(max_rows) if is_native else max_rows
         self._normed = torch.zeros(room * padded(widest), dtype=self._operand, device=device)
         self._arranged, self._fed = torch.empty(2, 0, device=device)
         self._before_mixers = mixers_behind(plan)
@@ -111,11 +114,11 @@ class Products:
         self._is_fed = False  # whether the next matmul's input is packed already
         self._has_dense = is_native and arithmetic == FAST
         if self._has_dense:
-            nvrtc.load(device, native_dense.SOURCE, gemm_swiglu_bf16.SOURCE)
+            nvrtc.load(device, gemm_bf16.SOURCE, gemm_swiglu_bf16.SOURCE)
         if is_native:
-            nvrtc.load(device, native.source(), gemm_block.SOURCE)
-            if any(weights.weight_of(op).format in native.CODED for op in plan.products):
-                nvrtc.load(device, native.coded_source(), gemm_block.CODED_SOURCE)
+            nvrtc.load(device, gemv.source(), gemm_block.SOURCE)
+            if any(weights.weight_of(op).format in gemv.CODED for op in plan.products):
+                nvrtc.load(device, gemv.coded_source(), gemm_block.CODED_SOURCE)
             self._arranged, self._fed = (gemm_block.scratch(widest, device) for _ in range(2))
             self._readers = readers_of(plan)
         norm = partial(NormSite, arithmetic, gpu, is_operand=True)
@@ -158,7 +161,7 @@ class Products:
                 is_small_m=decodes if self._strict else None,
             )
         elif kernel == BLOCK:
-            if norm is not None and not native.takes_norm(packed.num_columns):
+            if norm is not None and not gemv.takes_norm(packed.num_columns):
                 x, norm = self._norm(x, norm, decodes), None
             self._gemm_block(each, out, x, packed, bias, norm, decodes)
         elif kernel == GEMV:
@@ -204,7 +207,7 @@ class Products:
         if reader is None:
             return None
         formats = (self._weights.weight_of(matmul).format for matmul in (op, reader))
-        return reader if len({name in native.CODED for name in formats}) == 1 else None
+        return reader if len({name in gemv.CODED for name in formats}) == 1 else None
 
     def takes_small_m(self, each: LinearOp) -> bool:
         """Return whether a GEMV kernel computes a single decode row."""
@@ -218,7 +221,7 @@ class Products:
         batches use cuBLAS.
         """
         in_blocks = packed.kind != "bf16"
-        return self._is_ours(packed) and (in_blocks or self._max_rows <= native.most_tokens(packed))
+        return self._is_ours(packed) and (in_blocks or self._max_rows <= gemv.most_tokens(packed))
 
     def _is_alone(self, each: LinearOp, packed: PackedWeight, num_rows: int) -> bool:
         """Return whether the next kernel waits for this matmul. Waiting is faster before some
@@ -285,13 +288,13 @@ class Products:
         decodes: bool,
     ) -> None:
         """Launch a matmul for up to `most_tokens` rows at a time. Each launch reads the weight."""
-        num_rows, most = len(x), native.most_tokens(packed)
-        if norm is not None and (num_rows > 1 or not native.takes_norm(packed.num_columns)):
+        num_rows, most = len(x), gemv.most_tokens(packed)
+        if norm is not None and (num_rows > 1 or not gemv.takes_norm(packed.num_columns)):
             x, norm = self._norm(x, norm, decodes), None
         epilogue = epilogue_of(each)
         for first in range(0, num_rows, most):
             part = slice(first, min(first + most, num_rows))
-            native.linear(
+            gemv.linear(
                 out[part],
                 x[part],
                 packed,
@@ -312,8 +315,8 @@ class Products:
             out = self._normed[: len(x) * stride].view(-1, stride)
         else:
             out = torch.empty(len(x), stride, dtype=self._operand, device=self.device)
-        if self._norms[native.takes_norm(weight.numel()), decodes].at(len(x)) == CPP:
-            native.rms_norm(out, x, weight, eps=eps, num_tokens=len(x))
+        if self._norms[gemv.takes_norm(weight.numel()), decodes].at(len(x)) == CPP:
+            gemv.rms_norm(out, x, weight, eps=eps, num_tokens=len(x))
         else:
             rms_norm(out, x, weight, eps=eps)
         return out[:, : x.shape[1]]
@@ -326,7 +329,7 @@ class Products:
         assert copy is not None and copy.scales is not None
         codes, scales = self._codes(x, bound.norm, decodes)
         if is_ours:
-            operands = native_dense.BlockCodes(copy.values, copy.scales, codes, scales)
+            operands = gemm_bf16.BlockCodes(copy.values, copy.scales, codes, scales)
             self._dense_product(each, out, operands, packed, bias, decodes)
             return
         if not each.swiglu:
@@ -342,13 +345,13 @@ class Products:
         self,
         each: LinearOp,
         out: Tensor,
-        x: Tensor | native_dense.BlockCodes,
+        x: Tensor | gemm_bf16.BlockCodes,
         packed: PackedWeight,
         bias: Tensor | None,
         decodes: bool,
     ) -> None:
         out, feeds = self._fed_by(each, out, len(x), decodes)
-        native_dense.linear(
+        gemm_bf16.linear(
             out,
             x,
             packed,
@@ -364,8 +367,8 @@ class Products:
         """Return e4m3 codes and row scales for x or for its norm."""
         if norm is None:
             return round_rows(x)
-        if self._has_dense and native.takes_norm(norm[0].numel()) and native_dense.has_room(x):
-            return native_dense.norm_codes(x, *norm)
+        if self._has_dense and gemv.takes_norm(norm[0].numel()) and gemm_bf16.has_room(x):
+            return gemm_bf16.norm_codes(x, *norm)
         return round_rows(self._norm(x, norm, decodes))
 
     def _library_product(

@@ -16,7 +16,7 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.table import (
     bind_heads,
     bind_norm,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import gemv
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, is_aligned
 from tilewright.compiler.targets.cuda.steps.matmul import Products, epilogue_of
 from tilewright.compiler.targets.cuda.steps.plan_readers import norms_before
@@ -61,7 +61,7 @@ class Norms:
         is_cpp = gpu.has_cpp and arithmetic != EXACT
         self._before: dict[int, NormOp] = {}  # by identity of the next matmul
         for norm, reader in norms_before(plan) if is_cpp else ():
-            if native.leaves_norm(weights.packed(product_of(reader))) and products.takes_small_m(
+            if gemv.leaves_norm(weights.packed(product_of(reader))) and products.takes_small_m(
                 reader
             ):
                 self._before[id(reader)] = norm
@@ -89,7 +89,7 @@ class Norms:
         if kernel == TRITON:
             rms_norm(out, x, weight, eps=each.eps)
         elif kernel == CPP:
-            native.rms_norm(out, x, weight, eps=each.eps, num_tokens=len(x))
+            gemv.rms_norm(out, x, weight, eps=each.eps, num_tokens=len(x))
 
     def run_heads(self, each: NormHeads, step: Buffers, *, decodes: bool) -> None:
         """Run the norms of query and key heads."""
@@ -103,7 +103,7 @@ class Norms:
         norm = self._before.get(id(each))
         if norm is None or self._norms[id(norm)].at(num_rows, decodes=True) != INSIDE:
             return False
-        native.linear(
+        gemv.linear(
             step.view(each.out),
             step.view(norm.x),
             self._weights.weight_of(each),
@@ -117,8 +117,8 @@ class Norms:
 
 
 def _fits(program: KernelProgram, norm: NormOp) -> bool:
-    """Return whether linear.cu normalizes these rows: fours of float32, to bfloat16."""
+    """Return whether gemv.cu normalizes these rows: fours of float32, to bfloat16."""
     roles = [program.buffers[view.buffer].role for view in (norm.out, norm.x)]
     are_types = roles[0] == OPERAND != roles[1]
     are_aligned = is_aligned(program, norm.out, 4) and is_aligned(program, norm.x, 4)
-    return are_types and are_aligned and native.takes_norm(norm.x.width)
+    return are_types and are_aligned and gemv.takes_norm(norm.x.width)

@@ -19,7 +19,7 @@ from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, STRICT, Gpu
 from tilewright.compiler.targets.cuda.kernels.elementwise.embedding import embed
 from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu_apart
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import gemv
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
 from tilewright.compiler.targets.cuda.outputs.pooled_states import pool_rows
 from tilewright.compiler.targets.cuda.state.final_states import FinalStates
@@ -114,7 +114,7 @@ class Steps:
         self._beside = Beside(self.device)
         self._cross = CrossLayers(plan, weights)
         self._operand = torch.float32 if exact else torch.bfloat16
-        self._num_rows = rows = native.room_for(max_rows) if self.is_native else max_rows
+        self._num_rows = rows = gemv.room_for(max_rows) if self.is_native else max_rows
         self.copies = DequantizedCopies(plan, weights, copies)
         make = self._make_kernels
         self._small = make(min(max_rows, strict_rows), is_strict=True) if strict_rows else None

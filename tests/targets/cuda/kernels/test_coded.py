@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.targets.cuda.kernels.test_linear import assert_near, poisoned, tokens
+from tests.targets.cuda.kernels.test_gemv_triton import assert_near, poisoned, tokens
 from tilewright.compiler.formats import GgmlFileFormat, ScaledCodes, ScaledEncoded, get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import gemv
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_triton import linear
 from tilewright.compiler.targets.cuda.weights.coded import pack_coded, unpack_coded
@@ -128,7 +128,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(is_small_m: bool, device: tor
         assert torch.equal(some, whole[part])
 
 
-@pytest.mark.parametrize("kind", native.CODED)
+@pytest.mark.parametrize("kind", gemv.CODED)
 def test_a_warp_reads_the_fragments_of_the_matrix_unit(kind: str) -> None:
     """Emulates `multiply_coded`: a lane's 16-byte reads, and `decode_pair` in integers."""
     file, tile = File(kind, 16, 128), CODED_TILES[kind]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.targets.cuda.kernels.test_native import (
+from tests.targets.cuda.kernels.test_gemv import (
     NAN,
     assembler_output,
     check_headers,
@@ -20,23 +20,22 @@ from tests.targets.cuda.kernels.test_native import (
     weight,
 )
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block, gemv
 
-KINDS = ["bfp8", "bfp4", *native.CODED]
+KINDS = ["bfp8", "bfp4", *gemv.CODED]
 BATCHES = [17, 33, 64, 65, 128, 192, 200, 384, 512]
 
 
 def source_of(kind: str) -> nvrtc.KernelSource:
-    return gemm_block.CODED_SOURCE if kind in native.CODED else gemm_block.SOURCE
+    return gemm_block.CODED_SOURCE if kind in gemv.CODED else gemm_block.SOURCE
 
 
 def ways_of(kind: str) -> dict[str, tuple[tuple[int, int], ...]]:
-    return gemm_block.CODED_WAYS if kind in native.CODED else gemm_block.WAYS
+    return gemm_block.CODED_WAYS if kind in gemv.CODED else gemm_block.WAYS
 
 
 def step_us(kind: str) -> dict[gemm_block.BlockTileConfig, float]:
-    return gemm_block._CODED_STEP_US if kind in native.CODED else gemm_block._STEP_US
+    return gemm_block._CODED_STEP_US if kind in gemv.CODED else gemm_block._STEP_US
 
 
 def test_what_it_takes() -> None:
@@ -68,10 +67,10 @@ def test_what_is_chosen_is_there_and_fits(kind: str, rows: int, same_bits: bool)
     for count in range(17, gemm_block.MAX_TOKENS + 1):
         way = gemm_block.choose_way(held, count, same_bits=same_bits)
         assert way.kernel(held) in source_of(kind).names
-        assert way.resident * (way.shared_bytes(held) + 2048) <= native.MOST_SHARED + 3072
+        assert way.resident * (way.shared_bytes(held) + 2048) <= gemv.MOST_SHARED + 3072
         assert way.depth(held) >= 2
         assert gemm_block.num_places(way, count) * 4096 * 2 <= room
-        if same_bits and native.num_slices(held) > 1:
+        if same_bits and gemv.num_slices(held) > 1:
             assert way.kernel(held).startswith(("cut", "joined"))
 
 
@@ -157,25 +156,25 @@ def gpu(device: torch.device) -> torch.device:
     "size", [(4096, 4096), (4096, 14336), (28672, 4096), (960, 576), (48, 200), (35, 2052)]
 )
 def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
-    """Compare with float64. A token has the bits of linear.cu. Padding stays unchanged."""
+    """Compare with float64. A token has the bits of gemv.cu. Padding stays unchanged."""
     held = weight(kind, size, gpu, paired=False)
     x = torch.cat([tokens(held, gpu) for _ in range(8)])
     bias = torch.randn(size[0], device=gpu)
     want = x[:, : size[1]].double() @ unpack(held).double().T + bias
     few = torch.zeros(64, size[0], device=gpu)
-    native.linear(few, x, held, epilogue=native.STORE, num_tokens=64, bias=bias)
+    gemv.linear(few, x, held, epilogue=gemv.STORE, num_tokens=64, bias=bias)
     arranged = gemm_block.scratch(size[1], gpu)
     for count in BATCHES:
         around = torch.full((514, size[0] + 8), NAN, device=gpu)
         out = around[:count, : size[0]]
         arranged.fill_(0xFF)
         how = {"arranged": arranged, "bias": bias}
-        gemm_block.linear(out, x[:count], held, epilogue=native.STORE, **how)
+        gemm_block.linear(out, x[:count], held, epilogue=gemv.STORE, **how)
         torch.testing.assert_close(out.double(), want[:count], rtol=1e-4, atol=1e-4)
         assert bool(around[count:].isnan().all()) and bool(around[:, size[0] :].isnan().all())
         assert torch.equal(out[:64], few[: min(count, 64)])
         total = torch.ones(count, size[0], device=gpu)
-        gemm_block.linear(total, x[:count], held, epilogue=native.ADD, **how)
+        gemm_block.linear(total, x[:count], held, epilogue=gemv.ADD, **how)
         assert torch.equal(total, 1 + out)
 
 
@@ -189,19 +188,17 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
     want = torch.cat([x.new_zeros(64, size[0], dtype=torch.float32) for _ in range(5)])
     for first in range(0, 300, 64):
         part = slice(first, min(300, first + 64))
-        native.linear(
-            want[part], x[part], held, epilogue=native.STORE, num_tokens=part.stop - first
-        )
+        gemv.linear(want[part], x[part], held, epilogue=gemv.STORE, num_tokens=part.stop - first)
     norm = torch.rand(size[1], device=gpu) + 0.5
     raw = torch.randn(300, size[1] + 4, device=gpu)[:, : size[1]]
     normed = torch.zeros_like(x)
-    native.rms_norm(normed, raw, norm, eps=1e-5, num_tokens=300)
+    gemv.rms_norm(normed, raw, norm, eps=1e-5, num_tokens=300)
     both = [torch.empty(300, size[0], device=gpu) for _ in range(2)]
-    how = {"epilogue": native.STORE, "arranged": arranged}
+    how = {"epilogue": gemv.STORE, "arranged": arranged}
     gemm_block.linear(both[0], normed, held, **how)
     gemm_block.linear(both[1], raw, held, norm=(norm, 1e-5), **how)
     assert torch.equal(*both)
-    cut = "cut" if native.num_slices(held) > 1 else "gemm_block"
+    cut = "cut" if gemv.num_slices(held) > 1 else "gemm_block"
     ways = [
         gemm_block.BlockTileConfig(*way, resident)
         for way in ways_of(kind)[cut]
@@ -215,7 +212,7 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
         if way.depth(held) < 2:
             continue
         out = torch.full((300, size[0]), NAN, device=gpu)
-        how = {"epilogue": native.STORE, "arranged": arranged, "way": way}
+        how = {"epilogue": gemv.STORE, "arranged": arranged, "way": way}
         gemm_block.linear(out, x, held, **how)
         assert torch.equal(out, want[:300]), way
 
@@ -223,7 +220,7 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_way_of_a_whole_k(kind: str, gpu: torch.device) -> None:
-    """For a weight with a split K in linear.cu: equal bits in all sizes, near float64."""
+    """For a weight with a split K in gemv.cu: equal bits in all sizes, near float64."""
     held = weight(kind, (4096, 2176), gpu, paired=False)
     x = torch.cat([tokens(held, gpu) for _ in range(8)])[:500]
     want = x[:, : held.num_columns].double() @ unpack(held).double().T
@@ -233,11 +230,11 @@ def test_every_way_of_a_whole_k(kind: str, gpu: torch.device) -> None:
         out = torch.full((500, 4096), NAN, device=gpu)
         arranged = gemm_block.scratch(held.num_columns, gpu).fill_(0xFF)
         how = {"arranged": arranged, "way": way}
-        gemm_block.linear(out, x, held, epilogue=native.STORE, **how)
+        gemm_block.linear(out, x, held, epilogue=gemv.STORE, **how)
         total = torch.ones(500, 4096, device=gpu)
-        gemm_block.linear(total, x, held, epilogue=native.ADD, **how)
+        gemm_block.linear(total, x, held, epilogue=gemv.ADD, **how)
         assert torch.equal(total, 1 + out)
-        gemm_block.linear(total, x, held, epilogue=native.STORE, bias=bias, **how)
+        gemm_block.linear(total, x, held, epilogue=gemv.STORE, bias=bias, **how)
         assert torch.equal(total, out + bias)
         found.append(out)
     torch.testing.assert_close(found[0].double(), want, rtol=1e-4, atol=1e-4)
@@ -250,21 +247,19 @@ def test_swiglu(kind: str, gpu: torch.device) -> None:
     held = weight(kind, (16384, 2048), gpu, paired=True)
     x = torch.cat([tokens(held, gpu), tokens(held, gpu)])
     few = torch.zeros(64, 8192, dtype=torch.bfloat16, device=gpu)
-    native.linear(few, x, held, epilogue=native.SWIGLU, num_tokens=64)
+    gemv.linear(few, x, held, epilogue=gemv.SWIGLU, num_tokens=64)
     out = torch.full((100, 8192), NAN, dtype=torch.bfloat16, device=gpu)
     arranged = gemm_block.scratch(2048, gpu)
-    gemm_block.linear(out, x[:100], held, epilogue=native.SWIGLU, arranged=arranged)
+    gemm_block.linear(out, x[:100], held, epilogue=gemv.SWIGLU, arranged=arranged)
     assert torch.equal(out[:64], few) and bool(out.isfinite().all())
     down = weight(kind, (256, 8192), gpu, paired=False)
     want, fed = torch.zeros(100, 256, device=gpu), torch.zeros(100, 256, device=gpu)
     behind = gemm_block.scratch(8192, gpu)
-    how = {"epilogue": native.STORE, "arranged": behind}
+    how = {"epilogue": gemv.STORE, "arranged": behind}
     gemm_block.linear(want, out, down, **how)
     behind.fill_(0xFF)
     places = gemm_block.num_places(gemm_block.choose_way(down, 100), 100)
-    gemm_block.linear(
-        behind, x[:100], held, epilogue=native.SWIGLU, arranged=arranged, feeds=places
-    )
+    gemm_block.linear(behind, x[:100], held, epilogue=gemv.SWIGLU, arranged=arranged, feeds=places)
     gemm_block.linear(fed, out, down, is_there=True, **how)
     assert torch.equal(fed, want)
 
@@ -278,17 +273,17 @@ def test_a_product_feeds_one_that_is_walked_over_whole(count: int, gpu: torch.de
     x = torch.cat([tokens(held, gpu) for _ in range(8)])[:count]
     out = torch.zeros(count, 8192, dtype=torch.bfloat16, device=gpu)
     arranged, behind = (gemm_block.scratch(each, gpu) for each in (2048, 8192))
-    gemm_block.linear(out, x, held, epilogue=native.SWIGLU, arranged=arranged)
+    gemm_block.linear(out, x, held, epilogue=gemv.SWIGLU, arranged=arranged)
     for way in (each for each in gemm_block._STEP_US if each.is_whole):
         want, fed = torch.zeros(2, count, 4096, device=gpu)
-        how = {"epilogue": native.STORE, "arranged": behind, "way": way}
+        how = {"epilogue": gemv.STORE, "arranged": behind, "way": way}
         gemm_block.linear(want, out, down, **how)
         behind.fill_(0xFF)
         gemm_block.linear(
             behind,
             x,
             held,
-            epilogue=native.SWIGLU,
+            epilogue=gemv.SWIGLU,
             arranged=arranged,
             feeds=gemm_block.num_places(way, count),
         )

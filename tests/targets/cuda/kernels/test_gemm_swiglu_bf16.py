@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.targets.cuda.kernels.test_native import NAN, check_headers, gpu_of, swiglu_of, weight
+from tests.targets.cuda.kernels.test_gemv import NAN, check_headers, gpu_of, swiglu_of, weight
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_swiglu_bf16
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_swiglu_bf16, gemv
 from tilewright.compiler.targets.cuda.kernels.matmul.gemm_swiglu_bf16 import SwiGLUTileConfig
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
@@ -133,7 +132,7 @@ def test_products_in_a_graph_wait_for_each_other(gpu: torch.device) -> None:
 
     def run() -> None:
         for each, place in zip(others, kept, strict=True):
-            native.rms_norm(x, each, norm, eps=1e-5, num_tokens=count)
+            gemv.rms_norm(x, each, norm, eps=1e-5, num_tokens=count)
             gemm_swiglu_bf16.swiglu(out, x, rows, held)
             place.copy_(out)
 
@@ -141,7 +140,7 @@ def test_products_in_a_graph_wait_for_each_other(gpu: torch.device) -> None:
     torch.cuda.synchronize()
     expected = kept.clone()
     for each, found in zip(others, expected, strict=True):
-        native.rms_norm(x, each, norm, eps=1e-5, num_tokens=count)
+        gemv.rms_norm(x, each, norm, eps=1e-5, num_tokens=count)
         torch.testing.assert_close(
             found.double(), swiglu_of(x, unpack(held)), rtol=2**-7, atol=2e-3
         )

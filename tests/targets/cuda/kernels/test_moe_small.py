@@ -15,7 +15,7 @@ from tilewright.compiler.targets.cuda.kernels.experts import experts as native_e
 from tilewright.compiler.targets.cuda.kernels.experts import moe_small
 from tilewright.compiler.targets.cuda.kernels.experts.experts import Shared
 from tilewright.compiler.targets.cuda.kernels.experts.route import Tiles, TopKParams
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import gemv
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import hold
 
@@ -202,9 +202,9 @@ def test_layers_in_a_graph_read_what_the_layer_before_has_written(kind: str) -> 
     step, positions = Step(1, num_experts, top_k), torch.zeros(1, dtype=torch.long, device=CUDA)
 
     def run(index: int, *, is_inside: bool) -> None:
-        native.rms_norm(x, hidden, norm, eps=1e-6, num_tokens=1)
-        product = {"epilogue": native.STORE, "num_tokens": 1}
-        native.linear(logits, x, routers[index % 2], **product)
+        gemv.rms_norm(x, hidden, norm, eps=1e-6, num_tokens=1)
+        product = {"epilogue": gemv.STORE, "num_tokens": 1}
+        gemv.linear(logits, x, routers[index % 2], **product)
         step.logits, choice = logits[:, :num_experts], None
         if is_inside:
             choice = TopKParams(step.logits, positions, True)

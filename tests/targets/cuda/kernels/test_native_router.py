@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.targets.cuda.kernels.test_native import check_headers, shaped
+from tests.targets.cuda.kernels.test_gemv import check_headers, shaped
 from tests.targets.cuda.kernels.test_native_experts import Step
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.experts.route import Tiles

@@ -24,14 +24,17 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_step as na
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
-from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block, gemm_swiglu_bf16
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import (
+    gemm_bf16,
+    gemm_block,
+    gemm_swiglu_bf16,
+    gemv,
+)
 from tilewright.errors import CompileError
 
 SOURCES = [
-    native.source(),
-    native.coded_source(),
+    gemv.source(),
+    gemv.coded_source(),
     native_attention.SOURCE,
     native_delta.SOURCE,
     native_delta_prompt.SOURCE,
@@ -41,7 +44,7 @@ SOURCES = [
     native_experts.MOE_SMALL,
     gemm_block.SOURCE,
     gemm_block.CODED_SOURCE,
-    native_dense.SOURCE,
+    gemm_bf16.SOURCE,
     gemm_swiglu_bf16.SOURCE,
     exchange.SOURCE,
 ]

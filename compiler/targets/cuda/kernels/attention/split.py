@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tilewright.compiler.targets.cuda.kernels.matmul.dense import MAX_SMALL_M
+from tilewright.compiler.targets.cuda.kernels.matmul.gemm_bf16 import MAX_SMALL_M
 from tilewright.compiler.targets.cuda.tuning import tuning
 
 SHORT_PAGES = 32

@@ -14,10 +14,10 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
     TableRow,
     bind,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import gemv
 from tilewright.compiler.targets.cuda.tuning import tuning
 
-INSIDE, CPP, TRITON = "inside matmul", "linear.cu", "triton"
+INSIDE, CPP, TRITON = "inside matmul", "gemv.cu", "triton"
 EACH_HEAD, SEVERAL_HEADS = "a program for each head", "a program for several heads"
 
 
@@ -55,7 +55,7 @@ def _cpp_rows(site: NormSite) -> range:
     if site.decodes or not site.fits:
         return EVERY if site.fits else NONE
     is_small = site.is_operand and site.arithmetic == FAST
-    return range(1, native.MAX_TOKENS + 1) if is_small else NONE
+    return range(1, gemv.MAX_TOKENS + 1) if is_small else NONE
 
 
 def _each_head_rows(site: NormSite) -> range:

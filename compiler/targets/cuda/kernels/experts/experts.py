@@ -28,7 +28,7 @@ from tilewright.compiler.targets.cuda.kernels.experts.route import (
     arguments_of,
 )
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import most_tiles
-from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     MOST_SHARED,
     STEP_BYTES,
     STORE,

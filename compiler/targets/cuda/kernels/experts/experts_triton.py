@@ -24,7 +24,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import words_of
-from tilewright.compiler.targets.cuda.kernels.matmul.linear_triton import (
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import (
     product,
     tile_columns,
     tile_weights,

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     MOST_SHARED,
     STEP_BYTES,
     X_PADDING,

@@ -5,7 +5,7 @@
 // In the single cluster, a block computes a slice of K for all weight rows, loaded before the wait.
 // Then it adds the sums of all slices for some tokens.
 
-#include "dense.cuh"
+#include "gemm_bf16.cuh"
 #include "route_sort.cuh"
 
 constexpr int BLOCKS = 8;

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
-from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul.dense import (
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16
+from tilewright.compiler.targets.cuda.kernels.matmul.gemm_bf16 import (
     CHUNK_BYTES,
     GROUP_ROWS,
     num_chunks,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul.linear import MOST_SHARED
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv import MOST_SHARED
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
-MAX_SMALL_M = native_dense.MAX_SMALL_M
+MAX_SMALL_M = gemm_bf16.MAX_SMALL_M
 """Maximum tokens for batch-invariant matmuls, which this kernel does not support."""
 
 MAX_TOKENS: int = tuning()["experts"]["router_max_rows"]
@@ -42,7 +42,7 @@ class _RouterParams(ctypes.Structure):
     """Mirror for `Router` in router.cu."""
 
     _fields_ = (
-        *((name, native_dense.TensorMap) for name in ("weight", "x")),
+        *((name, gemm_bf16.TensorMap) for name in ("weight", "x")),
         ("route", native_route.RouteArguments),
         *((name, ctypes.c_int) for name in ("num_rows", "num_chunks")),
         ("unused", ctypes.c_int * 10),
@@ -53,11 +53,11 @@ SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("router.cu"),
     tuple(f"router_{eights}" for eights in _EIGHTS),
     headers=(
-        *("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "finish.cuh", "dense.cuh"),
+        *("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "finish.cuh", "gemm_bf16.cuh"),
         *("route_choose.cuh", "route_sort.cuh"),
     ),
     structures=(
-        ("TensorMap", native_dense.TensorMap),
+        ("TensorMap", gemm_bf16.TensorMap),
         ("Route", native_route.RouteArguments),
         ("Router", _RouterParams),
     ),
@@ -108,8 +108,8 @@ def router(
     route = native_route.arguments_into(choice, weights, experts, tiles)
     eights = next(each for each in _EIGHTS if num_tokens <= 8 * each)
     arguments = _RouterParams(
-        weight=native_dense.map_of(packed.data, GROUP_ROWS),
-        x=native_dense.map_of(x, 8 * eights),
+        weight=gemm_bf16.map_of(packed.data, GROUP_ROWS),
+        x=gemm_bf16.map_of(x, 8 * eights),
         route=route,
         num_rows=packed.num_rows,
         num_chunks=num_chunks(packed.num_columns),

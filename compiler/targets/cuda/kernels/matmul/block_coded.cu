@@ -1,4 +1,4 @@
-// Matmuls of 17 to 512 tokens with a weight in code tiles, with the bits of linear_coded.cu.
+// Matmuls of 17 to 512 tokens with a weight in code tiles, with the bits of gemv_coded.cu.
 // Compiled by NVRTC. gemm_block.cu arranges x.
 
 #include "gemm_block.cuh"

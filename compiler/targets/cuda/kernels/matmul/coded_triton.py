@@ -28,7 +28,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
     spread,
     weights,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul.linear_triton import product, store_rows
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import product, store_rows
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODEBOOK, CODEBOOKS, CODED_TILES
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight

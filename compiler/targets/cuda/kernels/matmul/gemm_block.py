@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
-from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     CODED,
     LIKE,
     MOST_SHARED,

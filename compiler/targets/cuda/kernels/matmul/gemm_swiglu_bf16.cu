@@ -2,7 +2,7 @@
 // has 128 rows and up to 256 tokens, or turned, 128 tokens and up to 224 rows. A cluster has two
 // blocks, which copy common operands for each other. Not batch-invariant.
 
-#include "dense.cuh"
+#include "gemm_bf16.cuh"
 
 struct GemmSwiGLU {
   TensorMap weight, x, out;  // [N, K], [M, K], [M, N / 2], in 128-byte boxes per row

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
-from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul.dense import (
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16
+from tilewright.compiler.targets.cuda.kernels.matmul.gemm_bf16 import (
     CHUNK_BYTES,
     TensorMap,
     has_room,
     map_of,
     num_chunks,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     SWIGLU,
     Product,
     product_arguments,
@@ -130,7 +130,7 @@ SOURCE = nvrtc.KernelSource(
             for columns in (1, 2)
         }
     ),
-    headers=("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "finish.cuh", "dense.cuh"),
+    headers=("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "finish.cuh", "gemm_bf16.cuh"),
     structures=(("TensorMap", TensorMap), ("Product", Product), ("GemmSwiGLU", _GemmSwiGLU)),
 )
 
@@ -163,7 +163,7 @@ def rows_of(num_rows: int, processors: int) -> tuple[range, ...]:
 
 def _fills_device(num_rows: int, num_tokens: int, processors: int) -> bool:
     way = choose_way(num_rows, -(-num_tokens // 8) * 8, processors)  # blocks are whole eights
-    done = num_rows * max(num_tokens, native_dense.MAX_TOKENS)
+    done = num_rows * max(num_tokens, gemm_bf16.MAX_TOKENS)
     share = done / (way.turns * math.prod(way.block) * processors)
     is_small = not way.turned and way.columns == 1 and way.turns == _SMALL_TURNS
     return share >= (_MIN_SMALL_SHARE if is_small else _MIN_SHARE)

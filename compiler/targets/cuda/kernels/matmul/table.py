@@ -16,9 +16,12 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
     TableRow,
     bind,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block, gemm_swiglu_bf16
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import (
+    gemm_bf16,
+    gemm_block,
+    gemm_swiglu_bf16,
+    gemv,
+)
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
@@ -70,20 +73,20 @@ class MatmulSite:
 
 
 def _code_rows(site: MatmulSite) -> range:
-    rows = native_dense.code_rows_of(site.weight)
+    rows = gemm_bf16.code_rows_of(site.weight)
     return range(LEAST_LOFI, rows.stop) if site.has_codes else NONE
 
 
 def _library_rows(site: MatmulSite) -> range:
     """Return the rows for which cuBLAS on a bfloat16 copy is faster than `BLOCK`."""
     least = tuning()["matmul"]["library_min_rows"]
-    is_uncut = site.weight.num_rows >= 16 * native.UNCUT_TILES
+    is_uncut = site.weight.num_rows >= 16 * gemv.UNCUT_TILES
     return range(least["uncut" if is_uncut else "cut"], EVERY.stop) if site.has_values else NONE
 
 
 def _gemv_rows(site: MatmulSite) -> range:
     """Return the rows for `GEMV`. Several launches run strict steps, and large weights."""
-    packed, most = site.weight, native.most_tokens(site.weight)
+    packed, most = site.weight, gemv.most_tokens(site.weight)
     if site.decodes and site.arithmetic == STRICT:
         return EVERY
     if not site.decodes or packed.kind == "bf16":
@@ -91,7 +94,7 @@ def _gemv_rows(site: MatmulSite) -> range:
     limits = tuning()["matmul"]["gemv_parts"]
     if packed.num_rows > limits["max_dequantized_out_features"]:
         return EVERY
-    is_large = native.num_slices(packed) == 1 or packed.num_columns > limits["min_in_features"]
+    is_large = gemv.num_slices(packed) == 1 or packed.num_columns > limits["min_in_features"]
     return range(1, (max(most, limits["max_rows"]) if is_large else most) + 1)
 
 
@@ -99,7 +102,7 @@ def _coded_rows(site: MatmulSite) -> range:
     """Return the rows for `GEMV`. In fast steps the rows fit a launch, else `CODED` runs them."""
     if not site.has_whole_fours or _has_library_order(site):
         return NONE
-    return EVERY if site.arithmetic == STRICT else range(1, native.MAX_TOKENS + 1)
+    return EVERY if site.arithmetic == STRICT else range(1, gemv.MAX_TOKENS + 1)
 
 
 def _has_library_order(site: MatmulSite) -> bool:
@@ -113,7 +116,7 @@ def _block_rows(site: MatmulSite) -> range:
 
 def _dense_rows(site: MatmulSite) -> range:
     is_ours = site.is_aligned and site.has_whole_fours
-    return native_dense.rows_of(site.weight) if is_ours else NONE
+    return gemm_bf16.rows_of(site.weight) if is_ours else NONE
 
 
 def _swiglu_rows(site: MatmulSite) -> tuple[range, ...]:
@@ -137,7 +140,7 @@ def _within(ranges: tuple[range, ...], limits: range) -> tuple[range, ...]:
 
 def _triton_rows(site: MatmulSite) -> range:
     is_ours = site.gpu.has_cpp and site.has_whole_fours
-    return NONE if is_ours else range(1, native.MAX_TOKENS + 1)
+    return NONE if is_ours else range(1, gemv.MAX_TOKENS + 1)
 
 
 MATMUL: tuple[TableRow[MatmulSite], ...] = (
@@ -153,12 +156,12 @@ MATMUL: tuple[TableRow[MatmulSite], ...] = (
     TableRow(CUBLAS, (*_FORMATS, *_CODED), lambda site: EVERY, (EXACT,)),
     TableRow(
         BLOCK,
-        native.CODED,
+        gemv.CODED,
         lambda site: NONE if _has_library_order(site) else _block_rows(site),
         (STRICT, FAST),
         is_cpp=True,
     ),
-    TableRow(GEMV, native.CODED, _coded_rows, (STRICT, FAST), is_cpp=True),
+    TableRow(GEMV, gemv.CODED, _coded_rows, (STRICT, FAST), is_cpp=True),
     TableRow(CODED, _CODED, lambda site: EVERY, (STRICT, FAST)),
     TableRow(
         CUBLAS,

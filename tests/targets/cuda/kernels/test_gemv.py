@@ -1,4 +1,4 @@
-"""linear.cu: launches, compilation without spills, and results on a GPU."""
+"""gemv.cu: launches, compilation without spills, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from hypothesis import strategies as st
 
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
+from tilewright.compiler.targets.cuda.kernels.matmul import gemv
 from tilewright.compiler.targets.cuda.weights.coded import pack_coded, unpack_coded
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import hold
 from tilewright.compiler.targets.cuda.weights.packing import unpack as unpack_blocks
 
-KINDS = ["bf16", "bfp8", "bfp4", *native.CODED]
+KINDS = ["bf16", "bfp8", "bfp4", *gemv.CODED]
 BATCHES = [1, 2, 5, 8, 13, 16, 30, 33, 64]
 
 
 def batches(held: PackedWeight) -> list[int]:
-    return [count for count in BATCHES if count <= native.most_tokens(held)]
+    return [count for count in BATCHES if count <= gemv.most_tokens(held)]
 
 
 SIZES = [(4096, 4096), (6144, 4096), (4096, 14336), (576, 1536), (960, 576), (48, 200), (35, 2052)]
 USUAL = [(8192, 28672), (28672, 4096), (2048, 8192), (64, 28672), (12288, 2048), (28672, 2048)]
-SOURCES = [native.source(), native.coded_source()]
+SOURCES = [gemv.source(), gemv.coded_source()]
 NAN = float("nan")
 
 
@@ -46,21 +46,21 @@ any_weight = st.builds(
 
 @given(held=any_weight, num_tokens=st.integers(2, 64))
 def test_a_grid_is_a_kernel_that_fits(held: PackedWeight, num_tokens: int) -> None:
-    num_tokens = min(num_tokens, native.most_tokens(held))
-    grid = native.choose_grid(held, num_tokens)
+    num_tokens = min(num_tokens, gemv.most_tokens(held))
+    grid = gemv.choose_grid(held, num_tokens)
     groups = next(count for count in (1, 2, 4, 8) if num_tokens <= 8 * count)
-    assert grid.kernel(held.kind, groups) in native.source_of(held.kind).names
+    assert grid.kernel(held.kind, groups) in gemv.source_of(held.kind).names
     assert grid.num_warps * 32 >= 128  # 128 threads copy x
     assert 1 <= grid.shared_bytes(held, groups) <= 225 * 1024
 
 
 @given(held=any_weight, num_tokens=st.integers(1, 16))
 def test_a_walk_is_a_kernel_that_fits(held: PackedWeight, num_tokens: int) -> None:
-    walk = native.choose_walk(held, num_tokens)
+    walk = gemv.choose_walk(held, num_tokens)
     if walk is None:
         assert num_tokens > 1
         return
-    assert walk.kernel(held.kind) in native.source_of(held.kind).names
+    assert walk.kernel(held.kind) in gemv.source_of(held.kind).names
     assert num_tokens <= max(1, 8 * walk.groups)
     num_bytes = walk.shared_bytes(held.kind, held.num_column_tiles)
     fixed = (2 + max(1, walk.groups * 8)) * 1024  # and the reserved memory per block
@@ -74,66 +74,64 @@ def test_every_kernel_has_a_product(kind: str) -> None:
     for num_rows, num_columns in [*SIZES, *USUAL]:
         held = shaped(kind, num_rows, num_columns)
         for num_tokens in (1, 8, 16, 32, 64):
-            walk, groups = native.choose_walk(held, num_tokens), num_tokens // 8
+            walk, groups = gemv.choose_walk(held, num_tokens), num_tokens // 8
             if walk is not None:
-                chosen.add(walk.kernel(kind, leaves=num_tokens == 1 and native.leaves_norm(held)))
+                chosen.add(walk.kernel(kind, leaves=num_tokens == 1 and gemv.leaves_norm(held)))
                 chosen.add(walk.kernel(kind))
-            elif num_tokens <= native.most_tokens(held):
-                chosen.add(native.choose_grid(held, num_tokens).kernel(kind, groups))
-    assert {name for name in native.source_of(kind).names if kind in name} == chosen
+            elif num_tokens <= gemv.most_tokens(held):
+                chosen.add(gemv.choose_grid(held, num_tokens).kernel(kind, groups))
+    assert {name for name in gemv.source_of(kind).names if kind in name} == chosen
 
 
 @pytest.mark.parametrize(
     ("held", "walk"),
     [
-        (shaped("bf16", 6144, 4096), native.Walk(3, 2)),
-        (shaped("bf16", 28672, 4096), native.Walk(3, 2)),
-        (shaped("bf16", 4096, 14336), native.Walk(2, 2)),
-        (shaped("bf16", 2048, 8192), native.Walk(2, 2)),
-        (shaped("bfp8", 4096, 4096), native.Walk(4, 2)),
-        (shaped("bfp8", 4096, 14336), native.Walk(4, 2)),
-        (shaped("bfp8", 3072, 2048), native.Walk(4, 2)),
-        (shaped("bfp8", 8192, 28672), native.Walk(3, 2)),
-        (shaped("bfp4", 28672, 4096), native.Walk(11, 2)),
-        (shaped("bfp4", 4096, 14336), native.Walk(8, 2)),
-        (shaped("q40", 28672, 4096), native.Walk(11, 2)),
-        (shaped("q40", 8192, 28672), native.Walk(6, 2)),
+        (shaped("bf16", 6144, 4096), gemv.Walk(3, 2)),
+        (shaped("bf16", 28672, 4096), gemv.Walk(3, 2)),
+        (shaped("bf16", 4096, 14336), gemv.Walk(2, 2)),
+        (shaped("bf16", 2048, 8192), gemv.Walk(2, 2)),
+        (shaped("bfp8", 4096, 4096), gemv.Walk(4, 2)),
+        (shaped("bfp8", 4096, 14336), gemv.Walk(4, 2)),
+        (shaped("bfp8", 3072, 2048), gemv.Walk(4, 2)),
+        (shaped("bfp8", 8192, 28672), gemv.Walk(3, 2)),
+        (shaped("bfp4", 28672, 4096), gemv.Walk(11, 2)),
+        (shaped("bfp4", 4096, 14336), gemv.Walk(8, 2)),
+        (shaped("q40", 28672, 4096), gemv.Walk(11, 2)),
+        (shaped("q40", 8192, 28672), gemv.Walk(6, 2)),
     ],
     ids=lambda each: f"{each.kind} {each.num_rows}" if isinstance(each, PackedWeight) else "",
 )
-def test_walks_of_usual_shapes(held: PackedWeight, walk: native.Walk) -> None:
-    assert native.choose_walk(held) == walk
+def test_walks_of_usual_shapes(held: PackedWeight, walk: gemv.Walk) -> None:
+    assert gemv.choose_walk(held) == walk
 
 
 @pytest.mark.parametrize(
     ("held", "num_tokens", "walk"),
     [
-        (shaped("bf16", 12352, 2048), 4, native.Walk(3, 1, 1)),
-        (shaped("bf16", 12352, 2048), 16, native.Walk(3, 1, 2)),
-        (shaped("bf16", 2048, 4096), 8, native.Walk(3, 1, 1)),
+        (shaped("bf16", 12352, 2048), 4, gemv.Walk(3, 1, 1)),
+        (shaped("bf16", 12352, 2048), 16, gemv.Walk(3, 1, 2)),
+        (shaped("bf16", 2048, 4096), 8, gemv.Walk(3, 1, 1)),
         (shaped("bf16", 2048, 4096), 9, None),
         (shaped("bf16", 6144, 4096), 8, None),
         (shaped("bf16", 257, 2048), 16, None),
         (shaped("bf16", 248320, 2048), 8, None),
-        (shaped("bfp8", 3072, 2048), 13, native.Walk(4, 1, 2)),
+        (shaped("bfp8", 3072, 2048), 13, gemv.Walk(4, 1, 2)),
         (shaped("bfp4", 4096, 4096), 2, None),
         (shaped("bf16", 12352, 2048), 17, None),
     ],
 )
-def test_walks_of_some_tokens(
-    held: PackedWeight, num_tokens: int, walk: native.Walk | None
-) -> None:
-    assert native.choose_walk(held, num_tokens) == walk
+def test_walks_of_some_tokens(held: PackedWeight, num_tokens: int, walk: gemv.Walk | None) -> None:
+    assert gemv.choose_walk(held, num_tokens) == walk
 
 
 @given(held=any_weight)
 def test_slices_depend_on_the_weight_alone(held: PackedWeight) -> None:
-    assert native.num_slices(held) == (1 if held.num_rows > 1023 * 16 else 8)
+    assert gemv.num_slices(held) == (1 if held.num_rows > 1023 * 16 else 8)
 
 
 def test_names_of_kernels() -> None:
     text = "GEMV(bf16, BF16, 0, 3)\n#define GEMV(name, F, A)\nGEMM(bfp8, BFP8, 4, 2, 3)\n"
-    assert native.kernel_names(text) == ("gemv_bf16_0_3", "gemm_bfp8_4_2_3")
+    assert gemv.kernel_names(text) == ("gemv_bf16_0_3", "gemm_bfp8_4_2_3")
 
 
 def check_headers(source: nvrtc.KernelSource) -> None:
@@ -148,8 +146,8 @@ def check_headers(source: nvrtc.KernelSource) -> None:
 
 
 def test_every_header_is_named_once() -> None:
-    check_headers(native.source())
-    check_headers(native.coded_source())
+    check_headers(gemv.source())
+    check_headers(gemv.coded_source())
 
 
 def test_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,20 +200,20 @@ def gpu_of(device: torch.device, source: nvrtc.KernelSource) -> torch.device:
 
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
-    """A GPU for linear.cu."""
-    return gpu_of(device, native.source())
+    """A GPU for gemv.cu."""
+    return gpu_of(device, gemv.source())
 
 
 def weight(kind: str, size: tuple[int, int], gpu: torch.device, *, paired: bool) -> PackedWeight:
     dense = torch.randn(size, device=gpu) / size[1] ** 0.5
-    if kind in native.CODED:
+    if kind in gemv.CODED:
         recipe = WeightRecipe((Segment("w", size[0]),), size, kind)
         return pack_coded(recipe, lambda name: dense, gpu, paired=paired)
     return hold(dense, kind, paired=paired)
 
 
 def unpack(held: PackedWeight) -> torch.Tensor:
-    return unpack_coded(held) if held.kind in native.CODED else unpack_blocks(held)
+    return unpack_coded(held) if held.kind in gemv.CODED else unpack_blocks(held)
 
 
 def tokens(held: PackedWeight, gpu: torch.device) -> torch.Tensor:
@@ -253,7 +251,7 @@ def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.de
     for num_tokens in batches(held):
         around = poisoned(size[0], gpu)
         out = around[:64, : size[0]]
-        native.linear(out, x, held, epilogue=native.STORE, num_tokens=num_tokens, bias=bias)
+        gemv.linear(out, x, held, epilogue=gemv.STORE, num_tokens=num_tokens, bias=bias)
         torch.testing.assert_close(
             out[:num_tokens].double(), want[:num_tokens], rtol=1e-4, atol=1e-4
         )
@@ -262,14 +260,14 @@ def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.de
         first = out[0].clone() if first is None else first
         assert torch.equal(out[0], first)
         total = torch.ones(64, size[0], device=gpu)
-        native.linear(total, x, held, epilogue=native.ADD, num_tokens=num_tokens, bias=bias)
+        gemv.linear(total, x, held, epilogue=gemv.ADD, num_tokens=num_tokens, bias=bias)
         assert torch.equal(total[:num_tokens], 1 + out[:num_tokens])
         assert bool((total[num_tokens:] == 1).all())
 
 
-def variants() -> list[tuple[str, int, native.Walk | native.LaunchGrid]]:
+def variants() -> list[tuple[str, int, gemv.Walk | gemv.LaunchGrid]]:
     """Return the kernels by format, maximum tokens and launch sizes."""
-    found: list[tuple[str, int, native.Walk | native.LaunchGrid]] = []
+    found: list[tuple[str, int, gemv.Walk | gemv.LaunchGrid]] = []
     for name in (name for source in SOURCES for name in source.names if name != "rms_norm"):
         family, kind, *rest = name.split("_")
         sizes = [int(size) for size in rest]
@@ -278,10 +276,10 @@ def variants() -> list[tuple[str, int, native.Walk | native.LaunchGrid]]:
         if family == "gemv":
             groups, depth = sizes
             most = max(1, 8 * groups)
-            found += [(kind, most, native.Walk(depth, each, groups)) for each in (1, 2)]
+            found += [(kind, most, gemv.Walk(depth, each, groups)) for each in (1, 2)]
         else:
             groups, tiles_per_warp, depth = sizes
-            found.append((kind, 8 * groups, native.LaunchGrid(5, tiles_per_warp, depth)))
+            found.append((kind, 8 * groups, gemv.LaunchGrid(5, tiles_per_warp, depth)))
     return found
 
 
@@ -295,16 +293,16 @@ def test_every_kernel_gives_the_same_bits(
     x = tokens(held, gpu)
     want = poisoned(size[0], gpu)[:64, : size[0]]
     depths = {"bf16": 2, "bfp4": 4, "q40": 4}
-    reference = native.LaunchGrid(4, 1, depths.get(kind, 3))
-    count = native.most_tokens(held)
-    native.linear(want, x, held, epilogue=native.STORE, num_tokens=count, grid=reference)
+    reference = gemv.LaunchGrid(4, 1, depths.get(kind, 3))
+    count = gemv.most_tokens(held)
+    gemv.linear(want, x, held, epilogue=gemv.STORE, num_tokens=count, grid=reference)
     exact = x[:, : size[1]].double() @ unpack(held).double().T
     torch.testing.assert_close(want[:count].double(), exact[:count], rtol=1e-4, atol=1e-4)
     for of, most, chosen in variants():
         if of != kind:
             continue
-        if isinstance(chosen, native.Walk):
-            is_cut = native.num_slices(held) > 1
+        if isinstance(chosen, gemv.Walk):
+            is_cut = gemv.num_slices(held) > 1
             if not chosen.has_room(kind, held.num_column_tiles) or (chosen.groups and not is_cut):
                 continue
         around = poisoned(size[0], gpu)
@@ -312,8 +310,8 @@ def test_every_kernel_gives_the_same_bits(
         for num_tokens in {1} if most == 1 else {max(2, most // 2 + 1), most - 1, most}:
             if num_tokens > count:
                 continue
-            how = {"walk": chosen} if isinstance(chosen, native.Walk) else {"grid": chosen}
-            native.linear(out, x, held, epilogue=native.STORE, num_tokens=num_tokens, **how)
+            how = {"walk": chosen} if isinstance(chosen, gemv.Walk) else {"grid": chosen}
+            gemv.linear(out, x, held, epilogue=gemv.STORE, num_tokens=num_tokens, **how)
             assert torch.equal(out[:num_tokens], want[:num_tokens]), (chosen, num_tokens)
         assert bool(around[most:].isnan().all()), chosen
 
@@ -329,7 +327,7 @@ def test_swiglu(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
     for num_tokens in batches(held):
         around = poisoned(size[0] // 2, gpu, torch.bfloat16)
         out = around[:64, : size[0] // 2]
-        native.linear(out, x, held, epilogue=native.SWIGLU, num_tokens=num_tokens)
+        gemv.linear(out, x, held, epilogue=gemv.SWIGLU, num_tokens=num_tokens)
         torch.testing.assert_close(
             out[:num_tokens].double(), want[:num_tokens], rtol=2.0**-7, atol=1e-4
         )
@@ -348,21 +346,21 @@ def test_a_norm_inside_has_the_bits_of_one_before(
     held = weight(kind, size, gpu, paired=False)
     x, gain = torch.randn(5, size[1], device=gpu) * 3, torch.rand(size[1], device=gpu) + 0.5
     normed = torch.zeros(64, held.num_column_tiles * 128, dtype=torch.bfloat16, device=gpu)
-    native.rms_norm(normed, x, gain, eps=1e-5, num_tokens=5)
+    gemv.rms_norm(normed, x, gain, eps=1e-5, num_tokens=5)
     want = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5) * gain
     got = normed[:5, : size[1]].double()
     torch.testing.assert_close(got, want, rtol=2.0**-8, atol=1e-6)
     assert bool((normed[5:] == 0).all())
     inside, before = poisoned(size[0], gpu)[:64], poisoned(size[0], gpu)[:64]
     norm = gain, 1e-5
-    native.linear(inside, x, held, epilogue=native.STORE, num_tokens=1, norm=norm)
-    if native.leaves_norm(held):
+    gemv.linear(inside, x, held, epilogue=gemv.STORE, num_tokens=1, norm=norm)
+    if gemv.leaves_norm(held):
         left, again = torch.full_like(normed[:1], NAN), poisoned(size[0], gpu)[:64]
         given = {"norm": norm, "normed": left}
-        native.linear(again, x, held, epilogue=native.STORE, num_tokens=1, **given)
+        gemv.linear(again, x, held, epilogue=gemv.STORE, num_tokens=1, **given)
         assert torch.equal(left, normed[:1])  # zero padding in the columns too
         assert torch.equal(again[0, : size[0]], inside[0, : size[0]])
-    native.linear(before, normed, held, epilogue=native.STORE, num_tokens=3)
+    gemv.linear(before, normed, held, epilogue=gemv.STORE, num_tokens=3)
     assert torch.equal(inside[0, : size[0]], before[0, : size[0]])
 
 
@@ -378,7 +376,7 @@ def test_a_chain_in_a_graph_is_the_chain(kind: str, gpu: torch.device) -> None:
     def chain() -> None:
         for before, out, held in zip([x, *outs[:-1]], outs, helds, strict=True):
             norm = (gain, 1e-5)
-            native.linear(out, before, held, epilogue=native.STORE, num_tokens=1, norm=norm)
+            gemv.linear(out, before, held, epilogue=gemv.STORE, num_tokens=1, norm=norm)
 
     chain()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""dense.cu: launches, and results on a GPU."""
+"""gemm_bf16.cu: launches, and results on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.targets.cuda.kernels.test_native import (
+from tests.targets.cuda.kernels.test_gemv import (
     NAN,
     check_headers,
     gpu_of,
@@ -18,10 +18,8 @@ from tests.targets.cuda.kernels.test_native import (
 )
 from tests.targets.cuda.lofi_bounds import check_sums
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.targets.cuda.kernels.matmul import dense as native_dense
-from tilewright.compiler.targets.cuda.kernels.matmul import e4m3
-from tilewright.compiler.targets.cuda.kernels.matmul import linear as native
-from tilewright.compiler.targets.cuda.kernels.matmul.dense import BlockCodes, DenseTileConfig
+from tilewright.compiler.targets.cuda.kernels.matmul import e4m3, gemm_bf16, gemv
+from tilewright.compiler.targets.cuda.kernels.matmul.gemm_bf16 import BlockCodes, DenseTileConfig
 from tilewright.compiler.targets.cuda.weights.e4m3 import exact_rows, values
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import unpack
@@ -40,49 +38,49 @@ BATCHES = [1, 9, 16, 17, 33, 64, 65, 128]
 
 @pytest.fixture(autouse=True)
 def _processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_dense, "num_processors", lambda device: 132)
+    monkeypatch.setattr(gemm_bf16, "num_processors", lambda device: 132)
 
 
 def test_what_it_takes() -> None:
     """Large and long weights take more rows. Rows of x must be aligned."""
-    taken = [n in native_dense.rows_of(shaped("bf16", 6144, 4096)) for n in (4, 5, 64, 65)]
+    taken = [n in gemm_bf16.rows_of(shaped("bf16", 6144, 4096)) for n in (4, 5, 64, 65)]
     assert taken == [False, True, True, False]
     for size in ((28672, 4096), (4096, 14336)):
-        assert [n in native_dense.rows_of(shaped("bf16", *size)) for n in (128, 129)] == [
+        assert [n in gemm_bf16.rows_of(shaped("bf16", *size)) for n in (128, 129)] == [
             True,
             False,
         ]
-    assert [n in native_dense.rows_of(shaped("bf16", 128256, 4096)) for n in (64, 65)] == [
+    assert [n in gemm_bf16.rows_of(shaped("bf16", 128256, 4096)) for n in (64, 65)] == [
         True,
         False,
     ]
-    codes = [n in native_dense.code_rows_of(shaped("bfp4", 4096, 4096)) for n in (32, 33)]
+    codes = [n in gemm_bf16.code_rows_of(shaped("bfp4", 4096, 4096)) for n in (32, 33)]
     assert codes == [True, False]
-    large = [n in native_dense.code_rows_of(shaped("bfp4", 28672, 4096)) for n in (64, 65)]
+    large = [n in gemm_bf16.code_rows_of(shaped("bfp4", 28672, 4096)) for n in (64, 65)]
     assert large == [True, False]
-    assert 32 not in native_dense.rows_of(shaped("bfp8", 6144, 4096))
+    assert 32 not in gemm_bf16.rows_of(shaped("bfp8", 6144, 4096))
     x = torch.zeros(16, 104, dtype=torch.bfloat16)
-    assert native_dense.has_room(x[:, :96])
-    assert not native_dense.has_room(torch.zeros(16, 100, dtype=torch.bfloat16)[:, :96])
-    assert not native_dense.has_room(x[:, 1:97])
+    assert gemm_bf16.has_room(x[:, :96])
+    assert not gemm_bf16.has_room(torch.zeros(16, 100, dtype=torch.bfloat16)[:, :96])
+    assert not gemm_bf16.has_room(x[:, 1:97])
 
 
 @given(
     rows=st.integers(1, 300_000),
     columns=st.integers(1, 32_768),
-    count=st.integers(1, native_dense.MAX_TOKENS),
+    count=st.integers(1, gemm_bf16.MAX_TOKENS),
     is_codes=st.booleans(),
 )
 def test_what_is_chosen_is_there_and_fits(
     rows: int, columns: int, count: int, is_codes: bool
 ) -> None:
     held = shaped("bfp4" if is_codes else "bf16", rows, columns)
-    if is_codes and count not in native_dense.code_rows_of(held):
+    if is_codes and count not in gemm_bf16.code_rows_of(held):
         return
-    way = native_dense.choose_way(held, count, is_codes=is_codes)
-    assert way.kernel("e4m3" if is_codes else "bf16") in native_dense.SOURCE.names
+    way = gemm_bf16.choose_way(held, count, is_codes=is_codes)
+    assert way.kernel("e4m3" if is_codes else "bf16") in gemm_bf16.SOURCE.names
     assert count <= 8 * way.eights and way.depth >= 2
-    assert way.resident * (way.shared_bytes + 2048) <= native.MOST_SHARED + 3072
+    assert way.resident * (way.shared_bytes + 2048) <= gemv.MOST_SHARED + 3072
     assert way.slices == 1 or way.slices * -(-rows // (64 * way.groups)) <= 132
 
 
@@ -91,12 +89,12 @@ def test_every_kernel_has_a_product() -> None:
     chosen = {"norm_codes"}
     for size in (*SIZES, (16384, 14336), (128256, 4096)):
         held = shaped("bf16", *size)
-        for count in range(9, native_dense.MAX_TOKENS + 1):
-            if count in native_dense.rows_of(held):
-                chosen.add(native_dense.choose_way(held, count).kernel("bf16"))
-            if count in native_dense.code_rows_of(held) and count >= 17:
-                chosen.add(native_dense.choose_way(held, count, is_codes=True).kernel("e4m3"))
-    assert set(native_dense.SOURCE.names) == chosen
+        for count in range(9, gemm_bf16.MAX_TOKENS + 1):
+            if count in gemm_bf16.rows_of(held):
+                chosen.add(gemm_bf16.choose_way(held, count).kernel("bf16"))
+            if count in gemm_bf16.code_rows_of(held) and count >= 17:
+                chosen.add(gemm_bf16.choose_way(held, count, is_codes=True).kernel("e4m3"))
+    assert set(gemm_bf16.SOURCE.names) == chosen
 
 
 @pytest.mark.parametrize(
@@ -169,24 +167,24 @@ def test_every_kernel_has_a_product() -> None:
 )
 def test_ways_of_usual_shapes(size: tuple[int, int], ways: list[DenseTileConfig]) -> None:
     held = shaped("bf16", *size)
-    assert [native_dense.choose_way(held, count) for count in (16, 32, 64, 128)] == ways
+    assert [gemm_bf16.choose_way(held, count) for count in (16, 32, 64, 128)] == ways
 
 
 def test_every_header_is_named_once() -> None:
-    check_headers(native_dense.SOURCE)
+    check_headers(gemm_bf16.SOURCE)
 
 
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
-    """A GPU for dense.cu."""
-    return gpu_of(device, native_dense.SOURCE)
+    """A GPU for gemm_bf16.cu."""
+    return gpu_of(device, gemm_bf16.SOURCE)
 
 
 def ways_of(kind: str, held: PackedWeight, count: int) -> list[DenseTileConfig]:
     """Return all kernels with all possible slices."""
     found = []
     chunks = -(-2 * held.num_columns // 128)
-    for of, eights, groups in native_dense.MADE:
+    for of, eights, groups in gemm_bf16.MADE:
         for slices in (1, 2, 4, 8):
             way = DenseTileConfig(eights, groups, slices)
             if of == kind and 8 * way.eights >= count and slices <= max(1, chunks // 2):
@@ -205,12 +203,12 @@ def test_products(size: tuple[int, int], gpu: torch.device) -> None:
     for count in BATCHES:
         around = torch.full((130, size[0] + 8), NAN, device=gpu)
         out = around[:count, : size[0]]
-        native_dense.linear(out, x[:count], held, epilogue=native.STORE, bias=bias)
+        gemm_bf16.linear(out, x[:count], held, epilogue=gemv.STORE, bias=bias)
         torch.testing.assert_close(out.double(), want[:count], rtol=1e-4, atol=1e-4)
         assert bool(around[count:].isnan().all()) and bool(around[:, size[0] :].isnan().all())
         for _ in range(3):
             total = torch.ones(count, size[0], device=gpu)
-            native_dense.linear(total, x[:count], held, epilogue=native.ADD, bias=bias)
+            gemm_bf16.linear(total, x[:count], held, epilogue=gemv.ADD, bias=bias)
             assert torch.equal(total, 1 + out)
 
 
@@ -224,7 +222,7 @@ def test_every_way(size: tuple[int, int], count: int, gpu: torch.device) -> None
     want = x.double() @ unpack(held).double().T
     for way in ways_of("bf16", held, count):
         out = torch.full((count, size[0]), NAN, device=gpu)
-        native_dense.linear(out, x, held, epilogue=native.STORE, way=way)
+        gemm_bf16.linear(out, x, held, epilogue=gemv.STORE, way=way)
         torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
 
 
@@ -236,7 +234,7 @@ def test_swiglu(size: tuple[int, int], gpu: torch.device) -> None:
     want = swiglu_of(x, unpack(held))
     for count in (16, 64):
         out = torch.full((count, size[0] // 2), NAN, dtype=torch.bfloat16, device=gpu)
-        native_dense.linear(out, x[:count], held, epilogue=native.SWIGLU)
+        gemm_bf16.linear(out, x[:count], held, epilogue=gemv.SWIGLU)
         torch.testing.assert_close(out.double(), want[:count], rtol=2**-7, atol=1e-3)
 
 
@@ -259,10 +257,10 @@ def test_products_of_codes(size: tuple[int, int], gpu: torch.device) -> None:
         x, dense = values(codes.x, codes.token_scales), values(codes.weight, codes.row_scales)
         for way in ways_of("e4m3", held, count):
             out = torch.full((count, size[0] + 3), NAN, device=gpu)[:, : size[0]]
-            native_dense.linear(out, codes, held, epilogue=native.STORE, way=way)
+            gemm_bf16.linear(out, codes, held, epilogue=gemv.STORE, way=way)
             check_sums(out, x, dense)
             total = torch.ones_like(out)
-            native_dense.linear(total, codes, held, epilogue=native.ADD, bias=bias, way=way)
+            gemm_bf16.linear(total, codes, held, epilogue=gemv.ADD, bias=bias, way=way)
             torch.testing.assert_close(total, out + bias + 1, rtol=1e-6, atol=0.0)
 
 
@@ -273,8 +271,8 @@ def test_codes_of_a_norm_are_those_of_its_rows(width: int, gpu: torch.device) ->
     x[1], x[2] = 0.0, x[2] * 2.0**-100
     norm = torch.rand(width, device=gpu) + 0.5
     normed = torch.empty(33, width, dtype=torch.bfloat16, device=gpu)
-    native.rms_norm(normed, x, norm, eps=1e-5, num_tokens=33)
-    found, wanted = native_dense.norm_codes(x, norm, 1e-5), e4m3.round_rows(normed)
+    gemv.rms_norm(normed, x, norm, eps=1e-5, num_tokens=33)
+    found, wanted = gemm_bf16.norm_codes(x, norm, 1e-5), e4m3.round_rows(normed)
     assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
     assert torch.equal(found[1], wanted[1])
 
@@ -291,17 +289,17 @@ def test_what_feeds_a_product_of_blocks(gpu: torch.device) -> None:
     way = gemm_block.choose_way(down, 60)
     for operands in (x, codes):
         out = torch.zeros(60, 8192, dtype=torch.bfloat16, device=gpu)
-        native_dense.linear(out, operands, held, epilogue=native.SWIGLU)
+        gemm_bf16.linear(out, operands, held, epilogue=gemv.SWIGLU)
         if operands is codes:
             dense = values(codes.weight, codes.row_scales)
             wanted = swiglu_of(values(codes.x, codes.token_scales), dense)
             torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
         want, fed = torch.zeros(2, 60, 4096, device=gpu)
         behind = gemm_block.scratch(8192, gpu)
-        how = {"epilogue": native.STORE, "arranged": behind, "way": way}
+        how = {"epilogue": gemv.STORE, "arranged": behind, "way": way}
         gemm_block.linear(want, out, down, **how)
         behind.fill_(0xFF)
         places = gemm_block.num_places(way, 60)
-        native_dense.linear(behind, operands, held, epilogue=native.SWIGLU, feeds=places)
+        gemm_bf16.linear(behind, operands, held, epilogue=gemv.SWIGLU, feeds=places)
         gemm_block.linear(fed, out, down, is_there=True, **how)
         assert torch.equal(fed, want)

@@ -1,4 +1,4 @@
-"""Launcher for linear.cu: kernel selection and the split into blocks.
+"""Launcher for gemv.cu: kernel selection and the split into blocks.
 
 Excludes operand sources.
 """
@@ -39,7 +39,7 @@ UNCUT_TILES = 1024
 _HEADERS = ("primitives.cuh", "tiles.cuh", "norm.cuh", "gemv.cuh", "gemm.cuh")
 _SLICES = 8
 CODED = ("q40", "q80", "fp8")
-"""Formats of `linear_coded.cu`."""
+"""Formats of `gemv_coded.cu`."""
 
 LIKE = dict(zip(CODED, ("bfp4", "bfp8", "bfp8"), strict=True))
 """Formats with the tuning values of a block format with tiles of about the same size."""
@@ -384,16 +384,16 @@ def kernel_names(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def source() -> nvrtc.KernelSource:
-    """Return `linear.cu`."""
-    path = Path(__file__).with_name("linear.cu")
+    """Return `gemv.cu`."""
+    path = Path(__file__).with_name("gemv.cu")
     names = (*kernel_names(path.read_text()), "rms_norm")
     return nvrtc.KernelSource(path, names, _HEADERS, (("Product", Product), ("Leaving", _Leaving)))
 
 
 @functools.cache
 def coded_source() -> nvrtc.KernelSource:
-    """Return `linear_coded.cu`."""
-    path = Path(__file__).with_name("linear_coded.cu")
+    """Return `gemv_coded.cu`."""
+    path = Path(__file__).with_name("gemv_coded.cu")
     return nvrtc.KernelSource(
         path, kernel_names(path.read_text()), _HEADERS, (("Product", Product),)
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.grids import grid
-from tilewright.compiler.targets.cuda.kernels.matmul.linear_triton import linear
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import linear
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
 
@@ -95,7 +95,7 @@ def test_small_integers_are_exact(kind: str, device: torch.device) -> None:
 def test_wide_programs(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program has two row tiles, and the last program has a single tile."""
     monkeypatch.setattr(
-        "tilewright.compiler.targets.cuda.kernels.matmul.linear_triton._MIN_LARGE_ROWS", 0
+        "tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton._MIN_LARGE_ROWS", 0
     )
     held, x = weight(kind, (80, 200), device), tokens((3, 200), device)
     out, _ = poisoned((3, 80), device)

@@ -2,7 +2,7 @@
 // with a power of two per row. Compiled by NVRTC. Not batch-invariant: the weight determines the
 // split of K, and the tile sizes change a token's sums.
 
-#include "dense.cuh"
+#include "gemm_bf16.cuh"
 #include "norm.cuh"
 
 struct NormCodes {

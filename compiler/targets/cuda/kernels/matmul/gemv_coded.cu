@@ -1,4 +1,4 @@
-// Matmuls of 1 to 64 tokens with a weight in code tiles. See linear.cu for the arithmetic and
+// Matmuls of 1 to 64 tokens with a weight in code tiles. See gemv.cu for the arithmetic and
 // coded_tiles.py for the layout. A block's sums are multiplied by the block's scale in float32.
 // Compiled by NVRTC.
 

@@ -1,4 +1,4 @@
-"""Launcher for dense.cu: matmuls of 5 to 128 tokens with bfloat16 or e4m3 weights.
+"""Launcher for gemm_bf16.cu: matmuls of 5 to 128 tokens with bfloat16 or e4m3 weights.
 
 Excludes operand sources.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
-from tilewright.compiler.targets.cuda.kernels.matmul.linear import (
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     MOST_SHARED,
     Product,
     product_arguments,
@@ -186,7 +186,7 @@ def _turns(packed: PackedWeight) -> float:
     return -(-packed.num_rows // GROUP_ROWS) / num_processors(packed.data.device)
 
 
-_PATH = Path(__file__).with_name("dense.cu")
+_PATH = Path(__file__).with_name("gemm_bf16.cu")
 
 MADE = tuple(
     (kind, int(eights), int(groups))
@@ -194,7 +194,7 @@ MADE = tuple(
         r"^DENSE\((\w+), \w+, (\d+), (\d+)\)", _PATH.read_text(), re.M
     )
 )
-"""Operands (``bf16``, ``e4m3``), eights and groups for the kernels in dense.cu."""
+"""Operands (``bf16``, ``e4m3``), eights and groups for the kernels in gemm_bf16.cu."""
 
 SOURCE = nvrtc.KernelSource(
     _PATH,
@@ -208,7 +208,7 @@ SOURCE = nvrtc.KernelSource(
         "tiles.cuh",
         "finish.cuh",
         "norm.cuh",
-        "dense.cuh",
+        "gemm_bf16.cuh",
     ),
     structures=(
         ("TensorMap", TensorMap),
