@@ -101,7 +101,7 @@ def read_mxfp4(config: Mapping[str, object], where: str, model: RawModel) -> Non
     for name in sorted(name for name in model.tensors if name.endswith(ending)):
         stem = name.removesuffix(ending)
         shape = model.tensors[name].shape
-        if len(shape) != 4 or shape[3] != MXFP4 // 2 or not stem.endswith("_proj"):
+        if len(shape) != 4 or 0 in shape or shape[3] != MXFP4 // 2 or not stem.endswith("_proj"):
             allowed = f"experts x rows x blocks x {MXFP4 // 2}"
             raise model.error(name, f"has shape {list(shape)}", allowed)
         model.take(name, ("U8",), shape)

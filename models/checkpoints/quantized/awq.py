@@ -63,8 +63,8 @@ def read_awq(config: Mapping[str, object], where: str, model: RawModel) -> None:
     for module in model.modules("qweight"):
         names = tuple(f"{module}.{each}" for each in ("qweight", "qzeros", "scales"))
         shape = model.tensors[names[0]].shape
-        if len(shape) != 2:
-            raise model.error(names[0], f"has shape {list(shape)}", "two axes")
+        if len(shape) != 2 or 0 in shape:
+            raise model.error(names[0], f"has shape {list(shape)}", "two axes of 1 and above")
         columns, rows = shape[0], 8 * shape[1]
         own = columns if group == -1 else group
         if columns % own:

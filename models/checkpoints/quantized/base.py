@@ -144,7 +144,14 @@ class RawModel:
             )
 
     def add(self, module: str, weight: QuantizedTensor) -> None:
-        """Add a weight."""
+        """Add a weight.
+
+        Raises:
+            CheckpointError: The weight has no elements.
+        """
+        if 0 in weight.shape:
+            what = f"is of a weight with shape {list(weight.shape)}"
+            raise self.error(weight.names[0], what, "sizes of 1 and above")
         self.found[f"{module}.weight"] = weight
 
 

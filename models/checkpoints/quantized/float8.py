@@ -174,8 +174,8 @@ def take_float8(model: RawModel, module: str, block: list[int] | None, scale: st
     """
     codes, scale = f"{module}.weight", f"{module}.{scale}"
     shape = model.tensors[codes].shape
-    if len(shape) != 2:
-        raise model.error(codes, f"is {CODES} {list(shape)}", f"{CODES} of two axes")
+    if len(shape) != 2 or 0 in shape:
+        raise model.error(codes, f"is {CODES} {list(shape)}", f"{CODES} of two axes, not empty")
     rows, columns = shape
     if block is not None:
         sizes = block[0], block[1]

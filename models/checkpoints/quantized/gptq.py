@@ -103,7 +103,7 @@ def read_gptq(config: Mapping[str, object], where: str, model: RawModel) -> None
     for module in model.modules("qweight"):
         names = tuple(f"{module}.{each}" for each in ("qweight", "qzeros", "scales", "g_idx"))
         shape = model.tensors[names[0]].shape
-        if len(shape) != 2 or shape[0] * 32 % bits:
+        if len(shape) != 2 or 0 in shape or shape[0] * 32 % bits:
             raise model.error(names[0], f"has shape {list(shape)}", f"words of {bits} bits")
         columns, rows = shape[0] * 32 // bits, shape[1]
         own = columns if group == -1 else group

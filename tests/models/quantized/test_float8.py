@@ -186,6 +186,15 @@ def test_folders_that_do_not_fit_are_refused(
     check_refused(tmp_path / "m", quantizer((128, 128)), {**BLOCKS, **config}, change, words)
 
 
+@pytest.mark.parametrize("shape", [(0, 128), (192, 0)])
+@pytest.mark.parametrize("case", ["blocks", "tensor", "compressed tensor"])
+def test_codes_without_rows_or_columns_are_refused(
+    case: str, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    change = put(f"{UP}.weight", torch.zeros(shape).to(torch.float8_e4m3fn))
+    check_refused(tmp_path / "m", *CASES[case][:2], change, "allowed: F8_E4M3 of two axes, not em")
+
+
 def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
     write(
         tmp_path / "m",

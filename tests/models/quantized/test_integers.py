@@ -279,6 +279,11 @@ def same(tensors: Tensors) -> None:
     """Change nothing."""
 
 
+def empty(tensors: Tensors) -> None:
+    """Remove all inputs of the first module."""
+    tensors["model.layers.0.mlp.down_proj.qweight"] = torch.zeros(0, 16, dtype=torch.int32)
+
+
 INTS = torch.int32
 REFUSED = [
     ("awq", change("scales", None), {}, r"up_proj\.scales is missing; allowed: F16 \[2, 192\]"),
@@ -299,6 +304,10 @@ REFUSED = [
     ("packed 4", same, {"quantization_status": "frozen"}, "status = 'frozen'; allowed: compressed"),
     ("packed 4", same, {"transform_config": {"a": 1}}, "transform_config is not read"),
     ("packed 4", same, {"config_groups": {"g": {}}}, r"num_bits = None; allowed: 1 to 8"),
+    ("awq", change("qweight", torch.zeros(0, 24, dtype=INTS)), {}, r"shape \[0, 24\]; .*1 and"),
+    ("awq", empty, {"group_size": -1}, "axes of 1 and above"),
+    ("gptq 4", empty, {"group_size": -1}, r"shape \[0, 16\]; allowed: words of 4 bits"),
+    ("int8", change("weight", torch.zeros(0, 128, dtype=torch.int8)), {}, r"weight_scale is|1 and"),
     ("int8", change("weight_scale", torch.ones(7)), {}, r"is F32 \[7\]; allowed: .*\[192, 1\]"),
 ]
 
