@@ -12,7 +12,7 @@ from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.base import WHOLE, RawModel, Read, setting
 from tilewright.models.checkpoints.quantized.float4 import MXFP4, NVFP4, take_float4
 from tilewright.models.checkpoints.quantized.float8 import CODES, take_float8
-from tilewright.models.checkpoints.quantized.groups import Scheme, Schemes
+from tilewright.models.checkpoints.quantized.groups import SCALAR_SHAPES, Scheme, Schemes
 from tilewright.models.checkpoints.quantized.integers import Codes, IntegerTensor, fields
 
 _SCALES = ("F32", "BF16", "F16")
@@ -22,8 +22,6 @@ _FORMATS = (
     "mxfp8-quantized",
 )
 _LABEL = "compressed-tensors"
-_SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
-"""Shapes of a scale for the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +123,7 @@ def read_compressed(config: Mapping[str, object], where: str, model: RawModel) -
             _take_bytes(model, module, schemes.of(model, module, f"{module}.weight"))
         elif dtype == CODES:
             scheme = schemes.of(model, module, f"{module}.weight")
+            scheme.check_scale(model, f"{module}.weight_scale")
             take_float8(model, module, _block_of(model, module, scheme), "weight_scale")
     if config.get("kv_cache_scheme"):
         model.notes.append(f"{where}: kv_cache_scheme is not used; the cache keeps its own format")
@@ -138,6 +137,7 @@ def _take_packed(model: RawModel, module: str, scheme: Scheme) -> None:
     if rows < 1 or columns < 1:
         raise model.error(f"{module}.weight_shape", f"has {[rows, columns]}", "rows and columns")
     scheme.check_parts(model, module)
+    scheme.check_scale(model, scale)
     num_words = -(-columns * bits // 32)
     if stored != (rows, num_words):
         what = f"has shape {list(stored)} for weight_shape {[rows, columns]}"
@@ -150,7 +150,7 @@ def _take_packed(model: RawModel, module: str, scheme: Scheme) -> None:
     model.take(
         scale,
         _SCALES,
-        shape if scheme.strategy == "tensor" and shape in _SCALAR_SHAPES else (rows, groups),
+        shape if scheme.strategy == "tensor" and shape in SCALAR_SHAPES else (rows, groups),
     )
     if has_order:
         model.take(order, ("I32", "I64"), (columns,))
@@ -181,10 +181,11 @@ def _take_bytes(model: RawModel, module: str, scheme: Scheme) -> None:
     if not columns:
         raise model.error(codes, f"is I8 {list(shape)}", "columns")
     scheme.check_parts(model, module)
+    scheme.check_scale(model, scale)
     groups = columns // scheme.columns_per_scale(model, scale, columns)
     wanted = (
         stored
-        if stored in _SCALAR_SHAPES and scheme.strategy in (None, "tensor")
+        if stored in SCALAR_SHAPES and scheme.strategy in (None, "tensor")
         else (rows, groups)
     )
     model.take(codes, ("I8",), shape)

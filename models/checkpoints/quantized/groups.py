@@ -15,6 +15,8 @@ from tilewright.models.checkpoints.quantized.selection import NamePatterns, is_c
 
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 _MAX_SIZE = 1 << 20
+SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
+"""Shapes of a scale for the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,21 @@ class Scheme:
             name = f"{module}.{suffix}"
             if is_needed and name not in model.tensors:
                 raise model.error(name, "is missing", f"the tensor, which {self.where} names")
+
+    def check_scale(self, model: RawModel, scale: str) -> None:
+        """Refuse scales of another strategy.
+
+        Raises:
+            CheckpointError: A tensor has scales per channel, or channels a scale per tensor.
+        """
+        shape = model.tensors[scale].shape if scale in model.tensors else None
+        is_scalar = shape in SCALAR_SHAPES
+        if shape is None or self.strategy not in ("tensor", "channel"):
+            return
+        if is_scalar != (self.strategy == "tensor") and shape != (1, 1):
+            what = f"has shape {list(shape)} with strategy {self.strategy} in {self.where}"
+            wanted = "a number" if self.strategy == "tensor" else "a scale per output"
+            raise model.error(scale, what, wanted)
 
     def columns_per_scale(self, model: RawModel, scale: str, columns: int) -> int:
         """Return the columns with a common scale, for the scales ``[rows, groups]``.

@@ -18,6 +18,7 @@ from tests.models.quantized.test_float8 import BF16, BLOCKS, FLOATS, quantizer
 from tests.models.quantized.test_integers import (
     awq,
     gptq,
+    int8,
     of_awq,
     of_compressed,
     of_gptq,
@@ -83,6 +84,17 @@ SAME: Callable[[Tensors], None] = lambda _: None  # noqa: E731
 DENSE = rf"{UP}\.weight is quantized, but quantization_config\.{{}} has '{{}}.*; allowed: a dense"
 LISTED = rf"{UP}\.weight is dense, but quantization_config\.{{}} has '.*'; allowed: a quantized"
 REFUSED = [
+    *(
+        (codes, config, SAME, rf"\[{shape}\] with strategy {name} in .*; allowed: {wanted}")
+        for name, wanted, shape, whole in (
+            ("tensor", "a number", r"\d+, 1", False),
+            ("channel", "a scale per output", "1?", True),
+        )
+        for codes, config in (
+            (quantizer(by_row=not whole, **BF16), groups(strategy=name)),
+            (int8(whole=whole), of_weights(num_bits=8, strategy=name, group_size=None)),
+        )
+    ),
     (
         quantizer((64, 32), **BF16),
         FLOATS,
