@@ -19,6 +19,7 @@ from tests.ggml_blocks import (
     write_llama,
 )
 from tests.models.conftest import to_gguf_name
+from tilewright.compiler.formats import stored_format
 from tilewright.compiler.formats.ggml_blocks import SIZES
 from tilewright.errors import CheckpointError
 from tilewright.models import ShapeName, find_model_or_shape, load_model, quantised_types
@@ -83,6 +84,23 @@ def test_a_file_of_mixed_types_is_a_model(mixed: Path) -> None:
     names = {name for name, _ in loaded.module.named_parameters()}
     assert names == set(loaded.checkpoint.names)
     assert all(loaded.checkpoint.get(name).isfinite().all() for name in names)
+
+
+@pytest.mark.parametrize(("exponent", "is_wide"), [(26, True), (27, False), (228, True)])
+def test_mxfp4_outside_the_range_of_kernels_has_another_type(
+    exponent: int, is_wide: bool, tmp_path: Path
+) -> None:
+    types = dict.fromkeys(TENSORS, "MXFP4")
+    path = write_llama(tmp_path / "four.gguf", types, embedding="Q6_K")
+    (found,) = (t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
+    with path.open("r+b") as file:
+        file.seek(int(found.data_offset) + 17 * 8 * 100)
+        file.write(bytes([exponent]))
+    checkpoint = GGUFCheckpoint(path)
+    label = checkpoint.stored_type("model.layers.0.mlp.up_proj.weight")
+    assert label == ("MXFP4, wide exponents" if is_wide else "MXFP4")
+    assert checkpoint.stored_type("model.layers.0.mlp.gate_proj.weight") == "MXFP4"
+    assert stored_format(label) == (None if is_wide else "bf16")
 
 
 def test_stored_types_are_told_by_the_header(mixed: Path) -> None:

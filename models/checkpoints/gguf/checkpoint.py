@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.compiler.formats.ggml_blocks import Bytes, dequantise, larger_blocks
+from tilewright.compiler.formats.ggml_blocks import SIZES, Bytes, dequantise, larger_blocks
 from tilewright.errors import CheckpointError
 from tilewright.models.architectures.table import architecture_of, find_gguf_type
 from tilewright.models.checkpoints.base import (
@@ -45,6 +45,7 @@ from tilewright.models.checkpoints.gguf.parts import parts_of, stem_of
 from tilewright.models.checkpoints.mapped_file import map_file, release
 from tilewright.models.checkpoints.pairs import half_split_order
 from tilewright.models.checkpoints.pieces import TensorSlice, View, expert_views, merged_type
+from tilewright.models.checkpoints.quantized.float4 import label_of
 from tilewright.models.checkpoints.spelling.keys import Keys
 from tilewright.models.checkpoints.spelling.rope import gguf_longrope
 from tilewright.models.config import ModelConfig
@@ -113,6 +114,7 @@ class GGUFCheckpoint:
             self._tensors[ours] = dataclasses.replace(tensor, shape=hf_shape(ours, tensor.shape))
         self.config = self._complete_config(header.tensors)
         self._views = self._make_views()
+        self._labels: dict[str, str] = {}
         self.names: Mapping[str, TensorMeta] = self._name_tensors()
 
     def _config_of(self, config: ModelConfig) -> ModelConfig:
@@ -168,7 +170,27 @@ class GGUFCheckpoint:
     def stored_type(self, name: str) -> str:
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
-        return "F32" if self._is_changed(name) else self.names[name].dtype
+        if self._is_changed(name):
+            return "F32"
+        dtype = self.names[name].dtype
+        if dtype != "MXFP4":
+            return dtype
+        if name not in self._labels:
+            self._labels[name] = self._label_of_mxfp4(name)
+        return self._labels[name]
+
+    def _label_of_mxfp4(self, name: str) -> str:
+        """Return the type with its range of exponents. Reads every block of the tensor."""
+        stop, low, high = self.names[name].shape[0], 255, 0
+        whole = name, self._tensors.get(name), 0, stop
+        for _, tensor, start, end in (
+            self._pieces(self._views[name], 0, stop) if name in self._views else [whole]
+        ):
+            assert tensor is not None
+            rows = self._rows(tensor, tensor.shape[0], slice(start, end))
+            exponents = rows.reshape(-1, SIZES["MXFP4"][1])[:, 0]
+            low, high = min(low, int(exponents.min())), max(high, int(exponents.max()))
+        return label_of("MXFP4", torch.tensor([low, high]))
 
     def content_hash(self) -> str:
         tensors = [
