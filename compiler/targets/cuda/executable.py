@@ -120,7 +120,7 @@ class CudaExecutable(Executable):
             strict_rows=self.capabilities.max_invariant_rows, copies=copies,
             max_drafts=self.capabilities.max_drafts,
         )  # fmt: skip
-        self.notes = self._steps.copies.said(options.copies)
+        self.notes = self._steps.copies.said(options.copies) + weights.roundings(exact=exact)
         if prompt_wire and options.parallel.tensor > 1:
             self.notes += (f"sums of prompts, and of rows beside them, travel in {prompt_wire}",)
         if device.type == "cuda":

@@ -55,6 +55,9 @@ def check(path: Path, tokens: list[int]) -> None:
     for compute, far in (("exact", 1e-5), ("fast", 0.03)):
         executable = compiled(model, "cuda", STORED, compute)
         found = prefill(executable, tokens)
+        notes = " ".join(executable.notes)
+        is_nf4 = "nf4" in "+".join(map(model.checkpoint.stored_type, model.checkpoint.names))
+        assert ("rounded: values of bitsandbytes nf4" in notes) == (is_nf4 and compute == "fast")
         executable.close()
         distance = (torch.as_tensor(found) - expected).abs().max() / expected.abs().max()
         assert distance < far, compute

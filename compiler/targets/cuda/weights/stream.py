@@ -177,6 +177,13 @@ class Weights:
             found = self._by_recipe[id(recipe)] = recipe, self.vector(vector_of(recipe))
         return found[1]
 
+    def roundings(self, *, exact: bool) -> tuple[str, ...]:
+        """Return notes about codes with other values in fast arithmetic."""
+        packed = (item for item in self._placed.values() if isinstance(item, PackedWeight))
+        if exact or all(item.format != "nf4" for item in packed):
+            return ()
+        return ("rounded: values of bitsandbytes nf4 to bf16 (exact with --compute exact)",)
+
     @property
     def num_bytes(self) -> int:
         """Size on the device in bytes. A table shared with the LM head counts once."""
