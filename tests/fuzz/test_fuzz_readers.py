@@ -42,6 +42,7 @@ from tests.models.quantized.test_packages import (
     four_bits,
     torchao_bytes,
 )
+from tilewright.compiler.formats import STORED_NAMES, get_format, stored_format
 from tilewright.errors import TilewrightError
 from tilewright.models.checkpoints.quantized.base import RawModel, RawTensor
 from tilewright.models.checkpoints.quantized.methods import take_quantized
@@ -83,9 +84,12 @@ def experts(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.n
     return stored, weight
 
 
-def nested(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-    own = SCHEMES["bitsandbytes nf4 nested"]
-    return {name: tensor for name, tensor in own.items() if name != "value"}, weight
+def from_package(scheme: str) -> Quantize:
+    def run(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+        own = SCHEMES[scheme]
+        return {name: own[name] for name in {*own} - {"value", "entry"}}, weight
+
+    return run
 
 
 CASES: dict[str, tuple[Quantize, dict[str, Any]]] = {
@@ -102,11 +106,22 @@ CASES: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "modelopt": (float4(("weight", "weight_scale", "weight_scale_2")), MODELOPT),
     "mxfp4 experts": (experts, {"quant_method": "mxfp4"}),
     "nf4": (four_bits, BNB),
-    "nf4 nested": (nested, BNB),
+    "nf4 nested": (from_package("bitsandbytes nf4 nested"), BNB),
     "bitsandbytes int8": (eight_bits, BNB),
     "mlx": (affine, {**MLX, "quant_method": "mlx"}),
     "torchao": (torchao_bytes, TORCHAO),
+    **{
+        name: (from_package(name), TORCHAO)
+        for name in SCHEMES
+        if name.startswith("torchao") and name != "torchao int8"
+    },
 }
+
+
+def entry_of(name: str) -> str:
+    """The metadata for a weight of torchao."""
+    own = SCHEMES.get(name, {}).get("entry")
+    return json.dumps(INT8) if own is None else bytes(own.tolist()).decode()
 
 
 def made(name: str) -> tuple[dict[str, Any], Tensors, dict[str, str]]:
@@ -117,7 +132,7 @@ def made(name: str) -> tuple[dict[str, Any], Tensors, dict[str, str]]:
         stored, _ = quantize(np.ones(SHAPE, np.float32), np.random.default_rng(seed))
         middle = "" if name == "mxfp4 experts" else "."
         tensors |= {f"{module}{middle}{key}": tensor for key, tensor in stored.items()}
-    entries = {f"{module}.weight": json.dumps(INT8) for module in MODULES}
+    entries = {f"{module}.weight": entry_of(name) for module in MODULES}
     return copy.deepcopy(config), tensors, entries
 
 
@@ -146,7 +161,7 @@ LISTS = (
 
 def mutate_tensor(tensors: Tensors, rng: random.Random) -> None:
     name = rng.choice([*tensors])
-    tensor, choice = tensors[name], rng.randrange(7)
+    tensor, choice = tensors[name], rng.randrange(8)
     if choice == 0:
         del tensors[name]
     elif choice == 1:
@@ -161,6 +176,11 @@ def mutate_tensor(tensors: Tensors, rng: random.Random) -> None:
         tensors[name] = tensor.reshape(rng.choice([(-1,), (1, -1), (-1, 1), (1, 1, -1)]))
     elif choice == 5 and tensor.ndim:
         tensors[name] = torch.cat([tensor.contiguous().view(torch.uint8)] * 2).view(tensor.dtype)
+    elif choice == 6 and tensor.numel() and tensor.is_floating_point():
+        numbers = tensor.clone().contiguous()
+        index = rng.randrange(tensor.numel())
+        numbers.view(-1)[index] = torch.tensor(rng.choice(NUMBERS)).to(tensor.dtype)
+        tensors[name] = numbers
     elif tensor.numel():
         bytes_ = tensor.clone().contiguous().reshape(-1).view(torch.uint8)
         for _ in range(rng.randrange(1, 9)):
@@ -181,9 +201,10 @@ def run(name: str, seed: int) -> bool:
             config.setdefault("quant_method", CASES[name][1]["quant_method"])
         elif rng.random() < 0.2:
             config[rng.choice(LISTS)] = mutated_value([MODULES[0]], rng)
-        elif entries and name == "torchao" and rng.random() < 0.4:
+        elif name.startswith("torchao") and rng.random() < 0.4:
             key = rng.choice([*entries])
-            entries[key] = rng.choice((json.dumps(mutated_value(INT8, rng)), "", "[[", "3"))
+            entry = mutated_value(json.loads(entry_of(name)), rng)
+            entries[key] = rng.choice((json.dumps(entry), "", "[[", "3"))
         elif tensors:
             mutate_tensor(tensors, rng)
     values = {"model_type": "llama", "quantization_config": config}
@@ -205,9 +226,16 @@ def read_whole(values: Mapping[str, Any], tensors: Tensors, entries: Mapping[str
     model = RawModel(Path("m"), raw, read, metadata=entries)
     take_quantized(values, "m/config.json", model)
     for weight in model.found.values():
-        assert weight.stored_type(read)
+        label = weight.stored_type(read)
+        assert label
         whole = weight.slices(read, tuple(slice(None) for _ in weight.shape))
         assert whole.shape == weight.shape
+        held = stored_format(label)
+        if held is not None and get_format(held).block > 1:
+            stored, data = weight.stored(read, 0, weight.shape[0])
+            assert stored == STORED_NAMES[held]
+            values = get_format(held).unpack(torch.from_numpy(data).flatten(), weight.shape)
+            assert torch.equal(values.view(torch.int32), whole.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", CASES)
