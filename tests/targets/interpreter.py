@@ -58,8 +58,9 @@ def mend() -> None:
 def hasten() -> None:
     """Remove repeated work, which is two thirds of the interpreter's time.
 
-    It patches ``triton.language`` at each launch and device function call, creates a type and a
-    shape for each value, and repeats integer sums in 64 bits for a disabled assertion.
+    It patches ``triton.language`` at each launch and device function call, and creates a type and a
+    shape for each value. Each operator checks its types. Integer sums are repeated in 64 bits for a
+    disabled assertion.
     """
     from triton.runtime import interpreter
 
@@ -70,6 +71,7 @@ def hasten() -> None:
     _look_types_up(interpreter)
     _leave_spreading_to_numpy(interpreter)
     _convert_by_table(interpreter)
+    _operate_directly(interpreter)
 
 
 class _Kept:
@@ -224,3 +226,124 @@ def _convert_by_table(interpreter: Any) -> None:
 
     interpreter._get_np_dtype = find_once
     interpreter._convert_float = widen
+
+
+ARITHMETIC = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+COMPARISONS = {
+    **{"lt": np.less, "le": np.less_equal, "gt": np.greater},
+    **{"ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal},
+}
+BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+INTEGERS = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"})
+NUMBERS = {"int32": (int,), "int64": (int,), "uint32": (int,), "fp32": (int, float)}
+"""Types of Python numbers that become the tensor's type."""
+
+
+def _operate_directly(interpreter: Any) -> None:
+    """Apply an operator of two values of the same type without the checks of types.
+
+    Other operands take Triton's path.
+    """
+    core = interpreter.tl.core
+    tensor, handle_of, constexpr = core.tensor, interpreter.TensorHandle, core.constexpr
+    blocks: dict[tuple[Any, ...], Any] = {}
+    constants: dict[tuple[str, Any], np.ndarray] = {}
+
+    def value_of(data: np.ndarray, element: Any, kind: Any) -> Any:
+        handle = handle_of.__new__(handle_of)
+        handle.data, handle.dtype, handle.attr = data, element, {}
+        return tensor(handle, kind)
+
+    def block_of(element: Any, *kinds: Any) -> Any:
+        """Return the type of the elements in the kinds' common shape."""
+        sizes = [getattr(kind, "sizes", ()) for kind in kinds]
+        key = (element.name, *sizes)
+        if key not in blocks:
+            both = np.broadcast_shapes(*filter(None, sizes))
+            blocks[key] = core.block_type(element, [*both]) if both else element
+        return blocks[key]
+
+    def constant(value: Any, dtype: Any) -> np.ndarray | None:
+        name = dtype.name
+        if type(value) not in NUMBERS.get(name, ()):
+            return None
+        if name != "fp32" and not (0 if name == "uint32" else -(2**31)) <= value < 2**31:
+            return None
+        found = constants.get((name, value)) if value else None
+        if found is None:
+            found = np.array([value], dtype=interpreter._get_np_dtype(dtype))
+            if value:  # negative zero equals zero
+                constants[name, value] = found
+        return found
+
+    def operands(lhs: Any, rhs: Any) -> tuple[np.ndarray, np.ndarray, Any] | None:
+        """Return the data of both and the right type, or None for different types."""
+        if type(rhs) is tensor:
+            if lhs.dtype is not rhs.dtype:
+                return None
+            same = lhs.type is rhs.type
+            return lhs.handle.data, rhs.handle.data, lhs.type if same else rhs.type
+        data = constant(rhs.value if type(rhs) is constexpr else rhs, lhs.dtype)
+        return None if data is None else (lhs.handle.data, data, lhs.type)
+
+    def direct(slow: Any, operate: Any, names: frozenset[str], is_swapped: bool) -> Any:
+        is_compared = operate in COMPARISONS.values()
+
+        def run(self: Any, other: Any, **named: Any) -> Any:
+            element = self.dtype
+            pair = operands(self, other) if element.name in names else None
+            if pair is None:
+                return slow(self, other, **named)
+            left, right, kind = pair
+            if element.name == "int1" and not left.dtype == right.dtype == np.bool_:
+                return slow(self, other, **named)
+            data = operate(right, left) if is_swapped else operate(left, right)
+            result = core.int1 if is_compared else element
+            if is_compared or kind is not self.type:
+                kind = block_of(result, self.type, kind)
+            return value_of(data, self.handle.dtype, kind)
+
+        return run
+
+    def moved(slow: Any) -> Any:
+        """Addition, also of a pointer and an offset."""
+
+        def run(self: Any, other: Any, **named: Any) -> Any:
+            element = self.dtype
+            if type(element) is not core.pointer_type:
+                return slow(self, other, **named)
+            kind = self.type
+            if type(other) is not tensor:
+                offset = constant(other.value if type(other) is constexpr else other, core.int32)
+            else:
+                is_signed = other.dtype.name in ("int32", "int64")
+                offset, kind = other.handle.data if is_signed else None, other.type
+            if offset is None:
+                return slow(self, other, **named)
+            width = max(1, element.element_ty.primitive_bitwidth // 8)
+            data = self.handle.data + width * offset.astype(np.uint64)
+            kind = self.type if kind is self.type else block_of(element, self.type, kind)
+            return value_of(data, self.handle.dtype, kind)
+
+        return run
+
+    patch = interpreter._patch_attr
+    tables = (
+        (ARITHMETIC, INTEGERS | {"fp16", "fp32"}, ("", "r")),
+        (COMPARISONS, INTEGERS | {"fp16", "fp32"}, ("",)),
+        (BITS, INTEGERS | {"int1"}, ("",)),
+        ({"truediv": np.divide}, frozenset({"fp32"}), ("", "r")),
+    )
+
+    def patch_directly(obj: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+        patch(obj, name, member, builder, *scope)
+        if obj is not tensor:
+            return
+        for table, names, sides in tables:
+            for side in sides:
+                operate = table.get(name[2 + len(side) : -2])
+                if operate is not None and name == f"__{side}{name[2 + len(side) : -2]}__":
+                    made = direct(getattr(tensor, name), operate, names, side == "r")
+                    setattr(tensor, name, moved(made) if name == "__add__" else made)
+
+    interpreter._patch_attr = patch_directly
