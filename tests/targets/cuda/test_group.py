@@ -37,6 +37,7 @@ from tilewright.compiler.targets.interface.step import (
 from tilewright.compiler.targets.program.instructions import AllReduceOp, BufferView
 from tilewright.distributed.parallel import ALONE, Parallel
 from tilewright.errors import CompileError
+from tilewright.models.config import DeltaShape
 
 GREEDY = SamplingParams()
 DRAWN = SamplingParams(temperature=1.5, top_k=7, seed=11)
@@ -45,6 +46,9 @@ PROMPTS = (random_tokens(5, seed=1, vocab_size=131), random_tokens(9, seed=2, vo
 
 
 TWO = Parallel(2)
+SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2}
+SMALL_HYBRID = {**SMALL, "delta": DeltaShape(2, 4, 8, 12, 4)}
+"""Heads for two ranks: the interpreter runs each head of each row."""
 
 
 def rank_of(model: SimpleNamespace, parallel: Parallel, rank: int, **how: Any) -> CudaExecutable:
@@ -116,7 +120,8 @@ class Two:
         how: Mapping[str, Any] = MappingProxyType({}),
         **changes: Any,
     ) -> None:
-        model, self.meeting = make(model_type, **changes), Meeting(2)
+        sizes = SMALL_HYBRID if model_type == "qwen3_5_moe" else SMALL
+        model, self.meeting = make(model_type, **{**sizes, **changes}), Meeting(2)
         self.alone = rank_of(model, ALONE, 0, **how)
         self.exchanges = [ThreadExchange(self.meeting, rank) for rank in range(2)]
         self.ranks = [rank_of(model, parallel, rank, **how) for rank in range(2)]
@@ -240,9 +245,11 @@ def riding_steps() -> list[Step]:
     ]
 
 
-@pytest.mark.parametrize(("model_type", "layers"), [("llama", 1), ("qwen3_5_moe", 2)])
+@pytest.mark.parametrize(
+    ("model_type", "changes"), [("llama", {}), ("qwen3_5_moe", {"linear_layers": (True,)})]
+)
 def test_rows_ride_along_on_two_ranks_as_on_one(
-    model_type: str, layers: int, monkeypatch: pytest.MonkeyPatch
+    model_type: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masked steps are excluded: ranks wait outside of captured graphs."""
     set_sharing(monkeypatch)
@@ -254,7 +261,7 @@ def test_rows_ride_along_on_two_ranks_as_on_one(
 
     monkeypatch.setattr(Joined, "run", spied)
     how = {"max_batch": 4, "compute": "fast"}
-    Two(model_type, Parallel(2), how, num_layers=layers).check(riding_steps(), 2e-2)
+    Two(model_type, Parallel(2), how, num_layers=1, **changes).check(riding_steps(), 2e-2)
     assert rode[:4] == [0, 2, 2, 2] and sorted(rode[4:]) == sorted([0, 2, 2] * 2)
 
 
