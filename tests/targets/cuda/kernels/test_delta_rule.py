@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.grids import only
 from tilewright.compiler import ops
 from tilewright.compiler.ops.delta_rule import gates, recurrent_delta_rule, split_heads
 from tilewright.compiler.targets.cuda.kernels.delta_rule import prompt_triton as prompts
@@ -21,6 +23,15 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
 NAN = float("nan")
 SIZES = [(1, 3, 8, 24), (2, 4, 16, 16), (1, 1, 48, 40)]
 """Key heads, value heads, sizes of a key and of a value."""
+LARGE = (1, 2, 128, 128)
+
+
+def spans_of(span: int) -> list[object]:
+    """Return cases of a short and a long span. The interpreter multiplies alike for both
+    precisions.
+    """
+    cases = itertools.product((span, 2048), (True, False), (SIZES[0], LARGE))
+    return only([(span, True, SIZES[0]), (2048, False, LARGE)], cases)
 
 
 def make(num_tokens: int, size: tuple[int, int, int, int], device: torch.device) -> DeltaInputs:
@@ -150,9 +161,7 @@ def test_a_prompt_is_its_tokens_one_by_one(
     assert torch.equal(state[0], before[0])
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("span", [64, 2048])
-@pytest.mark.parametrize("size", [SIZES[0], (1, 2, 128, 128)])
+@pytest.mark.parametrize(("span", "exact", "size"), spans_of(64))
 def test_states_inside_of_a_prompt_are_those_of_pieces_that_end_there(
     size: tuple[int, int, int, int],
     span: int,
@@ -176,9 +185,7 @@ def test_states_inside_of_a_prompt_are_those_of_pieces_that_end_there(
         assert torch.equal(found[slot], ends[1])
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("span", [128, 2048])
-@pytest.mark.parametrize("size", [SIZES[0], (1, 2, 128, 128)])
+@pytest.mark.parametrize(("span", "exact", "size"), spans_of(128))
 def test_pieces_of_several_sequences_are_those_of_each_alone(
     size: tuple[int, int, int, int],
     span: int,
