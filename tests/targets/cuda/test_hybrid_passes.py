@@ -245,8 +245,6 @@ def test_several_pieces_of_a_hybrid_share_a_captured_pass(monkeypatch: pytest.Mo
     monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
     model, found = tiny_model(std=0.2, model_type="qwen3_5_moe", **HYBRID), []
     pieces: list[Piece] = [(0, 70, (64,)), (64, 66, ()), (3, 8, (8,)), (0, 1, ())]
-    pieces += [(0, 5, ()), (64, 72, ()), (0, 66, (64,)), (2, 9, ())]
-    monkeypatch.setattr(device, "_JOINED_OF_MIXERS", 8)
     for is_on in (False, True):
         set_sharing(monkeypatch, is_on)
         options = {"compute": "fast", "max_batch": 10, "max_context": 128}
