@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.grids import WHOLE_GRID, grid
 from tests.tiny import precision_of, prefill, random_tokens
 from tilewright.compiler.artifacts import cache as cache_module
 from tilewright.compiler.artifacts import program as program_module
@@ -28,6 +29,9 @@ from tilewright.errors import CheckpointError, CompileError, ConfigError, NoRoom
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1)
 TOKENS = random_tokens(9)
+ENTRY_FILES = ["weights.bin", "model.onnx", "graph.json", "manifest.json"]
+SAME_CHIP = ("qb2", "p150", "p300")
+"""Boards with the chip of p100."""
 BFP8 = precision_of("bfp8", "hifi2", embedding="bf16")
 
 
@@ -50,7 +54,10 @@ def entry_of(cache: ProgramCache) -> Path:
 @pytest.mark.parametrize(
     "target",
     [
-        pytest.param(name, marks=pytest.mark.gpu if name == "cuda" else ())
+        pytest.param(
+            name,
+            marks=pytest.mark.gpu if name == "cuda" else [WHOLE_GRID] * (name in SAME_CHIP),
+        )
         for name in target_names()
         if name not in ("t3k", "tg", "loudbox", "bh-galaxy")  # more chips than heads
     ],
@@ -207,8 +214,7 @@ def test_another_version_is_another_program(
     assert len(traces) == 2
 
 
-@pytest.mark.parametrize("name", ["weights.bin", "model.onnx", "graph.json", "manifest.json"])
-@pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
+@pytest.mark.parametrize(("damage", "name"), grid([("changed",), ("cut",), ("gone",)], ENTRY_FILES))
 def test_a_damaged_entry_is_built_again(
     damage: str,
     name: str,
