@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 import tilewright
+from tests import architecture_checks as checks
+from tests.models.test_every_architecture import MODULES, TARGETS
+from tests.targets.cpu.native.test_native import DENSE
+from tests.targets.cpu.native.test_native_mixers import MIXERS
 from tests.tiny import lowered, tiny_model
 from tilewright.compiler.targets.cpu import backend as choice
 from tilewright.compiler.targets.cpu.native.library import binding as library
@@ -23,6 +27,7 @@ from tilewright.models.architectures.table import model_types
 from tilewright.options.engine_config import EngineConfig
 from tilewright.options.resolve import resolve
 
+RUN_NATIVELY = {name for name in MODULES if "cpu-native" in TARGETS.get(name, checks.EVERY_TARGET)}
 has_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
 
@@ -54,8 +59,11 @@ def test_a_compiled_model_is_on_what_the_name_means_here() -> None:
         compiled.executable.close()
 
 
-@pytest.mark.parametrize("model_type", model_types())
+@pytest.mark.parametrize(
+    "model_type", [name for name in model_types() if name not in (*DENSE, *MIXERS, *RUN_NATIVELY)]
+)
 def test_native_has_kernels_for_every_architecture(model_type: str) -> None:
+    """The others are compared with the reference."""
     tests = importlib.import_module(f"tests.models.test_{model_type}")
     changes = {"num_layers": 1, **getattr(tests, "ON_CUDA", {})}
     graph_module = lowered(tiny_model(model_type=model_type, **changes), target="cpu-native")[0]

@@ -53,6 +53,7 @@ from tilewright.errors import CheckpointError, CompileError
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
+DENSE = ("gemma3_text", "mistral", "phi3", "qwen3")
 FAST = [
     *(
         (name, fidelity)
@@ -75,7 +76,7 @@ def test_exact_is_the_reference(shape: str, held: tuple[str, str, dict[str, str]
     check_exact(model, tokens, precision, [17, 1])
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "mistral", "phi3", "qwen3"])
+@pytest.mark.parametrize("model_type", DENSE)
 def test_dense_architectures_are_the_reference(model_type: str) -> None:
     """Windows, head norms, norms after mixers, caps, and partial rotation with a factor."""
     changes = importlib.import_module(f"tests.models.test_{model_type}").ON_CUDA
