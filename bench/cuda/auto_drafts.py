@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MIN_RATIO = 0.97
 """Lowest accepted ratio: the spread between plain runs is up to 3 %."""
-_PROMPT, _ROUNDS = 16, 2
+_PROMPT, _ROUNDS = 16, 3
 
 
 class OracleDrafts(NgramIndex):
@@ -73,15 +73,14 @@ def measure_auto(
 ) -> list[dict[str, Any]]:
     """Alternate runs without drafts and with automatic draft lengths. Return a record per load."""
     config = SpeculativeConfig(max_drafts=num_drafts)
-    auto = EngineLoop(executable, policy=SchedulerConfig(speculative=config))
-    auto.warm_up()
-    plain = EngineLoop(executable, policy=SchedulerConfig())
-    plain.warm_up()
+    plain = _prepared_loop(executable, SchedulerConfig())
+    auto = _prepared_loop(executable, SchedulerConfig(speculative=config))
     records = []
     for count in users:
+        outputs = _run(plain, count, num_tokens)[0]
         for rate in rates:
             speeds = _Speeds()
-            outputs = _run(plain, count, num_tokens)[0]
+            auto.scheduler.speculator.forget()  # the rates are different texts
             _run(auto, count, num_tokens, outputs=outputs, rate=rate)
             for _ in range(_ROUNDS):
                 speeds.plain.append(_run(plain, count, num_tokens)[1])
@@ -92,6 +91,15 @@ def measure_auto(
             records.append(_record(count, rate, speeds, _ROUNDS * count * num_tokens))
             keep(records[-1])
     return records
+
+
+def _prepared_loop(executable: Executable, policy: SchedulerConfig) -> EngineLoop:
+    """Return a loop after all captures."""
+    loop = EngineLoop(executable, policy=policy)
+    loop.warm_up()
+    while not loop.is_prepared:
+        loop.prepare_next()
+    return loop
 
 
 def _run(

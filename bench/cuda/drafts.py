@@ -113,7 +113,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         costs = _measure_costs(executable, options, lambda values: keep({**facts, **values}))
         print_table(screen, "cost of verification", _show_costs(costs, options), numbers=True)
-        runs = _measure_oracle(executable, options, costs, lambda values: keep({**facts, **values}))
+        sizes = _byte_ratios(compiled, options.rows)
+        runs = _measure_oracle(
+            executable, options, costs, sizes, lambda values: keep({**facts, **values})
+        )
         print_table(screen, "oracle drafts, a single user", _show_runs(runs), numbers=True)
         records = measure_auto(
             executable,
@@ -153,6 +156,17 @@ def _compile(options: _Options) -> Compiled:
     )
     with compile_progress(err()) as progress:
         return compile_program(load(run.model.path), run.model, choices, progress)
+
+
+def _byte_ratios(compiled: Compiled, counts: Sequence[int]) -> dict[int, float]:
+    """Return the weight bytes for a step relative to a single row, by row count.
+
+    Routing is random.
+    """
+    from tilewright.evaluate.measure.roofline import compiled_weight_bytes
+
+    sizes = {count: sum(compiled_weight_bytes(compiled, count).values()) for count in (1, *counts)}
+    return {count: sizes[count] / sizes[1] for count in counts}
 
 
 class _Slots:
@@ -280,9 +294,13 @@ def _measure_oracle(
     executable: Executable,
     options: _Options,
     costs: Mapping[tuple[int, int], float],
+    sizes: Mapping[int, float],
     keep: Callable[[Mapping[str, Any]], None],
 ) -> list[dict[str, Any]]:
-    """Alternate plain runs and runs with drafts, for a single user."""
+    """Alternate plain runs and runs with drafts, for a single user.
+
+    ``sizes``: Bytes relative to a single row, by verified rows.
+    """
     num_tokens, runs = options.tokens, []
     tokens = _plain_run(_Slots(executable, 1), num_tokens)[0]
     for rate in options.rates:
@@ -311,6 +329,7 @@ def _measure_oracle(
                 "tokens_per_step": _ROUNDS * num_tokens / steps,
                 "expected_tokens_per_step": expected,
                 "predicted_speedup": expected / ratio if ratio else None,
+                "byte_bound": expected / sizes[1 + num_drafts],
                 "differing_tokens": differing,
             }
             keep(run)
@@ -320,7 +339,8 @@ def _measure_oracle(
 
 def _show_runs(runs: Sequence[Mapping[str, Any]]) -> Table:
     titles = ["rate", "drafts", "tokens a step (expected)", "plain (tokens/s)"]
-    titles += ["with drafts (tokens/s)", "gain (x)", "predicted (x)", "differing tokens"]
+    titles += ["with drafts (tokens/s)", "gain (x)", "predicted (x)"]
+    titles += ["byte bound (x)", "differing tokens"]
     lines = []
     for run in runs:
         speeds = (f"{min(run[key]):.1f}-{max(run[key]):.1f}" for key in _SPEEDS)
@@ -333,6 +353,7 @@ def _show_runs(runs: Sequence[Mapping[str, Any]]) -> Table:
                 *speeds,
                 f"{run['speedup']:.2f}",
                 "-" if predicted is None else f"{predicted:.2f}",
+                f"{run['byte_bound']:.2f}",
                 str(run["differing_tokens"]),
             ]
         )
@@ -340,7 +361,7 @@ def _show_runs(runs: Sequence[Mapping[str, Any]]) -> Table:
         titles,
         lines,
         f"{_ROUNDS} alternating rounds, greedy. Expected: (1 - r^(k+1)) / (1 - r) tokens a step.",
-        "Predicted: expected tokens by the measured cost of the rows.",
+        "Predicted: expected tokens by the measured cost of the rows. Byte bound: by the weights.",
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
@@ -94,7 +96,8 @@ class EngineLoop:
         self.masks = Masks(grammars)
         executable.reset()
         self.cost = StepCost()
-        self._meter = StepMeter(self.cost)
+        self._meter, self._num_captures = StepMeter(self.cost), 0
+        self._needs_mixed_times = False
         self.scheduler = Scheduler(
             executable.capabilities,
             policy=policy,
@@ -213,15 +216,38 @@ class EngineLoop:
         most = limits.max_context - sampling.max_tokens + 1
         cells = (1, limits.cell, _LONG * limits.cell) if limits.runs_ahead else (1, limits.cell)
         lengths = sorted({min(length, most) for length in cells})
+        self._needs_mixed_times = False
         for _ in range(2):
             self.cost.forget()
             for length in lengths:
                 self.generate([RequestState(-1, (0,) * length, sampling, is_private=True)])
             self._run_with_drafts()
-            if limits.passes and limits.max_num_seqs > 1 and self.executable.is_prepared:
-                self._run_beside_streams(min(_BESIDE * limits.cell, most))
+            if self.executable.is_prepared:
+                self._measure_mixed_batches()
         self.stats.found.clear()
         self.scheduler.speculator.forget()
+        self._needs_mixed_times = not self.executable.is_prepared
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether :meth:`prepare_next` has no work left."""
+        return self.executable.is_prepared and not self._needs_mixed_times
+
+    def prepare_next(self) -> None:
+        """Do the next preparation that :meth:`warm_up` leaves to idle time.
+
+        Captures come first. The last call measures mixed batches. The statistics exclude it.
+        """
+        if not self.executable.is_prepared:
+            self.executable.prepare_next()
+            return
+        self._needs_mixed_times = False
+        speculator, stats = self.scheduler.speculator, self.stats
+        counts, self.stats = deepcopy(speculator.counts), EngineStats()
+        try:
+            self._measure_mixed_batches()
+        finally:
+            speculator.counts, self.stats = counts, stats
 
     def _run_with_drafts(self) -> None:
         """Measure decode rows with drafts. Most drafts are wrong."""
@@ -242,16 +268,25 @@ class EngineLoop:
         self.cancel(request)
         speculator.is_warming_up = False
 
-    def _run_beside_streams(self, length: int) -> None:
-        """Run a prompt while other requests decode until its end."""
+    def _measure_mixed_batches(self) -> None:
+        """Run a prompt while other requests decode. Drafts would decode in steps of their own."""
         limits = self.executable.capabilities
+        if not limits.passes or limits.max_num_seqs == 1:
+            return
         sampling = SamplingParams(max_tokens=min(_STREAMED, limits.max_context))
-        for _ in range(min(_STREAMS, limits.max_num_seqs - 1)):
-            self.add(RequestState(-1, (0,), sampling, is_private=True))
-        while any(request.prompt_left for request in self.scheduler.running) or self.scheduler.line:
-            self.step()
         last = SamplingParams(max_tokens=1)
-        self.generate([RequestState(-1, (0,) * length, last, is_private=True)])
+        length = min(_BESIDE * limits.cell, limits.max_context - 1)
+        states = partial(RequestState, -1, is_private=True, has_drafts=False)
+        streams = [states((0,), sampling) for _ in range(min(_STREAMS, limits.max_num_seqs - 1))]
+        try:
+            for request in streams:
+                self.add(request)
+            while self.scheduler.line or any(request.prompt_left for request in streams):
+                self.step()
+            self.generate([states((0,) * length, last)])
+        finally:
+            for request in streams:
+                self.cancel(request)
 
     def cancel(self, request: RequestState) -> None:
         """Cancel a request. Its tokens in flight are dropped."""
@@ -369,8 +404,14 @@ class EngineLoop:
             is_read=bool(parts) or not self.executable.capabilities.runs_ahead,
             is_mixed=launched.output.is_mixed,
             has_drafts=bool(plan.step.drafts),
+            has_capture=self._has_new_capture(),
         )
         return served
+
+    def _has_new_capture(self) -> bool:
+        """Return whether the executable captured a graph since the last call."""
+        before, self._num_captures = self._num_captures, self.executable.num_captures
+        return before != self._num_captures
 
     def _pool(self, request: RequestState, start: int, pooled: Pooled) -> None:
         """Add a chunk's hidden states. The last chunk ends the request."""

@@ -123,11 +123,10 @@ class EngineService:
 
         A failed kind is prepared when it runs.
         """
-        executable = self.loop.executable
-        self._prepares = is_idle and not executable.is_prepared
+        self._prepares = is_idle and not self.loop.is_prepared
         if self._prepares:
             try:
-                executable.prepare_next()
+                self.loop.prepare_next()
             except Exception as error:
                 if _is_lost(error):
                     raise

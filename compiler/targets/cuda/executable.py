@@ -162,18 +162,13 @@ class CudaExecutable(Executable):
             torch.float32 if self._is_exact else torch.bfloat16,
             self.device,
         )
-        self._steps.final_states = self._final_states = kept
+        self._steps.final_states = kept
         return CudaDraftLayer(steps, kept, self._state, self._device_slots, sizes=sizes)
 
     def _read_prompts(self, chunks: Sequence[PrefillChunk], block: int) -> None:
-        """Run the draft layer for a prefill. Chunks begin at whole blocks."""
-        if self._layer is None:
-            return
-        first, states = 0, self._final_states.take_prompts()
-        for chunk in chunks:
-            if not self._runs_alone(chunk):
-                self._layer.read_prompt(chunk, states[first : first + len(chunk.tokens)])
-            first += -(-len(chunk.tokens) // block) * block
+        """Run the draft layer for a prefill."""
+        if self._layer is not None:
+            self._layer.read_prompts(chunks, block, is_skipped=self._runs_alone)
 
     def _propose(self, step: Step) -> StepOutput:
         assert self._layer is not None and not (step.decode or step.prompts)
@@ -299,6 +294,11 @@ class CudaExecutable(Executable):
     @property
     def is_prepared(self) -> bool:
         return self._buckets.is_prepared
+
+    @property
+    def num_captures(self) -> int:
+        of_layer = 0 if self._layer is None else self._layer.num_captures
+        return of_layer + self._buckets.num_captures
 
     @torch.no_grad()
     def prepare_next(self) -> None:

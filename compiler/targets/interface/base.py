@@ -200,6 +200,11 @@ class Executable(ABC):
         """Return whether :meth:`prepare_next` has no work left."""
         return True
 
+    @property
+    def num_captures(self) -> int:
+        """Return the number of captured graphs. A step with a capture has no typical time."""
+        return 0
+
     def prepare_next(self) -> None:  # noqa: B027
         """Prepare the next captured size. :meth:`prepare` leaves these sizes to idle time.
 

@@ -98,6 +98,10 @@ class ShardedExecutable(Executable):
         self._leader.tell(_PREPARE)
         self._guarded(self.own.prepare)
 
+    @property
+    def num_captures(self) -> int:
+        return self.own.num_captures
+
     def check(self) -> None:
         self._leader.check()
 

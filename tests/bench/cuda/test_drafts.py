@@ -27,12 +27,14 @@ def test_speculative_writes_costs_and_gains(
     words = ["--users", "1", "2", "--rows", "2", "4", "--rates", "0", "1", "--tokens", "24"]
     words += ["--auto-rates", "0", "1", "--auto-tokens", "40"]
     monkeypatch.setattr(drafts, "MIN_RATIO", 0.0)
+    monkeypatch.setattr(drafts, "_byte_ratios", lambda compiled, counts: dict.fromkeys(counts, 2.0))
     assert drafts.main([*words, "--results", str(results)]) == 0
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     costs = [(row["users"], row["rows"]) for row in rows if row["figure"] == "cost"]
     assert costs == [(users, count) for users in (1, 2) for count in (1, 2, 4)]
     gains = {(row["rate"], row["drafts"]): row for row in rows if row["figure"] == "oracle"}
     assert [row["tokens_per_step"] for row in gains.values()] == [1.0, 1.0, 2.0, 4.0]
+    assert [row["byte_bound"] for row in gains.values()] == [0.5, 0.5, 1.0, 2.0]
     assert not any(row["differing_tokens"] for row in gains.values())
     loads = [row for row in rows if row["figure"] == "auto"]
     assert [(row["users"], row["rate"]) for row in loads] == [(1, 0), (1, 1), (2, 0), (2, 1)]

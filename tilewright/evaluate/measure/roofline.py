@@ -191,9 +191,9 @@ def step_work(
     return StepTraffic(parts, sum(cost.flops for cost in costs))
 
 
-def compiled_weight_bytes(compiled: Compiled) -> dict[str, float]:
-    """Return the weight bytes that a step with one token reads, by part; see `weight_bytes`."""
-    return weight_bytes(compiled.graph(), num_tokens=1, **_made_for(compiled))
+def compiled_weight_bytes(compiled: Compiled, num_tokens: int = 1) -> dict[str, float]:
+    """Return the weight bytes that a step reads, by part; see `weight_bytes`."""
+    return weight_bytes(compiled.graph(), num_tokens=num_tokens, **_made_for(compiled))
 
 
 def weight_bytes(

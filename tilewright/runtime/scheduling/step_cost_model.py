@@ -153,6 +153,7 @@ class StepMeter:
         is_read: bool,
         is_mixed: bool = False,
         has_drafts: bool = False,
+        has_capture: bool = False,
     ) -> None:
         """Record a read step.
 
@@ -164,11 +165,13 @@ class StepMeter:
             is_read: Any result was read.
             is_mixed: Rows and tokens were a mixed batch.
             has_drafts: Some rows were drafts.
+            has_capture: A graph was captured since the previous read. The time is not measured.
         """
         tokens = self._num_behind + (num_tokens if are_prompts_read else 0)
         self._num_behind = 0 if are_prompts_read else num_tokens + (0 if is_read else tokens)
         if not is_read:
             return
         ms, how = 1e3 * (now - self._began), {"is_mixed": is_mixed, "has_drafts": has_drafts}
-        self.cost.measure(num_rows, tokens, ms, **how)
+        if not has_capture:
+            self.cost.measure(num_rows, tokens, ms, **how)
         self._began = now

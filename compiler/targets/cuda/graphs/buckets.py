@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -169,6 +169,12 @@ class Buckets:
             rows = TokenBatch.padding(size, device)
             for from_start in {False, self._steps.attention.begins_otherwise(size)}:
                 self._steps.prefill(rows, logit_rows=last, from_start=from_start)
+
+    @property
+    def num_captures(self) -> int:
+        """Return the number of captured graphs."""
+        buckets = chain(self.decodes.values(), self.prompts.values(), self.batches.values())
+        return sum(bucket.num_captures for bucket in buckets)
 
     @property
     def is_prepared(self) -> bool:

@@ -165,6 +165,7 @@ class Bucket:
         self.choice = choice
         self.logits = torch.empty(0)
         self._device, self._pool = device, pool
+        self.num_captures = 0
         self._draws: dict[Drawing, CapturedGraph] = {}
         self._again: CapturedGraph | None = None
 
@@ -189,6 +190,8 @@ class Bucket:
             self._capture_draw(drawing)
 
     def captured(self, run: Callable[[], None]) -> CapturedGraph:
+        """Return a graph of ``run`` in the bucket's memory pool."""
+        self.num_captures += 1
         return CapturedGraph(run, self._device, self._pool, self.choice.group)
 
     def draw(self, drawing: Drawing) -> None:

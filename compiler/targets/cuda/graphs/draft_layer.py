@@ -6,7 +6,7 @@ store its keys and values at t.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -97,6 +97,11 @@ class CudaDraftLayer:
         self._ends.clear()
         self._num_unread = 0
 
+    @property
+    def num_captures(self) -> int:
+        """Return the number of captured graphs."""
+        return len(self._captured)
+
     def prepare(self) -> None:
         """Capture all steps. Compile the prefill kernels."""
         for size in self._sizes:
@@ -108,7 +113,21 @@ class CudaDraftLayer:
             batch = replace(batch, hidden=self._final.states[0])
             self._steps.prefill(batch, logit_rows=None, from_start=True)
 
-    def read_prompt(self, chunk: PrefillChunk, states: Tensor) -> None:
+    def read_prompts(
+        self,
+        chunks: Sequence[PrefillChunk],
+        block: int,
+        *,
+        is_skipped: Callable[[PrefillChunk], bool],
+    ) -> None:
+        """Run the chunks of the model's last prefill. Chunks begin at whole blocks."""
+        first, states = 0, self._final.take_prompts()
+        for chunk in chunks:
+            if not is_skipped(chunk):
+                self._read_prompt(chunk, states[first : first + len(chunk.tokens)])
+            first += -(-len(chunk.tokens) // block) * block
+
+    def _read_prompt(self, chunk: PrefillChunk, states: Tensor) -> None:
         """Run a chunk with the model's final ``states``."""
         skipped, slot = int(chunk.start == 0), chunk.slot
         count, start = len(chunk.tokens) - skipped, max(0, chunk.start - 1)
