@@ -320,23 +320,24 @@ class CudaExecutable(Executable):
         if any(not isinstance(edit, AssignPages | CloseSlot) for edit in edits):
             self._leave()
         opened: dict[Slot, SamplingParams] = {}
+        if self._layer is not None and self._captured_slots is not None:
+            self._captured_slots.settle(self._slot_states)
         for edit in edits:
+            if self._layer is not None:
+                slot_state = self._slot_states.get(getattr(edit, "slot", -1))
+                self._layer.update(edit, 0 if slot_state is None else slot_state.length)
             if isinstance(edit, OpenSlot):
                 assert edit.slot not in self._slot_states, f"slot {edit.slot} is taken"
                 assert 0 <= edit.slot < self.capabilities.max_num_seqs, f"there is no {edit}"
                 self._slot_states[edit.slot] = SlotState(
                     edit.sampling, edit.prompt, edit.keeps, rotary_delta=edit.rotary_delta
                 )
-                if self._layer is not None:
-                    self._layer.open(edit.slot, edit.keeps)
                 opened[edit.slot] = edit.sampling
                 self._answers.open(edit.slot, edit.sampling.stop_token_ids)
             elif isinstance(edit, CloseSlot):
                 del self._slot_states[edit.slot]
                 self._answers.close(edit.slot)
                 self._state.clear(edit.slot)
-                if self._layer is not None:
-                    self._layer.close(edit.slot)
             elif isinstance(edit, AssignPages):
                 self._state.note(edit)
             else:
@@ -357,8 +358,6 @@ class CudaExecutable(Executable):
             self._images.drop(edit.image)
         elif isinstance(edit, CopyState):
             self._state.copy(edit.source, edit.target, edit.num_positions)
-            if self._layer is not None:
-                self._layer.copy(edit.source, edit.target, edit.num_positions)
             self._slot_states[edit.target].length = edit.num_positions
             self._slot_states[edit.target].images = self._slot_states[edit.source].images
         elif isinstance(edit, SaveState):
@@ -368,8 +367,6 @@ class CudaExecutable(Executable):
         else:
             assert isinstance(edit, SwapOut | SwapIn | DropSwapped), edit
             self._away.apply(edit)
-            if self._layer is not None and isinstance(edit, SwapIn):
-                self._layer.open(edit.slot, self._slot_states[edit.slot].length)
 
     def agreed(self) -> bytes:
         self._drafts.settle()

@@ -27,6 +27,8 @@ from tilewright.compiler.targets.cuda import memory_budget
 from tilewright.compiler.targets.cuda.graphs import draft_layer
 from tilewright.compiler.targets.cuda.memory_budget import weight_bytes, work_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.state.final_states import FinalStates
+from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, LoweredLayer
 from tilewright.compiler.targets.interface.step import PrefillChunk, Step
 from tilewright.errors import CompileError
@@ -76,17 +78,74 @@ def test_drafts_equal_plain_torch_after_chunks_and_steps(executable: Any) -> Non
 def test_steps_without_drafts_reach_the_layer_before_they_are_overwritten(
     executable: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The layer has read all tokens but the last few."""
+    """The layer has read all tokens but the last few, without logits. Slots without drafts are
+    not read.
+    """
     monkeypatch.setattr(draft_layer, "_MAX_UNREAD", 4)
+    decode, reads = executable._layer._steps.decode, list[bool]()
+
+    def counted(*args: Any, **how: Any) -> torch.Tensor:
+        reads.append(how["has_logits"])
+        return decode(*args, **how)
+
+    monkeypatch.setattr(executable._layer._steps, "decode", counted)
+    slot, other = (take_slot(executable) for _ in range(2))
+    tokens: dict[Any, list[int]] = {}
+    for used in (slot, other):
+        chunk = PrefillChunk(used, 0, tuple(random_tokens(4, seed=2)), chooses=True)
+        output = executable.step(Step(prompts=(chunk,)))
+        tokens[used] = [*chunk.tokens, *output.parts[0].read().tokens]
+    slots = slot, other
+    for turn in range(10):
+        if turn % 6 == 0:
+            executable.step(Step(proposes={slot: 1}))
+        for used, token in zip(
+            slots, executable.step(Step(decode=slots)).parts[0].read().tokens, strict=True
+        ):
+            tokens[used].append(token)
+    assert executable._layer._ends[slot] > 8 and executable._layer._ends[other] == 3
+    assert reads.count(True) == 2 and reads.count(False) >= 2
+    for used in slots:
+        drafts = executable.step(Step(proposes={used: 2})).parts[0].read().tokens
+        expected = plain_drafts(LAYER, tokens[used], final_states(tokens[used][:-1], MODEL), 2)[0]
+        assert drafts == expected, "the last tokens are kept"
+        leave_slot(executable, used)
+
+
+def test_a_closed_slot_leaves_its_draft_keys_in_its_pages(executable: Any) -> None:
+    """The layer reads accepted tokens before another slot may share the pages."""
     slot = take_slot(executable)
     chunk = PrefillChunk(slot, 0, tuple(random_tokens(4, seed=2)), chooses=True)
-    tokens = [*chunk.tokens, *executable.step(Step(prompts=(chunk,))).parts[0].read().tokens]
-    for _ in range(10):
-        tokens += executable.step(Step(decode=(slot,))).parts[0].read().tokens
-    assert executable._layer._ends[slot] > 8
-    drafts = executable.step(Step(proposes={slot: 2})).parts[0].read().tokens
-    assert drafts == plain_drafts(LAYER, tokens, final_states(tokens[:-1], MODEL), 2)[0]
+    executable.step(Step(prompts=(chunk,)))
+    executable.step(Step(proposes={slot: 1}))
+    for _ in range(3):
+        executable.step(Step(decode=(slot,))).parts[0].read()
+    read = executable._layer._read
+    entries: list[Any] = []
+    executable._layer._read = lambda found: (entries.extend(found), read(found))
     leave_slot(executable, slot)
+    executable._layer._read = read
+    assert [position for _, position in entries] == [3, 4, 5]
+
+
+def test_prefill_states_need_no_large_norm_and_are_never_stale(executable: Any) -> None:
+    """A norm is of 512 rows at most. A reset discards a long prefill."""
+    width, device = 8, torch.device("cpu")
+    kept = FinalStates(1, 600, width, torch.bfloat16, device)
+    for count in (600, 1300):
+        states, sizes = torch.randn(count, width), list[int]()
+
+        def normed(x: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(len(x))
+            return 2 * x
+
+        kept.keep_prompts(states, normed, TokenBatch.padding(count, device), slice(0, 0))
+        assert max(sizes) <= 512
+        assert torch.equal(kept.take_prompts()[1 : 1 + count], (2 * states).bfloat16())
+    final = executable._layer._final
+    final._large = torch.ones(1)
+    executable.reset()
+    assert final._large is None
 
 
 def test_drafts_end_with_the_pages_of_a_slot(executable: Any) -> None:

@@ -16,18 +16,33 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.graphs.capture import CapturedGraph
-from tilewright.compiler.targets.cuda.state.final_states import RING, FinalStates
+from tilewright.compiler.targets.cuda.state.final_states import RING, FinalStates, NormFunction
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send, send_into
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.run import Steps
-from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
+from tilewright.compiler.targets.interface.step import (
+    CloseSlot,
+    CopyState,
+    DropSwapped,
+    HostPlace,
+    OpenSlot,
+    PrefillChunk,
+    Slot,
+    StateUpdate,
+    SwapIn,
+    SwapOut,
+)
 
+_READ, _DRAFT, _NEXT = range(3)
+"""Steps: without logits or with logits, from kept states, and with the layer's own states."""
 _OWN, _RING = -1, -2
 """Words for a next token on the device, and for a token in `FinalStates`."""
 _MAX_UNREAD = RING - 16
 """Maximum unread tokens per slot."""
+_WINDOWS = 2
+"""Reads of a slot's tokens after its last draft. A probe while drafts are off is within them."""
 
 
 class _LayerOutputs:
@@ -39,7 +54,9 @@ class _LayerOutputs:
     def keep(self, states: Tensor, batch: TokenBatch) -> None:
         self.states[: len(states)].copy_(states)
 
-    def keep_prompts(self, states: Tensor, batch: TokenBatch, decoding: slice) -> None:
+    def keep_prompts(
+        self, states: Tensor, normed: NormFunction, batch: TokenBatch, decoding: slice
+    ) -> None:
         """Do nothing: prompts have no drafts."""
 
 
@@ -70,22 +87,46 @@ class CudaDraftLayer:
         )
         self._tokens, self._next = (made(largest, dtype=torch.int64) for _ in range(2))
         self._words = {size: made(5, size, dtype=torch.int64) for size in self._sizes}
-        self._captured: dict[tuple[int, int, bool], CapturedGraph] = {}
+        self._captured: dict[tuple[int, int, int], CapturedGraph] = {}
         self._pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._ends: dict[Slot, int] = {}
+        self._drafting: dict[Slot, int] = {}  # reads that are left
+        self._swapped: dict[HostPlace, tuple[int, Tensor]] = {}
         self._num_unread = 0
         self.num_choosable = 0
         outputs: Any = _LayerOutputs(self._states)
         steps.final_states = outputs
 
-    def open(self, slot: Slot, length: int = 0) -> None:
+    def update(self, edit: StateUpdate, length: int) -> None:
+        """Follow a state update, before it is applied. ``length``: Positions in its slot."""
+        if isinstance(edit, OpenSlot):
+            self._open(edit.slot, edit.keeps)
+        elif isinstance(edit, CloseSlot):
+            self._read_slot(edit.slot, length)
+            self._ends.pop(edit.slot, None)
+            self._drafting.pop(edit.slot, None)
+        elif isinstance(edit, CopyState):
+            self.copy(edit.source, edit.target, edit.num_positions)
+        elif isinstance(edit, SwapOut):
+            self._read_slot(edit.slot, length)
+            end = max(0, length - 1)
+            self._swapped[edit.place] = end, self._final.states[edit.slot, end % RING].clone()
+        elif isinstance(edit, SwapIn):
+            end, last = self._swapped.pop(edit.place)
+            self._open(edit.slot, end + 1)
+            self._final.states[edit.slot, end % RING].copy_(last)
+        elif isinstance(edit, DropSwapped):
+            del self._swapped[edit.place]
+
+    def _open(self, slot: Slot, length: int) -> None:
         """Begin a slot with ``length`` unknown hidden states."""
         self._final.clear(slot)
         self._ends[slot] = max(0, length - 1)
 
-    def close(self, slot: Slot) -> None:
-        """Discard a slot."""
-        self._ends.pop(slot, None)
+    def _read_slot(self, slot: Slot, length: int) -> None:
+        """Run a slot's unread tokens: other slots may use its pages."""
+        if length and slot in self._drafting:
+            self._read(self._unread({slot: length - 1}))
 
     def copy(self, source: Slot, target: Slot, num_positions: int) -> None:
         """Copy a slot's first positions to another slot."""
@@ -95,7 +136,10 @@ class CudaDraftLayer:
     def forget(self) -> None:
         """Discard all slots."""
         self._ends.clear()
+        self._drafting.clear()
+        self._swapped.clear()
         self._num_unread = 0
+        self._final.take_prompts()
 
     @property
     def num_captures(self) -> int:
@@ -106,8 +150,9 @@ class CudaDraftLayer:
         """Capture all steps. Compile the prefill kernels."""
         for size in self._sizes:
             for reach in self._steps.attention.reaches:
-                for from_ring in (True, False):
-                    self._capture(size, reach, from_ring=from_ring)
+                for work in (_READ, _DRAFT, _NEXT):
+                    self._capture(size, reach, work)
+        self._final.take_prompts()  # of the model's own preparation
         if self._steps.device.type == "cuda":
             batch = TokenBatch.padding(RING, self._steps.device)
             batch = replace(batch, hidden=self._final.states[0])
@@ -124,11 +169,11 @@ class CudaDraftLayer:
         first, states = 0, self._final.take_prompts()
         for chunk in chunks:
             if not is_skipped(chunk):
-                self._read_prompt(chunk, states[first : first + len(chunk.tokens)])
+                self._read_prompt(chunk, states[first : first + len(chunk.tokens) + 1])
             first += -(-len(chunk.tokens) // block) * block
 
     def _read_prompt(self, chunk: PrefillChunk, states: Tensor) -> None:
-        """Run a chunk with the model's final ``states``."""
+        """Run a chunk. ``states``: A free entry, and the model's final states."""
         skipped, slot = int(chunk.start == 0), chunk.slot
         count, start = len(chunk.tokens) - skipped, max(0, chunk.start - 1)
         if slot in self._ends:
@@ -138,8 +183,9 @@ class CudaDraftLayer:
                 [chunk.tokens[skipped:], range(start, start + count), [slot] * count],
                 dtype=np.int64,
             )
-            last = self._final.states[slot, start % RING][None]
-            hidden = states[:-1] if skipped else torch.cat((last, states[:-1]))
+            if not skipped:
+                states[0].copy_(self._final.states[slot, start % RING])
+            hidden = states[skipped:-1]
             read, positions, slots = send(tokens, self._steps.device)
             batch = TokenBatch(read, positions, slots, hidden=hidden)
             self._steps.prefill(batch, logit_rows=None, from_start=start == 0)
@@ -148,13 +194,17 @@ class CudaDraftLayer:
 
     def count_tokens(self, num_tokens: int) -> bool:
         """Count a slot's tokens in a step. Return whether to call :meth:`read_all`."""
-        self._num_unread += num_tokens
+        self._num_unread = self._num_unread + num_tokens if self._drafting else 0
         return self._num_unread + num_tokens > _MAX_UNREAD
 
     def read_all(self, lengths: Mapping[Slot, int]) -> None:
-        """Run all slots' unread tokens before ``lengths``."""
+        """Run unread tokens before ``lengths``, for slots with recent drafts.
+
+        At their next draft, other slots have their last tokens only.
+        """
         self._num_unread = 0
-        ends = {slot: lengths[slot] - 1 for slot in self._ends if lengths.get(slot)}
+        ends = {slot: lengths[slot] - 1 for slot in self._drafting if lengths.get(slot)}
+        self._drafting = {slot: left - 1 for slot, left in self._drafting.items() if left > 1}
         self._read(self._unread(ends))
 
     def propose(
@@ -170,6 +220,7 @@ class CudaDraftLayer:
         """
         drafts: dict[Slot, list[int]] = {slot: [] for slot in counts}
         slots = [slot for slot in counts if lengths[slot]]
+        self._drafting.update(dict.fromkeys(slots, _WINDOWS))
         for at in range(0, len(slots), self._sizes[-1]):
             batch = slots[at : at + self._sizes[-1]]
             limits = [
@@ -197,7 +248,7 @@ class CudaDraftLayer:
             self._read(unread)
             unread = []
         entries = sorted(unread + last)
-        self._run_entries(entries, {(slot, end): own[slot] for slot, end in last})
+        self._run_entries(entries, {(slot, end): own[slot] for slot, end in last}, _DRAFT)
         index_of = {entry: at for at, entry in enumerate(entries)}
         indices = np.array([index_of[entry] for entry in last], dtype=np.int64)
         index = send(indices, self._steps.device)
@@ -224,10 +275,10 @@ class CudaDraftLayer:
 
     def _read(self, entries: Sequence[tuple[Slot, int]]) -> None:
         for first in range(0, len(entries), self._sizes[-1]):
-            self._run_entries(entries[first : first + self._sizes[-1]], {})
+            self._run_entries(entries[first : first + self._sizes[-1]], {}, _READ)
 
     def _run_entries(
-        self, entries: Sequence[tuple[Slot, int]], own: Mapping[tuple[Slot, int], int]
+        self, entries: Sequence[tuple[Slot, int]], own: Mapping[tuple[Slot, int], int], work: int
     ) -> None:
         """Run ``(slot, position)``, in order by slot. ``own``: Their tokens, or ``_OWN``."""
         if not entries:
@@ -240,7 +291,7 @@ class CudaDraftLayer:
         words[1, : len(entries)] = slots * RING + (positions + 1) % RING
         words[2, : len(entries)] = slots * RING + positions % RING
         words[3, : len(entries)], words[4, : len(entries)] = positions, slots
-        self._run(size, words, from_ring=True)
+        self._run(size, words, work)
 
     def _run_next(self, slots: Sequence[Slot], positions: Sequence[int]) -> None:
         """Run the previous draft tokens."""
@@ -250,20 +301,20 @@ class CudaDraftLayer:
         capacity = [self._state.capacity(slot) for slot in slots]
         fits = [at if at < end else -1 for at, end in zip(positions, capacity, strict=True)]
         words[3, : len(slots)], words[4, : len(slots)] = fits, slots
-        self._run(size, words, from_ring=False)
+        self._run(size, words, _NEXT)
 
     def _size(self, count: int) -> int:
         return next(size for size in self._sizes if size >= count)
 
-    def _run(self, size: int, words: np.ndarray, *, from_ring: bool) -> None:
+    def _run(self, size: int, words: np.ndarray, work: int) -> None:
         num_pages = pages_of(int(words[3].max()) + 1)
         reach = next(size for size in self._steps.attention.reaches if size >= num_pages)
-        captured = self._capture(size, reach, from_ring=from_ring)
+        captured = self._capture(size, reach, work)
         send_into(self._words[size], words)
         captured()
 
-    def _capture(self, size: int, reach: int, *, from_ring: bool) -> CapturedGraph:
-        key = size, reach, from_ring
+    def _capture(self, size: int, reach: int, work: int) -> CapturedGraph:
+        key = size, reach, work
         if key not in self._captured:
             self._words[size].zero_()
             self._words[size][3] = -1
@@ -271,9 +322,9 @@ class CudaDraftLayer:
             self._captured[key] = CapturedGraph(run, self._steps.device, self._pool)
         return self._captured[key]
 
-    def _run_layer(self, size: int, reach: int, from_ring: bool) -> None:
+    def _run_layer(self, size: int, reach: int, work: int) -> None:
         own, token_at, state_at, positions, slots = self._words[size]
-        if from_ring:
+        if work != _NEXT:
             kept = self._final.tokens.view(-1).index_select(0, token_at)
             stored = self._device_slots.tokens.index_select(0, slots)
             tokens = torch.where(own == _RING, kept, torch.where(own == _OWN, stored, own))
@@ -281,6 +332,9 @@ class CudaDraftLayer:
         else:
             tokens, hidden = self._next[:size].clamp(min=0), self._inputs[:size]
         batch = TokenBatch(tokens, positions, slots, hidden=hidden)
-        logits = self._steps.decode(batch, reach=reach, has_drafts=True)
+        how = {"has_drafts": True, "has_logits": work != _READ}
+        logits = self._steps.decode(batch, reach=reach, **how)
+        if work == _READ:
+            return
         best, token = logits[:, : self.num_choosable or logits.shape[1]].max(-1)
         self._tokens[:size] = torch.where(best.isnan(), -1, token)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,10 @@ from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 
 RING = 64
 """Retained positions per slot."""
+_BLOCK = 512
+"""Rows per norm of a prefill: the norm's float32 output needs memory."""
+
+NormFunction = Callable[[Tensor], Tensor]
 
 
 class FinalStates:
@@ -27,7 +33,7 @@ class FinalStates:
         """``num_tokens``: Maximum tokens in a captured prefill."""
         self.states = torch.zeros(num_slots + 1, RING, width, dtype=dtype, device=device)
         self.tokens = torch.zeros(num_slots + 1, RING, dtype=torch.int64, device=device)
-        self._prompts = torch.zeros(num_tokens, width, dtype=dtype, device=device)
+        self._prompts = torch.zeros(1 + num_tokens, width, dtype=dtype, device=device)
         self._large: Tensor | None = None  # a longer prefill
 
     def keep(self, states: Tensor, batch: TokenBatch) -> None:
@@ -37,17 +43,24 @@ class FinalStates:
         self.states.view(-1, states.shape[1]).index_copy_(0, at, states.to(self.states.dtype))
         self.tokens.view(-1).index_copy_(0, at, batch.tokens)
 
-    def keep_prompts(self, states: Tensor, batch: TokenBatch, decoding: slice) -> None:
-        """Store states from a prefill, with ``decoding`` as in :meth:`keep`."""
-        if len(states) > len(self._prompts):
-            self._large = states.to(self._prompts.dtype)
-        else:
-            self._prompts[: len(states)].copy_(states)
+    def keep_prompts(
+        self, states: Tensor, normed: NormFunction, batch: TokenBatch, decoding: slice
+    ) -> None:
+        """Store states from a prefill, with ``decoding`` as in :meth:`keep`.
+
+        ``states``: ``[T, hidden]`` before the norm ``normed``.
+        """
+        count, kept = len(states), self._prompts
+        if count >= len(kept):
+            kept = self._large = kept.new_empty(1 + count, kept.shape[1])
+        for first in range(0, count, _BLOCK):
+            rows = normed(states[first : first + _BLOCK])
+            kept[1 + first : 1 + first + len(rows)].copy_(rows)
         if decoding.stop > decoding.start:
-            self.keep(states[decoding], batch.part(decoding))
+            self.keep(kept[1:][decoding], batch.part(decoding))
 
     def take_prompts(self) -> Tensor:
-        """Return the last prefill's states, ``[T, hidden]``."""
+        """Return a free entry and the last prefill's states, ``[1 + T, hidden]``."""
         large, self._large = self._large, None
         return self._prompts if large is None else large
 
@@ -64,4 +77,4 @@ class FinalStates:
 def final_state_bytes(num_slots: int, num_tokens: int, width: int, value_bytes: int) -> int:
     """Return the memory for :class:`FinalStates` in bytes."""
     entries = (num_slots + 1) * RING
-    return value_bytes * width * (entries + num_tokens) + 8 * entries
+    return value_bytes * width * (entries + 1 + num_tokens) + 8 * entries

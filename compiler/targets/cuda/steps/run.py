@@ -174,6 +174,7 @@ class Steps:
         reach: int | None = None,
         captured: bool = False,
         has_drafts: bool = False,
+        has_logits: bool = True,
     ) -> Tensor:
         """Run a token for each of B sequences. Return logits ``[B, V]``, overwritten by the next
         step.
@@ -185,6 +186,7 @@ class Steps:
                 state before the last kernel has read them.
             has_drafts: Rows may be consecutive tokens in a sequence, with attention to earlier
                 rows. Not with ``captured``. Per-sequence state follows ``rows.by_slot``.
+            has_logits: Run the head. Otherwise the logits are undefined.
         """
         assert not (has_drafts and captured), "kernels read pages of this step early"
         num_rows = len(rows.tokens)
@@ -194,6 +196,8 @@ class Steps:
             if isinstance(each, GatherOp):
                 if self.final_states is not None:
                     self.final_states.keep(self._normed(step.view(each.x)), rows)
+                if not has_logits:
+                    break
                 step.alias(each.out, each.x)
             elif isinstance(each, AttentionOp):
                 kernels.attention.decode(
@@ -289,8 +293,8 @@ class Steps:
                 if pools:
                     return self._pool_rows(step.view(each.x))
                 if self.final_states is not None:
-                    states = self._normed(step.view(each.x))
-                    self.final_states.keep_prompts(states, rows, decoding)
+                    x = step.view(each.x)
+                    self.final_states.keep_prompts(x, self._normed, rows, decoding)
                 if logit_rows is None:
                     return None
                 x = step.view(each.x)
