@@ -193,17 +193,24 @@ def test_options_have_the_names_of_vllm() -> None:
     found = read_speculative_config('{"method": "ngram", "prompt_lookup_max": 4}')
     assert found == SpeculativeConfig(max_auto_drafts=10, max_lookup=4, min_lookup=4)
     assert (found.max_drafts, found.limit(1)) == (5, 10), "a GPU reserves rows for 5"
+    assert found.num_reserved == 5
     limited = read_speculative_config('{"method": "ngram", "num_speculative_tokens": 5}')
     assert limited.limit(1) == 5
     rows = "[[1, 16, 3], [17, 64, 1], [65, 512, 0]]"
     key = "num_speculative_tokens_per_batch_size"
     found = read_speculative_config(f'{{"method": "ngram", "{key}": {rows}}}')
     assert [found.limit(size) for size in (1, 16, 17, 65, 999)] == [3, 3, 1, 0, 0]
+    assert found.num_reserved == 3
     for name in ("mtp", "qwen3_5_mtp", "qwen3_next_mtp"):
         found = read_speculative_config(f'{{"method": "{name}"}}')
         assert (found.method, found.max_drafts) == ("mtp", 3)
     found = read_speculative_config('{"method": "ngram", "disable_by_batch_size": 8}')
-    assert [found.limit(size) for size in (7, 8)] == [5, 0]
+    assert [found.limit(size) for size in (7, 8)] == [10, 0], "the default of ngram"
+    assert found.num_reserved == 5, "a GPU reserves the default, too"
+    for method in ('"ngram"', '"draft_model", "model": "m"'):
+        more = '"num_speculative_tokens": 5, "disable_by_batch_size": 8'
+        found = read_speculative_config(f'{{"method": {method}, {more}}}')
+        assert [found.limit(size) for size in (7, 8)] == [5, 0]
 
 
 @pytest.mark.parametrize(

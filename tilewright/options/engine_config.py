@@ -389,9 +389,7 @@ class EngineConfig:
 
     def _max_drafts(self) -> int:
         config = self.speculative
-        if config is None:
-            return 0
-        return max((count for *_, count in config.schedule or ()), default=config.max_drafts)
+        return 0 if config is None else config.num_reserved
 
     def scheduler_config(self, *, cache_output: bool) -> SchedulerConfig:
         """Return the values that the scheduler needs."""

@@ -17,13 +17,14 @@ _ALIASES = {"qwen3_5_mtp": MTP, "qwen3_next_mtp": MTP}
 _AUTO_DRAFTS = 10
 """Default for n-grams. Measured costs shorten it, and long matches are right to their end."""
 _DRAFTS, _LAYER_DRAFTS, _LOOKUP, _MAX_LOOKUP, _MAX_BATCH = 5, 3, 5, 64, 4096
+_SCHEDULE = "num_speculative_tokens_per_batch_size"
 _OWN_KEYS = {
     NGRAM: ("prompt_lookup_max", "prompt_lookup_min"),
     DRAFT_MODEL: ("model", "draft_precision", "draft_tensor_parallel_size"),
 }
 _KEYS = (
     *("method", "num_speculative_tokens", *_OWN_KEYS[NGRAM], *_OWN_KEYS[DRAFT_MODEL]),
-    *("num_speculative_tokens_per_batch_size", "disable_by_batch_size"),
+    *(_SCHEDULE, "disable_by_batch_size"),
     *("draft_sample_method", "rejection_sample_method"),
 )
 _FIXED = {"draft_sample_method": "greedy", "rejection_sample_method": "standard"}
@@ -53,6 +54,13 @@ class SpeculativeConfig:
     max_lookup: int = _LOOKUP
     min_lookup: int = _LOOKUP
     schedule: tuple[tuple[int, int, int], ...] | None = None
+
+    @property
+    def num_reserved(self) -> int:
+        """Return the draft tokens per request and step for which a GPU reserves rows."""
+        if self.max_auto_drafts is not None:
+            return self.max_drafts
+        return max((count for *_, count in self.schedule or ()), default=self.max_drafts)
 
     def limit(self, num_decoding: int) -> int:
         """Return the maximum draft tokens for this decoding request count."""
@@ -100,8 +108,8 @@ def read_speculative_config(text: str) -> SpeculativeConfig:
     high, low = high or low or _LOOKUP, low or high or _LOOKUP
     if low > high:
         raise ConfigError(f"prompt_lookup_min {low}; allowed: 1 to prompt_lookup_max {high}")
-    schedule = _schedule(values, count)
-    is_auto = requested is None and schedule is None and method == NGRAM
+    is_auto = requested is None and values.get(_SCHEDULE) is None and method == NGRAM
+    schedule = _schedule(values, _AUTO_DRAFTS if is_auto else count)
     return SpeculativeConfig(
         method=str(method),
         model=model,
@@ -154,7 +162,7 @@ def _integer(values: Mapping[str, Any], key: str, low: int, high: int) -> int | 
 
 
 def _schedule(values: Mapping[str, Any], count: int) -> tuple[tuple[int, int, int], ...] | None:
-    key, older = "num_speculative_tokens_per_batch_size", "disable_by_batch_size"
+    key, older = _SCHEDULE, "disable_by_batch_size"
     size = _integer(values, older, 2, _MAX_BATCH)
     rows = values.get(key)
     if rows is None:
