@@ -6,6 +6,7 @@ are refused, ``NOT_READ``, and the tests of its own parts.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ REWRITES = {"gemma3_text": ("grouped", "scaled_and_capped"), "qwen3_next": ("wit
 """Shapes with expected rewrites. Others: the first."""
 
 
+@functools.cache
 def model_of(name: str, shape: str) -> Any:
     return MODULES[name].make(shape)
 
