@@ -154,6 +154,7 @@ def _look_types_up(interpreter: Any) -> None:
     """Cache type promotions, and integers as tensors."""
     semantic, kind = interpreter.TritonSemantic, interpreter.tl.core.dtype
     compute, constant, equal = semantic.computation_type_impl, semantic.scalar_constant, kind.__eq__
+    cast = semantic.cast
     whole = frozenset(kind.SINT_TYPES + kind.UINT_TYPES)
     types: dict[tuple[Any, ...], Any] = {}
     constants: dict[tuple[str, int], Any] = {}
@@ -173,7 +174,11 @@ def _look_types_up(interpreter: Any) -> None:
             held = constants[dtype.name, value] = constant(self, value, dtype)
         return held
 
+    def cast_once(self: Any, value: Any, dtype: Any, rounding: Any = None) -> Any:
+        return value if value.dtype is dtype.scalar else cast(self, value, dtype, rounding)
+
     semantic.computation_type_impl, semantic.scalar_constant = computed, constant_once
+    semantic.cast = cast_once
     kind.__eq__ = lambda self, other: self is other or equal(self, other)
     kind.is_int = lambda self: self.name in whole
 
@@ -234,9 +239,14 @@ COMPARISONS = {
     **{"ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal},
 }
 BITS = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+WHOLE = {
+    **{"lshift": np.left_shift, "rshift": np.right_shift, "mod": np.fmod},
+    "floordiv": lambda lhs, rhs: (lhs - np.fmod(lhs, rhs)) // rhs,
+}
 INTEGERS = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"})
 NUMBERS = {"int32": (int,), "int64": (int,), "uint32": (int,), "fp32": (int, float)}
 """Types of Python numbers that become the tensor's type."""
+ADDRESSES = {"int32", "int64"}
 
 
 def _operate_directly(interpreter: Any) -> None:
@@ -277,9 +287,12 @@ def _operate_directly(interpreter: Any) -> None:
         return found
 
     def operands(lhs: Any, rhs: Any) -> tuple[np.ndarray, np.ndarray, Any] | None:
-        """Return the data of both and the right type, or None for different types."""
+        """Return the data of both and the right type, or None for different types.
+
+        Numpy widens int32 beside int64, as Triton does.
+        """
         if type(rhs) is tensor:
-            if lhs.dtype is not rhs.dtype:
+            if lhs.dtype is not rhs.dtype and {lhs.dtype.name, rhs.dtype.name} != ADDRESSES:
                 return None
             same = lhs.type is rhs.type
             return lhs.handle.data, rhs.handle.data, lhs.type if same else rhs.type
@@ -298,10 +311,12 @@ def _operate_directly(interpreter: Any) -> None:
             if element.name == "int1" and not left.dtype == right.dtype == np.bool_:
                 return slow(self, other, **named)
             data = operate(right, left) if is_swapped else operate(left, right)
-            result = core.int1 if is_compared else element
+            held = self.handle.dtype
+            if kind is not self.type and kind.scalar is not element:
+                held = element = core.int64
             if is_compared or kind is not self.type:
-                kind = block_of(result, self.type, kind)
-            return value_of(data, self.handle.dtype, kind)
+                kind = block_of(core.int1 if is_compared else element, self.type, kind)
+            return value_of(data, held, kind)
 
         return run
 
@@ -332,6 +347,7 @@ def _operate_directly(interpreter: Any) -> None:
         (ARITHMETIC, INTEGERS | {"fp16", "fp32"}, ("", "r")),
         (COMPARISONS, INTEGERS | {"fp16", "fp32"}, ("",)),
         (BITS, INTEGERS | {"int1"}, ("",)),
+        (WHOLE, INTEGERS, ("",)),
         ({"truediv": np.divide}, frozenset({"fp32"}), ("", "r")),
     )
 
