@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tests.tiny import FakeCheckpoint, precision_of
 from tilewright.compiler.driver import lower_draft_layer
+from tilewright.compiler.ops.delta_rule import chunked_delta_rule, gates, split_heads
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.host.executable import HostExecutable
 from tilewright.compiler.targets.interface.base import CompileOptions
@@ -129,7 +131,45 @@ def block(x: Tensor, tensors: dict[str, Tensor], config: Any, *, prefix: str) ->
     scores = torch.einsum("...thd,...shd->...hts", query, keys) * dim**-0.5
     scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
     attended = torch.einsum("...hts,...shd->...thd", scores.softmax(-1), values) * gate.sigmoid()
-    x = x + attended.flatten(-2) @ get("self_attn.o_proj").T
+    return _feed_forward(x + attended.flatten(-2) @ get("self_attn.o_proj").T, get, eps)
+
+
+def linear_block(x: Tensor, tensors: dict[str, Tensor], config: Any, *, prefix: str) -> Tensor:
+    """Run a layer with linear attention on ``[B, T, hidden]``, with gradients.
+
+    The delta rule has sequences as heads. Its state begins with zeros.
+    """
+
+    def get(name: str) -> Tensor:
+        return tensors[f"{prefix}.{name}.weight"]
+
+    shape, eps, size = config.delta, config.norm_eps, x.shape[0]
+    normed, heads = norm(x, get("input_layernorm"), eps), config.delta.num_value_heads
+    qkv, z, a, b = (
+        normed @ get(f"linear_attn.in_proj_{name}").T for name in ("qkv", "z", "a", "b")
+    )
+    weight = get("linear_attn.conv1d")
+    padded = torch.nn.functional.pad(qkv.mT, (weight.shape[-1] - 1, 0))
+    qkv = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, weight, groups=len(weight)))
+    rows = split_heads(qkv.mT.flatten(0, 1), shape.num_key_heads, shape.key_dim, heads)
+    gated = gates(
+        a.flatten(0, 1),
+        b.flatten(0, 1),
+        tensors[f"{prefix}.linear_attn.A_log"],
+        tensors[f"{prefix}.linear_attn.dt_bias"],
+    )
+    by_token = [
+        each.unflatten(0, (size, -1)).transpose(0, 1).flatten(1, 2) for each in (*rows, *gated)
+    ]
+    state = x.new_zeros(size * heads, shape.key_dim, shape.value_dim)
+    out = chunked_delta_rule(*by_token, state)[0].unflatten(1, (size, heads)).transpose(0, 1)
+    out = norm(out, get("linear_attn.norm") - 1, eps)
+    gate = torch.nn.functional.silu(z).unflatten(-1, (heads, -1))
+    x = x + (gate * out).flatten(-2) @ get("linear_attn.out_proj").T
+    return _feed_forward(x, get, eps)
+
+
+def _feed_forward(x: Tensor, get: Callable[[str], Tensor], eps: float) -> Tensor:
     normed = norm(x, get("post_attention_layernorm"), eps)
     up = normed @ get("mlp.up_proj").T
     inner = torch.nn.functional.silu(normed @ get("mlp.gate_proj").T) * up

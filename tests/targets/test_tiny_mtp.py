@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,7 @@ from tests.draft_layers import attach, layer_states
 from tests.tiny import compiled
 from tests.tools import train_tiny_mtp as tiny
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.targets.host.batch import Batch
 from tilewright.compiler.targets.host.executable import HostExecutable
 from tilewright.compiler.targets.interface.step import (
     CloseSlot,
@@ -48,6 +50,9 @@ def executable() -> Iterator[HostExecutable]:
 def test_stored_model_has_its_hash() -> None:
     assert tiny.FILE.stat().st_size <= 1_000_000
     assert hashlib.sha256(tiny.FILE.read_bytes()).hexdigest() == RECORD["sha256"]
+    size = tiny.NUM_LINES * tiny.LENGTH
+    held_out = torch.tensor(list(tiny.training_text()[-size:]))
+    assert torch.equal(tiny.load()[2].flatten(), held_out), "independent of the documentation"
 
 
 def acceptance_length(executable: HostExecutable, lines: Tensor) -> float:
@@ -103,9 +108,15 @@ def test_agreement_shows_a_hidden_state_before_the_norm(
     assert agreement(executable, text[:NUM_SLOTS]) < low
 
 
-def plain_agreement(tensors: dict[str, Tensor], lines: Tensor, *, is_normed: bool = True) -> float:
+def plain_agreement(
+    tensors: dict[str, Tensor],
+    lines: Tensor,
+    *,
+    is_normed: bool = True,
+    sizes: dict[str, Any] = tiny.SIZES,
+) -> float:
     """Return the agreement in plain torch."""
-    model, _ = tiny.tiny_mtp(tensors)
+    model, _ = tiny.tiny_mtp(tensors, sizes)
     weights = {name: each.float() for name, each in tensors.items()}
     before, after = tiny.states(weights, lines, model.config)
     hidden = after if is_normed else before
@@ -117,15 +128,66 @@ def plain_agreement(tensors: dict[str, Tensor], lines: Tensor, *, is_normed: boo
     return float(((drafted @ head.T).argmax(-1) == likeliest).float().mean())
 
 
+def trained(tmp_path_factory: pytest.TempPathFactory, sizes: dict[str, Any]) -> dict[str, Tensor]:
+    """Return trained weights, cached by the content of the script and of its text."""
+    name = f"tiny-mtp-{sizes['num_layers']}-{tiny.content_key()}"
+    path = Path(tmp_path_factory.getbasetemp().parent) / name
+    if not path.exists():
+        save_file(tiny.made(sizes=sizes), path)
+    return load_file(path)
+
+
+def test_hybrid_training_model_equals_the_reference() -> None:
+    """States with gradients are the states of the compiled model."""
+    model, _ = tiny.tiny_mtp(sizes=tiny.HYBRID)
+    tokens = tiny.load()[2][:2, :70]
+    before, after = tiny.states(model.checkpoint.tensors, tokens, model.config)
+    executable: Any = compiled(model, "reference", max_context=128)
+    for line, expected in zip(tokens.tolist(), after, strict=True):
+        executable.reset()
+        executable.step(Step(edits=(OpenSlot(Slot(0), SamplingParams()),)))
+        every, ends = np.arange(len(line)), np.array([0, len(line)])
+        batch = Batch(np.array(line), every, ends, every, (Slot(0),), False)
+        states = torch.from_numpy(executable.hidden(batch))
+        torch.testing.assert_close(states, expected, atol=1e-4, rtol=1e-4)
+    assert before.shape == after.shape
+
+
+@pytest.mark.slow
+def test_hybrid_layer_has_acceptance_and_the_output_of_the_plain_run(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """A trained hybrid on native kernels. Rejected drafts leave no trace in its state."""
+    tensors = trained(tmp_path_factory, tiny.HYBRID)
+    lines = tensors.pop("text").long()
+    right, wrong = (
+        plain_agreement(tensors, lines, is_normed=flag, sizes=tiny.HYBRID) for flag in (True, False)
+    )
+    model, layer = tiny.tiny_mtp(tensors, tiny.HYBRID)
+    made: Any = compiled(model, "cpu-native", max_batch=NUM_SLOTS, max_context=tiny.LENGTH)
+    attach(made, model, layer, "cpu-native")
+    outputs, params = [], SamplingParams(max_tokens=40)
+    config = SpeculativeConfig(method=MTP, max_drafts=NUM_DRAFTS, schedule=((1, 99, NUM_DRAFTS),))
+    for speculative in (None, config):
+        loop = EngineLoop(made, policy=SchedulerConfig(speculative=speculative))
+        prompts = [tuple(line[:40].tolist()) for line in lines[:NUM_SLOTS]]
+        requests = [RequestState(n, prompt, params) for n, prompt in enumerate(prompts)]
+        loop.generate(requests)
+        outputs.append([request.output for request in requests])
+    made.close()
+    counts = loop.scheduler.speculator.counts
+    length = 1 + sum(counts.num_accepted) / counts.num_drafts
+    print(f"agreement {right:.3f}, before the norm {wrong:.3f}, acceptance length {length:.2f}")
+    assert outputs[0] == outputs[1]
+    assert right > 0.6 and right - wrong >= 0.02 and length > 1.9, (right, wrong, length)
+
+
 @pytest.mark.slow
 def test_training_gives_a_layer_that_needs_the_norm(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """The weights are cached by the content of the script and of its text."""
-    path = Path(tmp_path_factory.getbasetemp().parent) / f"tiny-mtp-{tiny.content_key()}"
-    if not path.exists():
-        save_file(tiny.made(), path)
-    tensors = load_file(path)
+    tensors = trained(tmp_path_factory, tiny.SIZES)
     lines = tensors["text"].long()
     right, wrong = (plain_agreement(tensors, lines, is_normed=flag) for flag in (True, False))
     assert right > 0.6 and right - wrong >= 0.02, (right, wrong)

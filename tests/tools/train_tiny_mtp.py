@@ -1,4 +1,4 @@
-"""Train a tiny Qwen3.5 with a draft layer on the documentation's bytes, and store it.
+"""Train a tiny Qwen3.5 with a draft layer on the bytes of a fixed text, and store it.
 
 ``python -m tests.tools.train_tiny_mtp`` writes `FILE` and its record. It takes a minute on a CPU
 core. The final norm is wide and fixed: with a norm near 1, the draft layer's own norm would hide
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +20,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tests.draft_layers import SHARED, block, layer_states, norm, tiny_layer
+from tests.draft_layers import SHARED, block, layer_states, linear_block, norm, tiny_layer
 from tests.tiny import tiny_model
-from tilewright.models.config import RopeConfig
+from tilewright.models.config import DeltaShape, RopeConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "tests" / "data" / "tiny_mtp.safetensors"
 RECORD = FILE.with_suffix(".json")
+TEXT = FILE.with_name("tiny_mtp_text.xz")
+TEXT_HASH = "9941cd9615f2e8ab083475159d77a91f10084d2610809136bc58f494d345acc2"
 SIZES: dict[str, Any] = {
     "model_type": "qwen3_5",
     "vocab_size": 257,
@@ -40,15 +43,25 @@ SIZES: dict[str, Any] = {
     "shared_size": 0,
     "rope": RopeConfig(theta=1e4, num_rotated=16),
 }
+HYBRID: dict[str, Any] = {
+    **SIZES,
+    "hidden_size": 128,
+    "num_layers": 4,
+    "linear_layers": (True, True, True, False),
+    "delta": DeltaShape(2, 4, 32, 32, 4),
+}
+"""Three layers with linear attention and one with attention. Training takes minutes."""
 NUM_LINES, LENGTH = 32, 128
 """Held-out text: lines and their bytes, tensor ``text`` of the file."""
 _STEPS, _BATCH, _CONTEXT, _WARM_UP, _RATE = 450, 16, 64, 40, 4e-3
 _DRAFT_WEIGHT = 0.3
 
 
-def tiny_mtp(tensors: dict[str, Tensor] | None = None) -> tuple[SimpleNamespace, SimpleNamespace]:
+def tiny_mtp(
+    tensors: dict[str, Tensor] | None = None, sizes: dict[str, Any] = SIZES
+) -> tuple[SimpleNamespace, SimpleNamespace]:
     """Return the model and its draft layer. None: random weights."""
-    model = tiny_model(std=0.02, **SIZES)
+    model = tiny_model(std=0.02, **sizes)
     layer = tiny_layer(model, std=0.02)
     for part, stored in ((model, "model.layers."), (layer, "mtp.layers.")):
         names = part.checkpoint.tensors
@@ -67,23 +80,26 @@ def load() -> tuple[SimpleNamespace, SimpleNamespace, Tensor]:
 def states(tensors: dict[str, Tensor], tokens: Tensor, config: Any) -> tuple[Tensor, Tensor]:
     """Return the model's final states ``[B, T, hidden]`` before and after the norm."""
     x = tensors["model.embed_tokens.weight"][tokens]
-    for layer in range(config.num_layers):
-        x = block(x, tensors, config, prefix=f"model.layers.{layer}")
+    for layer, is_linear in enumerate(config.linear_layers):
+        run = linear_block if is_linear else block
+        x = run(x, tensors, config, prefix=f"model.layers.{layer}")
     return x, norm(x, tensors["model.norm.weight"], config.norm_eps)
 
 
-def train(text: Tensor, *, num_steps: int = _STEPS) -> dict[str, Tensor]:
+def train(
+    text: Tensor, *, num_steps: int = _STEPS, sizes: dict[str, Any] = SIZES
+) -> dict[str, Tensor]:
     """Return bfloat16 weights for model and draft layer."""
     torch.manual_seed(0)
-    model, layer = tiny_mtp()
+    model, layer = tiny_mtp(sizes=sizes)
     tensors = {**model.checkpoint.tensors}
     for name, tensor in layer.checkpoint.tensors.items():
         if name not in SHARED:
             tensors[name.replace("model.layers.", "mtp.layers.")] = tensor
     for name, tensor in tensors.items():
         if name.endswith("norm.weight"):
-            tensors[name] = torch.zeros_like(tensor)
-    tensors["model.norm.weight"] = torch.rand(SIZES["hidden_size"]) * 2.9 - 0.9
+            tensors[name] = torch.full_like(tensor, float("linear_attn" in name))
+    tensors["model.norm.weight"] = torch.rand(sizes["hidden_size"]) * 2.9 - 0.9
     trained = [
         each.requires_grad_() for name, each in tensors.items() if name != "model.norm.weight"
     ]
@@ -110,24 +126,24 @@ def train(text: Tensor, *, num_steps: int = _STEPS) -> dict[str, Tensor]:
     return {name: tensor.detach().bfloat16().contiguous() for name, tensor in tensors.items()}
 
 
-def documentation() -> Tensor:
-    """Return the documentation's bytes, int64."""
-    paths = sorted((ROOT / "docs").rglob("*.md"))
-    return torch.tensor(list(b"".join(path.read_bytes() for path in paths)))
+def training_text() -> bytes:
+    """Return the bytes of `TEXT`: pages of the documentation at a fixed date."""
+    text = lzma.decompress(TEXT.read_bytes())
+    assert hashlib.sha256(text).hexdigest() == TEXT_HASH, f"{TEXT} is another text"
+    return text
 
 
 def content_key() -> str:
     """Return a hash for this script and its text. It names a cached model."""
-    text = bytes(documentation().to(torch.uint8).tolist())
-    return hashlib.sha256(Path(__file__).read_bytes() + text).hexdigest()
+    return hashlib.sha256(Path(__file__).read_bytes() + training_text()).hexdigest()
 
 
-def made(num_steps: int = _STEPS) -> dict[str, Tensor]:
+def made(num_steps: int = _STEPS, sizes: dict[str, Any] = SIZES) -> dict[str, Tensor]:
     """Return a trained model with its held-out text."""
-    text = documentation()
+    text = torch.tensor(list(training_text()))
     size = NUM_LINES * LENGTH
     return {
-        **train(text[:-size], num_steps=num_steps),
+        **train(text[:-size], num_steps=num_steps, sizes=sizes),
         "text": text[-size:].view(NUM_LINES, LENGTH).to(torch.uint8),
     }
 
