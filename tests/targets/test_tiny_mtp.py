@@ -1,4 +1,4 @@
-"""A trained draft layer: acceptance, and agreement that depends on the norm of its input.
+"""A trained draft layer: acceptance, and agreement that needs the norm before its input.
 
 `tests/tools/train_tiny_mtp.py` makes the stored model. Equal outputs check the verification only.
 """
@@ -129,7 +129,7 @@ def plain_agreement(
 
 
 def trained(tmp_path_factory: pytest.TempPathFactory, sizes: dict[str, Any]) -> dict[str, Tensor]:
-    """Return trained weights, cached by the content of the script and of its text."""
+    """Return trained weights, cached by a hash of the script and the text."""
     name = f"tiny-mtp-{sizes['num_layers']}-{tiny.content_key()}"
     path = Path(tmp_path_factory.getbasetemp().parent) / name
     if not path.exists():
@@ -138,7 +138,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, sizes: dict[str, Any]) -> 
 
 
 def test_hybrid_training_model_equals_the_reference() -> None:
-    """States with gradients are the states of the compiled model."""
+    """The training code and the compiled model have equal states."""
     model, _ = tiny.tiny_mtp(sizes=tiny.HYBRID)
     tokens = tiny.load()[2][:2, :70]
     before, after = tiny.states(model.checkpoint.tensors, tokens, model.config)

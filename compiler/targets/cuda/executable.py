@@ -324,8 +324,7 @@ class CudaExecutable(Executable):
             self._captured_slots.settle(self._slot_states)
         for edit in edits:
             if self._layer is not None:
-                slot_state = self._slot_states.get(getattr(edit, "slot", -1))
-                self._layer.update(edit, 0 if slot_state is None else slot_state.length)
+                self._layer.update(edit, self._slot_states)
             if isinstance(edit, OpenSlot):
                 assert edit.slot not in self._slot_states, f"slot {edit.slot} is taken"
                 assert 0 <= edit.slot < self.capabilities.max_num_seqs, f"there is no {edit}"
@@ -367,6 +366,8 @@ class CudaExecutable(Executable):
         else:
             assert isinstance(edit, SwapOut | SwapIn | DropSwapped), edit
             self._away.apply(edit)
+            if self._layer is not None and isinstance(edit, SwapIn):
+                self._layer.resume(edit.slot, self._slot_states[edit.slot])
 
     def agreed(self) -> bytes:
         self._drafts.settle()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class SlotState:
             use.
         rotary_delta: See `OpenSlot`.
         images: Images with cross-attention from decoded tokens.
+        hidden: Last final hidden state of a swapped slot, for a draft layer. None: unknown.
     """
 
     sampling: SamplingParams
@@ -53,6 +54,7 @@ class SlotState:
     is_cut: bool = False
     rotary_delta: int = 0
     images: tuple[ImageId, ...] = ()
+    hidden: Any = None
 
     def hold(self, token: int) -> None:
         """Store a sampled token as the next input."""

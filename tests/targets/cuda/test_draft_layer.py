@@ -30,7 +30,13 @@ from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.final_states import FinalStates
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, LoweredLayer
-from tilewright.compiler.targets.interface.step import PrefillChunk, Step
+from tilewright.compiler.targets.interface.step import (
+    HostPlace,
+    PrefillChunk,
+    Step,
+    SwapIn,
+    SwapOut,
+)
 from tilewright.errors import CompileError
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
@@ -112,20 +118,36 @@ def test_steps_without_drafts_reach_the_layer_before_they_are_overwritten(
         leave_slot(executable, used)
 
 
-def test_a_closed_slot_leaves_its_draft_keys_in_its_pages(executable: Any) -> None:
-    """The layer reads accepted tokens before another slot may share the pages."""
-    slot = take_slot(executable)
+def test_a_swapped_or_closed_slot_leaves_its_draft_keys_in_its_pages(
+    executable: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer reads accepted tokens before the slot loses its pages. Drafts continue."""
+    slot, fresh = take_slot(executable), take_slot(executable)
     chunk = PrefillChunk(slot, 0, tuple(random_tokens(4, seed=2)), chooses=True)
-    executable.step(Step(prompts=(chunk,)))
+    tokens = [*chunk.tokens, *executable.step(Step(prompts=(chunk,))).parts[0].read().tokens]
+    read, entries = executable._layer._read, list[Any]()
+
+    def recorded(found: Any) -> None:
+        entries.extend(found)
+        read(found)
+
+    def decode(used: Any) -> None:
+        for _ in range(3):
+            tokens.extend(executable.step(Step(decode=(used,))).parts[0].read().tokens)
+
     executable.step(Step(proposes={slot: 1}))
-    for _ in range(3):
-        executable.step(Step(decode=(slot,))).parts[0].read()
-    read = executable._layer._read
-    entries: list[Any] = []
-    executable._layer._read = lambda found: (entries.extend(found), read(found))
-    leave_slot(executable, slot)
-    executable._layer._read = read
+    decode(slot)
+    monkeypatch.setattr(executable._layer, "_read", recorded)
+    home = HostPlace(0)
+    executable.step(Step(edits=(SwapOut(slot, home), SwapIn(fresh, home))))
     assert [position for _, position in entries] == [3, 4, 5]
+    drafts = executable.step(Step(proposes={fresh: 2})).parts[0].read().tokens
+    assert drafts == plain_drafts(LAYER, tokens, final_states(tokens[:-1], MODEL), 2)[0]
+    decode(fresh)
+    entries.clear()
+    for used in (fresh, slot):
+        leave_slot(executable, used)
+    assert [position for used, position in entries if used == fresh] == [6, 7, 8]
 
 
 def test_prefill_states_need_no_large_norm_and_are_never_stale(executable: Any) -> None:

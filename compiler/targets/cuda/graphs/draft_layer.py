@@ -22,16 +22,14 @@ from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send, s
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.step import (
     CloseSlot,
     CopyState,
-    DropSwapped,
-    HostPlace,
     OpenSlot,
     PrefillChunk,
     Slot,
     StateUpdate,
-    SwapIn,
     SwapOut,
 )
 
@@ -91,32 +89,37 @@ class CudaDraftLayer:
         self._pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._ends: dict[Slot, int] = {}
         self._drafting: dict[Slot, int] = {}  # reads that are left
-        self._swapped: dict[HostPlace, tuple[int, Tensor]] = {}
         self._num_unread = 0
         self.num_choosable = 0
         outputs: Any = _LayerOutputs(self._states)
         steps.final_states = outputs
 
-    def update(self, edit: StateUpdate, length: int) -> None:
-        """Follow a state update, before it is applied. ``length``: Positions in its slot."""
+    def update(self, edit: StateUpdate, slot_states: Mapping[Slot, SlotState]) -> None:
+        """Follow a state update, before it is applied."""
         if isinstance(edit, OpenSlot):
             self._open(edit.slot, edit.keeps)
         elif isinstance(edit, CloseSlot):
-            self._read_slot(edit.slot, length)
+            self._read_slot(edit.slot, slot_states[edit.slot].length)
             self._ends.pop(edit.slot, None)
             self._drafting.pop(edit.slot, None)
         elif isinstance(edit, CopyState):
             self.copy(edit.source, edit.target, edit.num_positions)
         elif isinstance(edit, SwapOut):
-            self._read_slot(edit.slot, length)
-            end = max(0, length - 1)
-            self._swapped[edit.place] = end, self._final.states[edit.slot, end % RING].clone()
-        elif isinstance(edit, SwapIn):
-            end, last = self._swapped.pop(edit.place)
-            self._open(edit.slot, end + 1)
-            self._final.states[edit.slot, end % RING].copy_(last)
-        elif isinstance(edit, DropSwapped):
-            del self._swapped[edit.place]
+            slot_state = slot_states[edit.slot]
+            self._read_slot(edit.slot, slot_state.length)
+            slot_state.hidden = self._final.states[edit.slot, self._last(slot_state)].clone()
+
+    def resume(self, slot: Slot, slot_state: SlotState) -> None:
+        """Continue a slot after its swap."""
+        self._open(slot, slot_state.length)
+        if slot_state.hidden is not None:
+            self._final.states[slot, self._last(slot_state)].copy_(slot_state.hidden)
+            slot_state.hidden = None
+
+    @staticmethod
+    def _last(slot_state: SlotState) -> int:
+        """Return the entry of a slot's last position."""
+        return max(0, slot_state.length - 1) % RING
 
     def _open(self, slot: Slot, length: int) -> None:
         """Begin a slot with ``length`` unknown hidden states."""
@@ -137,7 +140,6 @@ class CudaDraftLayer:
         """Discard all slots."""
         self._ends.clear()
         self._drafting.clear()
-        self._swapped.clear()
         self._num_unread = 0
         self._final.take_prompts()
 

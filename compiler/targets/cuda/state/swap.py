@@ -43,7 +43,7 @@ class Away:
             kept.token,
             kept.counts,
         )
-        slot_state.images = kept.images
+        slot_state.images, slot_state.hidden = kept.images, kept.hidden
         self._table.hold(edit.slot, token.view(1))
         self._state.take_back(edit.place, edit.slot, kept.length)
 
