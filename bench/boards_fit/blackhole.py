@@ -1,4 +1,4 @@
-"""Published speeds of Blackhole boards as samples of the time model, and their fit."""
+"""Published speeds for Blackhole boards as samples for the time model, and their fit."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.tenstorrent.perf.blackhole import (
     BLACKHOLE_START,
     SOFTWARE,
+    TRACED,
     BlackholeConstants,
     blackhole_seconds,
+    prompt_seconds,
 )
-from tilewright.compiler.targets.tenstorrent.perf.work import COLLECTIVE
 from tilewright.models.shapes import SHAPES
 
 ROWS = Path(__file__).with_name("blackhole_published.json")
 STEP_NAMES = ("cache_bytes_per_s", "ring_factor", *SOFTWARE)
-PROMPT_NAMES = ("matmul_factor", "prompt_op_seconds")
+PROMPT_NAMES = (
+    *("matmul_factor", "traced_prompt", "undated_prompt", "tt_prompt", "gemma_prompt"),
+    "host_collective",
+)
 
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -71,14 +75,17 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "Qwen3.6-27B": _QWEN36,
     "Qwen3.8-27B": _QWEN36,
 }
-"""Configurations of the published models."""
+"""Published models by name."""
 
 DEVICES = {"p150x2": "p300", "p150x4": "qb2", "p300x2": "qb2", "p150x8": "loudbox"}
 
 
 @dataclass(frozen=True, slots=True)
 class BlackholeSample:
-    """A published decode step or first token: ``seconds``, software, and work with its counts."""
+    """A published decode step or first token: ``seconds``, and work with its counts.
+
+    ``software``: the generation for a step, the constant for operator starts for a prompt.
+    """
 
     id: int
     model: str
@@ -92,15 +99,15 @@ class BlackholeSample:
     work: Work
 
     def predict(self, constants: BlackholeConstants) -> float:
-        """Return the seconds of the time model."""
-        total = 0.0
+        """Return the predicted seconds."""
+        seconds_of = blackhole_seconds if self.is_decode else prompt_seconds
+        starts = busy = 0.0
         for work, count in self.work:
-            start, moved, computed = blackhole_seconds(
-                work, constants, self.software, is_decode=self.is_decode
-            )
-            busy = moved + computed if work.kind == COLLECTIVE else max(moved, computed)
-            total += count * (start + busy)
-        return total
+            start, moved, computed = seconds_of(work, constants, self.software)
+            starts += count * start
+            busy += count * max(moved, computed)
+        is_untraced = not self.is_decode and self.software != TRACED
+        return max(starts, busy) if is_untraced else starts + busy
 
     def error(self, constants: BlackholeConstants) -> float:
         """Return predicted over published time, less 1."""
@@ -108,7 +115,7 @@ class BlackholeSample:
 
 
 def read_samples() -> list[BlackholeSample]:
-    """Return the rows of the data file: decode steps, then first tokens."""
+    """Return the published rows: decode steps, then first tokens."""
     programs = Programs()
     rows = json.loads(ROWS.read_text(encoding="utf-8"))["rows"]
     steps = [_sample(record, programs, is_decode=True) for record in rows]
@@ -130,10 +137,18 @@ def _sample(record: Mapping[str, Any], programs: Programs, *, is_decode: bool) -
         length=1 if is_decode else record["isl"],
         context=context,
     )
-    facts = {name: record[name] for name in ("id", "model", "board", "batch", "date", "software")}
+    facts = {name: record[name] for name in ("id", "model", "board", "batch", "date")}
+    software = record["software"]
+    if not is_decode:
+        software = record.get("prompts", SOFTWARE[software].prompts)
     seconds = record["step_ms" if is_decode else "first_token_ms"] / 1e3
     return BlackholeSample(
-        **facts, context=context, seconds=seconds, is_decode=is_decode, work=work
+        **facts,
+        context=context,
+        software=software,
+        seconds=seconds,
+        is_decode=is_decode,
+        work=work,
     )
 
 
@@ -172,15 +187,14 @@ def study_blackhole() -> BlackholeStudy:
 
 
 def blackhole_report(study: BlackholeStudy) -> str:
-    """Return tables of the errors and of all rows, as Markdown."""
+    """Return Markdown tables with the errors and all rows."""
     rows = []
     for samples, errors in ((study.steps, study.step_errors), (study.prompts, study.prompt_errors)):
         for sample, error in zip(samples, errors, strict=True):
             what = "step" if sample.is_decode else "prompt"
             size = f"{sample.batch} x {sample.context:,}"
             times = f"{1e3 * sample.seconds:.2f}", f"{1e3 * sample.predict(study.constants):.2f}"
-            software = sample.software if sample.is_decode else ""
-            details = (what, size, sample.date, software, *times, *percents(error))
+            details = (what, size, sample.date, sample.software, *times, *percents(error))
             rows.append((sample.model, sample.board, *details))
     summary = [
         summarize("decode step", "sample", study.step_errors),

@@ -8,14 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.boards_fit.blackhole import ROWS, study_blackhole
+from bench.boards_fit.blackhole import PROMPT_NAMES, ROWS, study_blackhole
 from tests.targets.tenstorrent.boards import programs
 from tests.tiny import tiny_model
 from tilewright.compiler.targets.tenstorrent.perf.blackhole import (
     BLACKHOLE,
     BLACKHOLE_BARS,
     SOFTWARE,
+    TRACED,
     blackhole_seconds,
+    is_host_bound,
+    prompt_seconds,
     software_of,
 )
 from tilewright.compiler.targets.tenstorrent.perf.price import price, step_seconds
@@ -25,10 +28,12 @@ from tilewright.compiler.targets.tenstorrent.perf.work import program_work
 @pytest.mark.slow
 def test_left_out_rows_are_within_the_bounds() -> None:
     study = study_blackhole()
-    errors = 100 * np.abs(study.step_errors)
+    steps, prompts = 100 * np.abs(study.step_errors), 100 * np.abs(study.prompt_errors)
+    errors = np.concatenate([steps, prompts])
     assert np.median(errors) <= 6 and errors.max() <= 20
+    assert np.median(steps) <= 3 and np.median(prompts) <= 7
     assert study.bars() == pytest.approx(BLACKHOLE_BARS, rel=0.01)
-    for name in SOFTWARE:
+    for name in (*SOFTWARE, *PROMPT_NAMES):
         assert getattr(study.constants, name) == pytest.approx(getattr(BLACKHOLE, name), rel=0.01)
 
 
@@ -42,12 +47,24 @@ def test_every_published_row_has_a_date_a_source_and_known_software() -> None:
 def test_two_readers_of_a_bank_halve_the_cycles_of_a_matmul() -> None:
     _, decode = programs(tiny_model(hidden_size=64), name="p150")
     work = next(each for each in program_work(decode) if each.is_one_row)
-    times = [
-        blackhole_seconds(work, BLACKHOLE, name, is_decode=True)
-        for name in ("tt_2025_11", "tt_2026_09")
-    ]
+    times = [blackhole_seconds(work, BLACKHOLE, name) for name in ("tt_2025_11", "tt_2026_09")]
     assert times[0][2] == 2 * times[1][2] and times[0][1] == times[1][1]
     assert software_of(decode) == "tt_2026_09"
     assert step_seconds(decode) == pytest.approx(sum(each.seconds for each in price(decode)))
     slower = replace(decode, device="P100")
     assert step_seconds(slower) == step_seconds(decode), "the banks are those of the program"
+
+
+def test_an_untraced_prompt_takes_the_time_of_the_host_or_of_the_chips() -> None:
+    prompt, _ = programs(tiny_model(hidden_size=64), name="p150")
+    name, work = SOFTWARE[software_of(prompt)].prompts, program_work(prompt)
+    parts = [prompt_seconds(cost, BLACKHOLE, name) for cost in work]
+    host, chips = sum(part[0] for part in parts), sum(max(part[1:]) for part in parts)
+    assert name != TRACED and host > chips
+    assert step_seconds(prompt) == pytest.approx(host)
+    assert {line.bound for line in price(prompt)[:-1]} == {"start"}
+    slow = tuple(replace(cost, bytes_read=10**9, activation_bytes=10**9) for cost in work)
+    assert is_host_bound(((cost, 1.0) for cost in work), BLACKHOLE, name)
+    assert not is_host_bound(((cost, 1.0) for cost in slow), BLACKHOLE, name)
+    traced = [prompt_seconds(cost, BLACKHOLE, TRACED) for cost in work]
+    assert sum(part[0] for part in traced) < host

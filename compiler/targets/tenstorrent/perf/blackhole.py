@@ -7,7 +7,7 @@ checks the constants.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -29,6 +29,10 @@ CLOCK = 1.35e9
 PHASE_CYCLES = 16
 BANK_BYTES_PER_S = 0.9 * 64e9
 """DRAM rate per bank in decode matmuls. Documented."""
+TILE_BYTES_PER_S = 279e9 / 8
+"""DRAM rate per bank in prompt matmuls: tile by tile, for bfp4. Documented."""
+COLLECTIVE_SECONDS = 9.5e-6
+"""Start of a reduce-scatter or a gather on four chips: half an all-reduce of 8 KB. Documented."""
 SPREAD_BYTES_PER_S = 344e9
 """DRAM rate for interleaved tensors in large packets. Documented."""
 L1_BYTES_PER_S = 64 * 64e9 * 1.35
@@ -38,26 +42,33 @@ SOFTMAX_CYCLES = 1100
 """Vector unit cycles for a score tile, as on Wormhole. Assumed."""
 
 
+TRACED = "traced_prompt"
+"""Prompts that replay a trace. The host dispatches each operator of all other prompts, concurrently
+with the chips."""
+
+
 @dataclass(frozen=True, slots=True)
 class Software:
-    """A software generation: ``readers`` for each DRAM bank in decode matmuls, and whether decode
-    attention splits a head over cores (``splits_heads``).
+    """A software generation: ``readers`` for each DRAM bank in decode matmuls, whether decode
+    attention splits a head over cores (``splits_heads``), and the constant for operator starts in
+    prompts (``prompts``).
     """
 
     readers: int = 1
     splits_heads: bool = True
+    prompts: str = TRACED
 
 
 SOFTWARE: Mapping[str, Software] = MappingProxyType(
     {
         "vllm_2025_05": Software(),
-        "tt_2025_11": Software(),
-        "tt_2026_07": Software(),
-        "tt_2026_09": Software(readers=2),
+        "tt_2025_11": Software(prompts="tt_prompt"),
+        "tt_2026_07": Software(prompts="tt_prompt"),
+        "tt_2026_09": Software(readers=2, prompts="tt_prompt"),
         "tp4_2025_07": Software(),
         "tp4_2026_09": Software(readers=2),
         "vllm_2026_08": Software(splits_heads=False),
-        "gemma_2026_08": Software(),
+        "gemma_2026_08": Software(prompts="gemma_prompt"),
         "qwen36_2026_09": Software(readers=2),
         "coder_2026": Software(),
     }
@@ -72,7 +83,9 @@ class BlackholeConstants:
 
     ``cache_bytes_per_s``: read rate for keys and values. ``ring_factor``: operator starts per
     collective step. ``matmul_factor``: prefill matmul cycles divided by peak cycles.
-    ``prompt_op_seconds``: operator start in prefill.
+    ``traced_prompt``: operator start in a traced prompt. ``undated_prompt``, ``tt_prompt``,
+    ``gemma_prompt``: host time for an operator in an untraced prompt. ``host_collective``: host
+    time for a collective there.
     """
 
     cache_bytes_per_s: float
@@ -88,7 +101,11 @@ class BlackholeConstants:
     qwen36_2026_09: float
     coder_2026: float
     matmul_factor: float
-    prompt_op_seconds: float
+    traced_prompt: float
+    undated_prompt: float
+    tt_prompt: float
+    gemma_prompt: float
+    host_collective: float
 
 
 BLACKHOLE_START = BlackholeConstants(
@@ -105,7 +122,11 @@ BLACKHOLE_START = BlackholeConstants(
     qwen36_2026_09=1e-5,
     coder_2026=1e-5,
     matmul_factor=2.0,
-    prompt_op_seconds=5e-5,
+    traced_prompt=3e-5,
+    undated_prompt=1e-4,
+    tt_prompt=1e-4,
+    gemma_prompt=1e-4,
+    host_collective=2e-4,
 )
 """Round numbers from which the fit begins."""
 
@@ -123,10 +144,14 @@ BLACKHOLE = BlackholeConstants(
     gemma_2026_08=5.92e-06,
     qwen36_2026_09=8.892e-06,
     coder_2026=9.379e-06,
-    matmul_factor=1.359,
-    prompt_op_seconds=3.994e-05,
+    matmul_factor=1.324,
+    traced_prompt=4.448e-05,
+    undated_prompt=0.0001458,
+    tt_prompt=0.000102,
+    gemma_prompt=6.875e-05,
+    host_collective=0.0001798,
 )
-BLACKHOLE_BARS = (0.095, 0.638)
+BLACKHOLE_BARS = (0.095, 0.131)
 # fitted: end
 """Bars: nine in ten left-out rows are within these shares, for t/s/u and TTFT."""
 
@@ -144,27 +169,69 @@ def software_of(program: DeviceProgram) -> str:
 
 
 def blackhole_seconds(
-    work: InstructionCost, constants: BlackholeConstants, software: str, *, is_decode: bool
+    work: InstructionCost, constants: BlackholeConstants, software: str
 ) -> tuple[float, float, float]:
-    """Return the seconds for the start, the memory transfer, and the arithmetic."""
+    """Return a decode instruction's seconds for the start, the memory transfer, the arithmetic."""
     generation = SOFTWARE[software]
-    start = getattr(constants, software) if is_decode else constants.prompt_op_seconds
+    start = getattr(constants, software)
     if work.kind == COLLECTIVE:
         steps = work.ring_steps + work.hops
         return steps * constants.ring_factor * start, work.link_bytes / LINK_BYTES_PER_S, 0.0
     start *= work.starts + work.has_bias
-    peak = work.phases * PHASE_CYCLES
-    if work.kind == MATMUL:
-        cycles = work.products * peak
-        if work.is_one_row:
-            moved = work.bytes_read / (work.banks * BANK_BYTES_PER_S)
-            return start, moved, cycles / generation.readers / CLOCK
-        factor = 1.0 if is_decode else constants.matmul_factor
-        moved = (work.bytes_read + (not is_decode) * work.activation_bytes) / SPREAD_BYTES_PER_S
-        return start, moved, factor * cycles / CLOCK
     if work.kind == ATTENTION:
         tiles = work.softmax_tiles if generation.splits_heads else work.head_tiles
         return start, work.bytes_read / constants.cache_bytes_per_s, tiles * SOFTMAX_CYCLES / CLOCK
+    if work.kind != MATMUL:
+        return start, _small_seconds(work), 0.0
+    cycles = work.products * work.phases * PHASE_CYCLES
+    if work.is_one_row:
+        moved = work.bytes_read / (work.banks * BANK_BYTES_PER_S)
+        return start, moved, cycles / generation.readers / CLOCK
+    return start, work.bytes_read / SPREAD_BYTES_PER_S, cycles / CLOCK
+
+
+def prompt_seconds(
+    work: InstructionCost, constants: BlackholeConstants, prompts: str
+) -> tuple[float, float, float]:
+    """Return a prompt instruction's seconds for the start, the memory transfer, the arithmetic.
+
+    Args:
+        prompts: Constant for operator starts. In an untraced prompt, the start is host time.
+    """
+    formula = work.kind
+    start = getattr(constants, prompts) * (work.starts + work.has_bias)
+    if formula == COLLECTIVE:
+        link = work.link_bytes / LINK_BYTES_PER_S
+        if prompts == TRACED:
+            return COLLECTIVE_SECONDS, link, 0.0
+        return constants.host_collective, COLLECTIVE_SECONDS + link, 0.0
+    if formula == ATTENTION:
+        cycles = work.softmax_tiles * SOFTMAX_CYCLES
+        return start, work.bytes_read / constants.cache_bytes_per_s, cycles / CLOCK
+    if formula != MATMUL:
+        return start, _small_seconds(work), 0.0
+    moved = work.bytes_read / ((work.banks or 8) * TILE_BYTES_PER_S)
+    moved += work.activation_bytes / SPREAD_BYTES_PER_S
+    cycles = work.products * work.phases * PHASE_CYCLES
+    return start, moved, constants.matmul_factor * cycles / CLOCK
+
+
+def is_host_bound(
+    work: Iterable[tuple[InstructionCost, float]], constants: BlackholeConstants, prompts: str
+) -> bool:
+    """Return whether the host needs longer for an untraced prompt than the chips.
+
+    Args:
+        work: Instructions with their number.
+    """
+    host = device = 0.0
+    for instruction, count in work:
+        start, *busy = prompt_seconds(instruction, constants, prompts)
+        host += count * start
+        device += count * max(busy)
+    return host > device
+
+
+def _small_seconds(work: InstructionCost) -> float:
     rate = SPREAD_BYTES_PER_S if work.is_spread else L1_BYTES_PER_S
-    moved = work.activation_bytes / rate + work.bytes_read / SPREAD_BYTES_PER_S
-    return start, moved, 0.0
+    return work.activation_bytes / rate + work.bytes_read / SPREAD_BYTES_PER_S

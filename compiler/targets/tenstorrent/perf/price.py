@@ -13,7 +13,11 @@ from tilewright.compiler.devices import BLACKHOLE as BLACKHOLE_CHIP
 from tilewright.compiler.devices import get_device
 from tilewright.compiler.targets.tenstorrent.perf.blackhole import (
     BLACKHOLE,
+    SOFTWARE,
+    TRACED,
     blackhole_seconds,
+    is_host_bound,
+    prompt_seconds,
     software_of,
 )
 from tilewright.compiler.targets.tenstorrent.perf.constants import (
@@ -92,12 +96,34 @@ def seconds_by_work(
     if constants is not None or not is_blackhole(program):
         return partial(work_seconds, constants=constants or FITTED, is_decode=is_decode)
     software = software_of(program)
+    if not is_decode:
+        return _blackhole_prompt(program, SOFTWARE[software].prompts)
 
     def on_blackhole(work: InstructionCost) -> tuple[float, str]:
-        start, moved, computed = blackhole_seconds(work, BLACKHOLE, software, is_decode=is_decode)
+        start, moved, computed = blackhole_seconds(work, BLACKHOLE, software)
         if work.kind == COLLECTIVE:
             return start + moved, BOUND_LINK if moved > start else BOUND_ROUTE
         return _parts(start, moved, computed)
+
+    return on_blackhole
+
+
+def _blackhole_prompt(
+    program: DeviceProgram, prompts: str
+) -> Callable[[InstructionCost], tuple[float, str]]:
+    """Return a function from work to seconds and bottleneck. In an untraced prompt, only the slower
+    side counts for every instruction: the host or the chips.
+    """
+    is_traced = prompts == TRACED
+    counts = ((work, 1.0) for work in program_work(program))
+    is_host = not is_traced and is_host_bound(counts, BLACKHOLE, prompts)
+
+    def on_blackhole(work: InstructionCost) -> tuple[float, str]:
+        start, moved, computed = prompt_seconds(work, BLACKHOLE, prompts)
+        if is_host:
+            return start, BOUND_START
+        seconds, bound = _parts(start if is_traced else 0.0, moved, computed)
+        return seconds, BOUND_LINK if work.link_bytes and moved > start else bound
 
     return on_blackhole
 

@@ -69,7 +69,7 @@ class InstructionCost:
         format: Format of the weight or the cache.
         starts: Operators that run.
         head_tiles: Score tiles on the busiest core if one core computes a head.
-        banks: DRAM banks for a matmul with one row of tiles.
+        banks: DRAM banks that hold a matmul's weight.
     """
 
     kind: str
@@ -201,7 +201,7 @@ def _matmul(matmul: Matmul) -> InstructionCost:
         activation_bytes=matmul.x.num_bytes + matmul.out.num_bytes,
         flops=2 * matmul.x.rows * matmul.weight.rows * matmul.weight.columns,
         is_one_row=rows == 1,
-        banks=matmul.weight.memory.cores if rows == 1 else 0,
+        banks=matmul.weight.memory.cores,
         is_spread=matmul.out.memory.buffer == DRAM,
         has_bias=matmul.bias is not None,
         format=matmul.weight.format,
