@@ -22,7 +22,7 @@ BATCH, CONTEXT, COUNT = 6, 64, 14
 MODEL = tiny_model(std=0.3)
 
 
-@pytest.fixture(scope="module", params=["cpu", "reference"])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("reference", marks=pytest.mark.slow)])
 def executable(request: pytest.FixtureRequest) -> Iterator[Executable]:
     made = compiled(
         MODEL,
