@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,9 @@ def free_port() -> int:
 Start = Callable[..., Server]
 
 
-@pytest.fixture(scope="session")
-def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts servers; those that still run at the end are killed."""
+@contextmanager
+def _starting(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Yield a function that starts servers. Kill the remaining servers afterwards."""
     running = []
 
     def start(
@@ -100,29 +101,40 @@ def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             server.wait_until(lambda: server.is_healthy() or process.poll() is not None, _PATIENCE)
         return server
 
-    yield start
-    for server in running:
-        if server.process.poll() is None:
-            server.process.send_signal(signal.SIGKILL)
-            server.process.wait()
+    try:
+        yield start
+    finally:
+        for server in running:
+            if server.process.poll() is None:
+                server.process.send_signal(signal.SIGKILL)
+                server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start servers for a module. An idle server of the session costs CPU time until its end."""
+    with _starting(tiny_gguf, tmp_path_factory) as start:
+        yield start
 
 
 @pytest.fixture(scope="session")
-def server(start_server: Start) -> Server:
+def server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One that all tests share which leave it as it was."""
-    return _shared(start_server, "cpu", max_context=512)
+    with _starting(tiny_gguf, tmp_path_factory) as start:
+        yield _shared(start, "cpu", max_context=512)
 
 
 @pytest.fixture(scope="session")
-def slow_server(start_server: Start) -> Server:
+def slow_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The same on the reference target, whose answers last until somebody stops them: for more than
     the second behind which an engine says again what it holds.
     """
-    return _shared(start_server, "reference", max_context=1536)
+    with _starting(tiny_gguf, tmp_path_factory) as start:
+        yield _shared(start, "reference", max_context=1536)
 
 
-def _shared(start_server: Start, target: str, *, max_context: int) -> Server:
+def _shared(start: Start, target: str, *, max_context: int) -> Server:
     options = ("--max-seats", "4", "--max-context", str(max_context), "--tool-format", "hermes")
-    started = start_server("--target", target, *options)
+    started = start("--target", target, *options)
     assert started.process.poll() is None, started.log.read_text()
     return started

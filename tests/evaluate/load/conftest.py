@@ -1,5 +1,5 @@
 """The running servers of the server tests."""
 
-from tests.serve.conftest import server, start_server, tiny_gguf
+from tests.serve.conftest import server, tiny_gguf
 
-__all__ = ["server", "start_server", "tiny_gguf"]
+__all__ = ["server", "tiny_gguf"]
