@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,8 @@ from tilewright.cli.main import main
 from tilewright.compiler.targets.interface.modes import COMPUTE_MODES
 from tilewright.errors import CompileError
 
-RUN = [
-    "--prompt",
-    "a",
-    "--max-generated-tokens",
-    "3",
-    "--repeat-batches",
-    "1",
-    "--no-results",
-    "--explain",
-]
+RUN = ["--prompt", "a", "--max-generated-tokens", "3", "--repeat-batches", "1"]
+RUN += ["--no-results", "--explain"]
 SHOWN = {
     "tiny": ["wqkv", "ff1_3", "kv_cache", "total"],
     "tiny-moe": ["router", "experts_ff1_3", "experts_ff2", "kv_cache", "total"],
@@ -29,17 +22,37 @@ SHOWN = {
 
 
 def said(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
-    """Beside what the command is asked for."""
+    """Return the errors of a command that prints no plan on its standard output."""
     assert main(argv) == 0
     out, err = capfd.readouterr()
     assert "bytes of" not in out and "moved a step" not in out
     return err
 
 
+Planned = Callable[[list[str]], str]
+
+
+@pytest.fixture
+def planned(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Planned:
+    """Run a command until it compiles. Return the plan."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise CompileError("stopped here")
+
+    def run(argv: list[str]) -> str:
+        assert main(argv) == 2
+        plan, _, after = capfd.readouterr().err.rpartition("tilewright: stopped here")
+        assert after == "\n"
+        return plan
+
+    monkeypatch.setattr("tilewright.cli.measure.measure.compile_for", stop)
+    return run
+
+
 @pytest.mark.parametrize("shape", SHOWN)
-def test_a_run_prints_it_beside_its_text(shape: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_it_before_anything_is_compiled(shape: str, planned: Planned) -> None:
     argv = ["bench", f"shape:{shape}", "--target", "reference", "--batch-size", "2", *RUN]
-    plan = said(argv, capfd)
+    plan = planned(argv)
     assert "on reference, performance" in plan and "2 sequences of" in plan
     for group in SHOWN[shape]:
         assert f"│ {group} " in plan
@@ -60,29 +73,9 @@ def test_a_run_without_explain_prints_its_text_and_one_table(
     assert "precision_cfg" not in out
 
 
-def test_it_comes_before_anything_is_compiled(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: Any, **__: Any) -> None:
-        raise CompileError("stopped here")
-
-    monkeypatch.setattr("tilewright.cli.measure.measure.compile_for", stop)
-    assert main(["bench", "--model", "shape:tiny-moe", "--target", "reference", *RUN]) == 2
-    _, err = capfd.readouterr()
-    assert err.index("experts_ff1_3") < err.index("tilewright: stopped here\n")
-
-
 def test_compile_prints_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    argv = [
-        "compile",
-        "shape:tiny-moe",
-        "-o",
-        str(tmp_path / "out"),
-        "--target",
-        "reference",
-        "--explain",
-    ]
-    out = said(argv, capfd)
+    argv = ["compile", "shape:tiny-moe", "-o", str(tmp_path / "out"), "--target", "reference"]
+    out = said([*argv, "--explain"], capfd)
     assert "│ experts_ff2 " in out and "1 sequence of 2,048 positions" in " ".join(out.split())
 
 
@@ -95,13 +88,13 @@ def test_what_is_compiled_already_has_none(
 
 
 @pytest.mark.parametrize("compute", COMPUTE_MODES)
-def test_layers_of_their_own(compute: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_layers_of_their_own(compute: str, planned: Planned) -> None:
     precision = (
         "precision_cfg = {experts_ff1_3: q40, experts_ff2: bf16, shared_ff2: fp32, delta_in: q80}, "
         "layer_cfg = {1: {experts_ff1_3: bf16}}"
     )
     argv = ["bench", "--model", "shape:tiny-hybrid", "--target", "reference", "--compute", compute]
-    out = " ".join(said([*argv, "--precision", precision, *RUN], capfd).split())
+    out = " ".join(planned([*argv, "--precision", precision, *RUN]).split())
     assert "│ experts_ff1_3 │ q40, bf16 │" in out and "│ experts_ff2 │ bf16 │" in out
     assert "│ shared_ff2 │ fp32 │" in out and "│ delta_in │ q80 │" in out
 
