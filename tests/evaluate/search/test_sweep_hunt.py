@@ -58,11 +58,11 @@ def searched(
 @pytest.mark.parametrize(
     "bounds",
     [
-        {"max_kl": 0.004},
+        pytest.param({"max_kl": 0.004}, marks=pytest.mark.slow),
         {"max_kl": 0.02},
-        {"max_kl": 0.1},
-        {"min_top1": 90.0},
-        {"min_top1": 95.0},
+        pytest.param({"max_kl": 0.1}, marks=pytest.mark.slow),
+        pytest.param({"min_top1": 90.0}, marks=pytest.mark.slow),
+        pytest.param({"min_top1": 95.0}, marks=pytest.mark.slow),
         {"min_top1": 95.0, "max_kl": 0.01},
     ],
     ids=str,
