@@ -178,7 +178,7 @@ def test_the_example_makes_the_tokens_that_tilewright_makes(
     assert generate.encode(backend, "Où?", raw=raw) == tokens
 
 
-@pytest.mark.parametrize("dialect", [(), ("--dialect", "torch"), ("--length", "16")], ids=str)
+@pytest.mark.parametrize("dialect", [(), ("--dialect", "torch", "--length", "16")], ids=str)
 def test_mlir_without_weights(
     dialect: tuple[str, ...], run: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
