@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Refused
+from tests.sweep_cells import cell, done, planned, speed_result
 from tilewright.cli.main import main
+from tilewright.evaluate.sweep.journal import SweepJournal
 
 CODE = Path(__file__).resolve().parents[2] / "tilewright"
 ODD = "it's a folder"
@@ -89,11 +91,13 @@ def test_a_file_for_a_board_is_run_where_the_board_is(
     assert all(word in known for word in words if word.startswith("--"))
 
 
-def test_what_a_sweep_proposes(run: Run, tiny_gguf: Path, tmp_path: Path, refused: Refused) -> None:
-    path = tmp_path / ODD / "s.jsonl"
-    kept = ("--results", path)
-    grid = ("--models", tiny_gguf, "--targets", "null", "--precisions", "bf16")
-    said = run("sweep", "grid", *grid, "--cases", "performance-device-perf", "--rounds", "1", *kept)
+def test_what_a_sweep_proposes(run: Run, tmp_path: Path, refused: Refused) -> None:
+    path, of, header = tmp_path / ODD / "s.jsonl", cell(), planned()
+    path.parent.mkdir()
+    header.options.update(precisions="all-q80")
+    sweep = SweepJournal.create(path, header, [of])
+    sweep.append(done(of, speed_result(of, [100.0])))
+    said = run("sweep", "--results", path, "--resume", "--other-code", "keep")
     words = proposed(said.replace("\n ", " "), "tables: ")
     assert "# Sweep: grid" in run_proposed(run, words)
     said = refused("show", str(path), verb="sweep")
