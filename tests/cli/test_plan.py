@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tilewright.cli.main import main
+from tilewright.models import shapes
 
 Run = Callable[..., str]
 
@@ -29,10 +30,16 @@ def test_plan_prints_boards_as_json_and_as_a_table(tiny_gguf: Path, run: Run) ->
     assert "| board" in table and "predicted" in table and "p150" in table
 
 
-def test_plan_of_large_shapes_names_boards_with_and_without_room(run: Run) -> None:
+def test_plan_of_large_shapes_names_boards_with_and_without_room(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few layers of many experts: about 22 GB, and little to trace."""
+    few = {"num_hidden_layers": 4, "num_experts": 1024, "moe_intermediate_size": 1536}
+    changed = {"qwen3-30b-a3b": {**shapes.SHAPES["qwen3-30b-a3b"], **few}}
+    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, **changed})
     boards = "n150,p150,qb2"
     argv = ("--boards", boards, "--precision", "performance", "--json")
-    rows = json.loads(run("plan", "shape:gpt-oss-20b", *argv))
+    rows = json.loads(run("plan", "shape:qwen3-30b-a3b", *argv))
     by_board = {row["board"]: row for row in rows}
     assert "exceeded by" in by_board["n150"]["refused"]
     assert by_board["qb2"]["tsu"] > by_board["p150"]["tsu"] > 0
