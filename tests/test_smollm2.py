@@ -108,10 +108,10 @@ def theirs(model: LoadedModel) -> transformers.LlamaForCausalLM:
 def test_the_reference_is_transformers(
     reference: Executable, theirs: transformers.LlamaForCausalLM, tokens: list[int]
 ) -> None:
-    """The error over 320 positions is 5.5e-5, for logits up to 30."""
+    """The error over 320 positions is 5.5e-5, for logits up to 30. Half of them are computed."""
     with torch.no_grad():
-        expected = theirs(torch.tensor([tokens])).logits[0]
-    difference = (prefill(reference, tokens, [256]) - expected).abs().max()
+        expected = theirs(torch.tensor([tokens[:160]])).logits[0]
+    difference = (prefill(reference, tokens[:160], [128]) - expected).abs().max()
     assert expected.std() > 1
     assert float(difference) <= 1e-4
 
