@@ -18,6 +18,7 @@ from bench.__main__ import COMMANDS
 from bench.__main__ import main as bench
 from tests.models.conftest import add_tokenizer, permute, tiny_hf_config, to_gguf_name
 from tilewright.cli.main import main
+from tilewright.models import shapes
 
 CONTEXT = 1536
 """Enough for token accuracy, not for the long contexts."""
@@ -83,6 +84,12 @@ def board_folder(tiny_folder: Path, tmp_path: Path) -> Path:
     transformers.LlamaForCausalLM(heads).save_pretrained(tmp_path / "heads")
     shutil.copy(tiny_folder / "tokenizer.json", tmp_path / "heads")
     return tmp_path / "heads"
+
+
+def change_shape(monkeypatch: pytest.MonkeyPatch, name: str, **changes: int) -> None:
+    """Change a shape for a test, for example to fewer layers: tracing takes most of the time."""
+    shape = {**shapes.SHAPES[name], **changes}
+    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, name: shape})
 
 
 Refused = Callable[..., str]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import change_shape
 from tilewright.cli.main import main
-from tilewright.models import shapes
 
 Run = Callable[..., str]
 
@@ -35,8 +35,7 @@ def test_plan_of_large_shapes_names_boards_with_and_without_room(
 ) -> None:
     """Few layers of many experts: about 22 GB, and little to trace."""
     few = {"num_hidden_layers": 4, "num_experts": 1024, "moe_intermediate_size": 1536}
-    changed = {"qwen3-30b-a3b": {**shapes.SHAPES["qwen3-30b-a3b"], **few}}
-    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, **changed})
+    change_shape(monkeypatch, "qwen3-30b-a3b", **few)
     boards = "n150,p150,qb2"
     argv = ("--boards", boards, "--precision", "performance", "--json")
     rows = json.loads(run("plan", "shape:qwen3-30b-a3b", *argv))
@@ -65,7 +64,10 @@ def test_plan_refuses_bad_options(
     assert said in error and len(error.strip().splitlines()) == 1
 
 
-def test_plan_without_room_says_by_how_many_bytes(capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_without_room_says_by_how_many_bytes(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_shape(monkeypatch, "llama-3.2-1b", num_hidden_layers=8)
     argv = ["plan", "shape:llama-3.2-1b", "--boards", "n150,n300", "--precision", "performance"]
     assert main([*argv, "--users", "32", "--context", "131072"]) == 2
     error = capfd.readouterr().err
