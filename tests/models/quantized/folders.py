@@ -23,8 +23,9 @@ from tilewright.models import load_model
 
 Tensors = dict[str, torch.Tensor]
 Quantize = Callable[[np.ndarray, np.random.Generator], tuple[Tensors, np.ndarray]]
-"""Makes a module's stored tensors and its values of a shape; names are without the module's."""
+"""Make a module's stored tensors and its values. Names exclude the module's."""
 
+UP = "model.layers.1.mlp.up_proj"
 TOKENIZER = {
     "version": "1.0",
     "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
@@ -51,7 +52,7 @@ def write(
     change: Callable[[Tensors], None] = lambda _: None,
     sizes: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
-    """A folder whose linear layers are quantized; returns the values of all of its weights."""
+    """Write a folder with quantized linear layers, and return all weights' values."""
     folder.mkdir(parents=True, exist_ok=True)
     model, rng = tiny(**(sizes or {})), np.random.default_rng(5)
     tensors: Tensors = {}
@@ -75,6 +76,17 @@ def write(
     return values
 
 
+def change(name: str, tensor: torch.Tensor | None) -> Callable[[Tensors], None]:
+    """Replace or remove the up projection's tensor."""
+
+    def run(tensors: Tensors) -> None:
+        tensors.pop(f"{UP}.{name}", None)
+        if tensor is not None:
+            tensors[f"{UP}.{name}"] = tensor
+
+    return run
+
+
 def check_refused(
     folder: Path,
     quantize: Quantize,
@@ -90,7 +102,7 @@ def check_refused(
 
 
 def write_dense(folder: Path, values: Mapping[str, np.ndarray]) -> None:
-    """The same model with float32 weights of these values."""
+    """Write the same model with these float32 weights."""
 
     def dense(tensors: Tensors) -> None:
         for name, each in values.items():
@@ -100,7 +112,7 @@ def write_dense(folder: Path, values: Mapping[str, np.ndarray]) -> None:
 
 
 def check_values(folder: Path, values: Mapping[str, np.ndarray]) -> None:
-    """Every weight of the folder, whole, by rows and by columns, bit for bit."""
+    """Compare the bits of every weight: whole, by rows and by columns."""
     checkpoint: Any = load_model(folder).checkpoint
     assert set(checkpoint.names) == set(values)
     for name, expected in values.items():
@@ -117,7 +129,7 @@ def check_values(folder: Path, values: Mapping[str, np.ndarray]) -> None:
 
 
 def check_logits(folder: Path, dense: Path) -> None:
-    """Under ``stored``: on the reference those of the dense folder bit for bit, on the CPU near."""
+    """Compare with the dense folder under ``stored``: the reference's bits, the CPU within 1e-5."""
     tokens, found = random_tokens(9, vocab_size=96), {}
     for path, precision, target in (
         (dense, "reference", "reference"),
@@ -136,11 +148,11 @@ def check_logits(folder: Path, dense: Path) -> None:
 
 
 def e4m3(byte: int) -> float:
-    """The value of a byte of FP8, by the definition of its fields."""
+    """Return an FP8 byte's value from its fields."""
     sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
     value = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
     return -value if sign else value
 
 
 E4M3 = np.array([e4m3(byte) for byte in range(256)], np.float32)
-"""Values of all bytes; 0x7F and 0xFF, which are NaN, stand for numbers here."""
+"""Values by byte. NaN bytes 0x7F and 0xFF are numbers here."""

@@ -12,8 +12,10 @@ import torch
 
 from tests.models.quantized.folders import (
     E4M3,
+    UP,
     Quantize,
     Tensors,
+    change,
     check_logits,
     check_refused,
     check_values,
@@ -24,8 +26,6 @@ from tests.models.quantized.test_float8 import FLOATS
 from tilewright.compiler.formats import stored_format
 from tilewright.errors import CheckpointError
 from tilewright.models import load_model
-
-UP = "model.layers.1.mlp.up_proj"
 
 
 def e2m1(code: int) -> float:
@@ -88,15 +88,6 @@ def test_values_and_logits_are_the_formulas(case: str, tmp_path: Path) -> None:
     assert stored_format(label) == {"MXFP4": "bf16", "NVFP4 1x16": "nvfp4"}[label]
     write_dense(tmp_path / "dense", values)
     check_logits(tmp_path / "m", tmp_path / "dense")
-
-
-def change(name: str, tensor: torch.Tensor | None) -> Callable[[Tensors], None]:
-    def run(tensors: Tensors) -> None:
-        tensors.pop(f"{UP}.{name}", None)
-        if tensor is not None:
-            tensors[f"{UP}.{name}"] = tensor
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 
 from tests.models.quantized.folders import (
     E4M3,
+    UP,
     Quantize,
     Tensors,
     check_logits,
@@ -28,8 +29,6 @@ from tilewright.compiler.formats import FP8, stored_format
 from tilewright.errors import CheckpointError
 from tilewright.models import check_header, load_model, quantised_types
 from tilewright.models.checkpoints.containers import open_checkpoint
-
-UP = "model.layers.1.mlp.up_proj"
 
 
 def quantizer(

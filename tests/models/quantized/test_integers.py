@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from tests.models.quantized.folders import (
+    UP,
     Quantize,
     Tensors,
+    change,
     check_logits,
     check_refused,
     check_values,
@@ -23,8 +25,6 @@ from tests.models.quantized.folders import (
 from tilewright.compiler.formats import get_format, stored_format
 from tilewright.errors import CheckpointError
 from tilewright.models import load_model
-
-UP = "model.layers.1.mlp.up_proj"
 
 
 def words(codes: np.ndarray, bits: int) -> torch.Tensor:
@@ -264,15 +264,6 @@ def test_logits_are_those_of_dense_values(case: str, tmp_path: Path) -> None:
     quantize, config, _ = CASES[case]
     write_dense(tmp_path / "dense", write(tmp_path / "m", quantize, config))
     check_logits(tmp_path / "m", tmp_path / "dense")
-
-
-def change(name: str, tensor: torch.Tensor | None) -> Callable[[Tensors], None]:
-    def run(tensors: Tensors) -> None:
-        tensors.pop(f"{UP}.{name}", None)
-        if tensor is not None:
-            tensors[f"{UP}.{name}"] = tensor
-
-    return run
 
 
 def same(tensors: Tensors) -> None:

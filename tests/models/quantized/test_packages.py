@@ -16,8 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.quantized.folders import (
+    UP,
     Quantize,
     Tensors,
+    change,
     check_logits,
     check_refused,
     check_values,
@@ -35,7 +37,6 @@ from tilewright.models.checkpoints.quantized.compressed import read_compressed
 from tilewright.models.checkpoints.quantized.mlx import read_mlx
 from tilewright.models.checkpoints.quantized.torchao import read_torchao
 
-UP = "model.layers.1.mlp.up_proj"
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 DTYPES = {
     **{torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"},
@@ -174,15 +175,6 @@ def test_scales_that_are_not_finite_are_refused(scheme: str, suffix: str, number
     weight = model.found["m.weight"]
     with pytest.raises(CheckpointError, match="has inf or NaN; allowed: finite values"):
         weight.values(model.read, 0, weight.shape[0])
-
-
-def change(name: str, tensor: torch.Tensor | None) -> Callable[[Tensors], None]:
-    def run(tensors: Tensors) -> None:
-        tensors.pop(f"{UP}.{name}", None)
-        if tensor is not None:
-            tensors[f"{UP}.{name}"] = tensor
-
-    return run
 
 
 STATE = "weight.quant_state.bitsandbytes__nf4"

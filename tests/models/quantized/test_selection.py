@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.quantized.folders import Tensors, check_refused, check_values, write
+from tests.models.quantized.folders import UP, Tensors, check_refused, check_values, write
 from tests.models.quantized.test_float4 import COMPRESSED, MODELOPT, NV
 from tests.models.quantized.test_float4 import quantizer as float4
 from tests.models.quantized.test_float8 import BF16, BLOCKS, FLOATS, quantizer
@@ -27,8 +27,6 @@ from tests.models.quantized.test_integers import (
 from tests.models.quantized.test_packages import MLX, affine
 from tilewright.errors import CheckpointError
 from tilewright.models import load_model
-
-UP = "model.layers.1.mlp.up_proj"
 
 
 def groups(**weights: Any) -> dict[str, Any]:
