@@ -342,6 +342,26 @@ def _operate_directly(interpreter: Any) -> None:
 
         return run
 
+    choose = interpreter.TritonSemantic.where
+
+    def where(self: Any, condition: Any, x: Any, y: Any) -> Any:
+        value = x if type(x) is tensor else y
+        if type(value) is not tensor or condition.handle.data.dtype != np.bool_:
+            return choose(self, condition, x, y)
+        element, kinds, chosen = value.dtype, [condition.type], []
+        for each in (x, y):
+            if type(each) is not tensor:
+                chosen.append(constant(each, element))
+                continue
+            kinds.append(each.type)
+            chosen.append(each.handle.data if each.dtype is element else None)
+        if chosen[0] is None or chosen[1] is None or condition.dtype is not core.int1:
+            return choose(self, condition, x, y)
+        held = y.handle.dtype if type(y) is tensor else element
+        data = np.where(condition.handle.data, *chosen)
+        return value_of(data, held.scalar, block_of(element, *kinds))
+
+    interpreter.TritonSemantic.where = where
     patch = interpreter._patch_attr
     tables = (
         (ARITHMETIC, INTEGERS | {"fp16", "fp32"}, ("", "r")),
