@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
@@ -71,11 +72,12 @@ def _host_time(
     for _ in range(num_slots + 20):
         _step(loop, more, num_slots)
     before = {key: (sum(each.counts), each.total) for key, each in loop.stats.found.items()}
-    began = time.perf_counter()
-    for _ in range(_STEPS):
-        _step(loop, more, num_slots)
-    took = 1e6 * (time.perf_counter() - began) / _STEPS
-    parts = []
+    with _timed_graphs() as graph_seconds:
+        began = time.perf_counter()
+        for _ in range(_STEPS):
+            _step(loop, more, num_slots)
+        took = 1e6 * (time.perf_counter() - began) / _STEPS
+    parts = [f"graphs {1e6 * sum(graph_seconds) / _STEPS:,.0f}"] if graph_seconds else []
     for key, tally in loop.stats.found.items():
         count, total = before.get(key, (0, 0.0))
         if (steps := sum(tally.counts) - count) and "host" in key:
@@ -85,6 +87,25 @@ def _host_time(
     loop.generate([])
     what = "changing" if changes else "unchanged"
     return f"{what}, {'sampled' if params else 'greedy'}: {took:,.0f} us a step; {', '.join(parts)}"
+
+
+@contextmanager
+def _timed_graphs() -> Iterator[list[float]]:
+    """Collect the launch times of captured graphs in seconds."""
+    from tilewright.compiler.targets.cuda.graphs.capture import CapturedGraph
+
+    launch, seconds = CapturedGraph.__call__, list[float]()
+
+    def timed(graph: CapturedGraph) -> None:
+        began = time.perf_counter()
+        launch(graph)
+        seconds.append(time.perf_counter() - began)
+
+    CapturedGraph.__call__ = timed  # type: ignore[method-assign,assignment]
+    try:
+        yield seconds
+    finally:
+        CapturedGraph.__call__ = launch  # type: ignore[method-assign]
 
 
 def _step(loop: EngineLoop, add: Callable[[int], None] | None, num_slots: int) -> None:

@@ -220,8 +220,16 @@ class CudaExecutable(Executable):
     def _group(self) -> RankGroup | None:
         return self._steps.group
 
-    @torch.no_grad()
     def step(self, step: Step) -> StepOutput:
+        running = self._captured_slots
+        is_single = self._group is None and self._layer is None and not self._drafts.is_busy
+        if running is None or not is_single or not running.is_repeated_by(step):
+            return self._step(step)
+        running.run(self._state, draws=True)
+        return StepOutput((self._answers.repeated(running.slots, running.bucket.choice),))
+
+    @torch.no_grad()
+    def _step(self, step: Step) -> StepOutput:
         if self._group is not None:
             self._group.check()
         self._count_layer_tokens(step)
@@ -378,11 +386,9 @@ class CudaExecutable(Executable):
 
     def _leave(self) -> None:
         """Write the previous bucket's tokens and lengths back to the tables."""
-        if self._captured_slots is not None:
-            self._captured_slots.settle(self._slot_states)
-            self._device_slots.give_back(
-                self._captured_slots.at, self._captured_slots.bucket.rows.tokens
-            )
+        if (running := self._captured_slots) is not None:
+            running.settle(self._slot_states)
+            self._device_slots.give_back(running.at, running.bucket.rows.tokens)
             self._captured_slots = None
 
     def _force(self, step: Step) -> None:
@@ -400,12 +406,11 @@ class CudaExecutable(Executable):
         running = self._captured_slots
         bucket = running.bucket
         is_captured = not running.is_late and self._answers.may_be_captured((), step)
-        longest = running.advance(self._state)
-        if is_captured and not step.masked:
-            bucket.run(longest, running.drawing)
+        is_final = is_captured and not step.masked
+        running.run(self._state, draws=is_final)
+        if is_final:
             logits = bucket.logits[: len(slots)] if step.want_logits else bucket.logits
             return self._answers.chosen(slots, logits, bucket.choice, step)
-        bucket.run(longest)
         running.settle(self._slot_states)
         if not is_captured:
             return self._answers.late(slots, bucket.logits[: len(slots)], step)
@@ -423,9 +428,7 @@ class CudaExecutable(Executable):
         return CapturedSlots(slots, bucket, at, drawing_of(chosen), is_late, lengths)
 
     def _check(self, chunk: PrefillChunk) -> SlotState:
-        """Check the pages of a chunk and return its slot state. No bucket has its token
-        afterwards.
-        """
+        """Check a chunk's pages and return its slot state. Its slot leaves the captured slots."""
         if self._captured_slots is not None and chunk.slot in self._captured_slots.slots:
             self._leave()
         slot_state = self._slot_states[chunk.slot]
@@ -464,9 +467,8 @@ class CudaExecutable(Executable):
         is_captured = not (chunk.echoes or self._runs_alone(chunk))
         if len(chunk.tokens) <= self._buckets.tokens[-1] and is_captured:
             bucket = self._buckets.prompt(len(chunk.tokens))
-            choice = bucket.choice
             bucket.run(chunk, drawing, marks)
-            logits = bucket.logits
+            choice, logits = bucket.choice, bucket.logits
         else:
             placed, wanted = one(chunk, self.device, marks)
             placed = self._with_images(placed, chunk)
@@ -507,12 +509,10 @@ class CudaExecutable(Executable):
             offsets = torch.full((count,), delta, dtype=torch.int64, device=self.device)
         if (ends := visible_ends(chunk)) is not None:
             rows = replace(rows, ends=send(ends, self.device))
-        runs, parts = [], []
-        for run in chunk.images:
-            runs.append(np.arange(run.offset, run.offset + run.count))
-            parts.append(self._images[run.image][run.first : run.first + run.count])
-        if not runs:
+        if not chunk.images:
             return replace(rows, offsets=offsets)
+        runs = [np.arange(run.offset, run.offset + run.count) for run in chunk.images]
+        parts = [self._images[run.image][run.first :][: run.count] for run in chunk.images]
         image_rows = send(np.concatenate(runs), self.device), torch.cat(parts)
         return replace(rows, offsets=offsets, image_rows=image_rows)
 

@@ -76,6 +76,11 @@ def test_unchanged_step_makes_a_single_copy(
     monkeypatch.setattr(CapturedGraph, "__call__", lambda self: None)
     for _ in range(pinned_ring._NUM_BUFFERS):  # each buffer makes a view once
         ring.send(inner._captured_slots.bucket.choice, 3, {})
+
+    def refuse(step: Step) -> Any:
+        raise AssertionError("an unchanged step has a direct path")
+
+    monkeypatch.setattr(inner, "_step", refuse)
     with Calls() as calls:
         found.step(step)
     assert calls.names == ["aten.copy_.default"]

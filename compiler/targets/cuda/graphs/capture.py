@@ -36,7 +36,7 @@ from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.run import Steps
 from tilewright.compiler.targets.host.choice import SlotState
-from tilewright.compiler.targets.interface.step import ImageId, PrefillChunk, Slot
+from tilewright.compiler.targets.interface.step import ImageId, PrefillChunk, Slot, Step
 from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram
 
 _Key = TypeVar("_Key", int, tuple[int, int])
@@ -149,7 +149,8 @@ class CapturedGraph:
 
     def __call__(self) -> None:
         if self._graph is None:
-            self._run()
+            with torch.no_grad():
+                self._run()
         else:
             self._graph.replay()
 
@@ -196,9 +197,11 @@ class Bucket:
 
     def draw(self, drawing: Drawing) -> None:
         """Replace the likeliest tokens, which the last pass chose, where rows draw."""
-        self._capture_draw(drawing)
+        if drawing not in self._draws:
+            self._capture_draw(drawing)
         self._draws[drawing]()
 
+    @torch.no_grad()
     def _capture_draw(self, drawing: Drawing) -> None:
         if drawing in self._draws:
             return
@@ -283,17 +286,18 @@ class DecodeBucket(Bucket):
         self._tiles, self._has_offsets = None, False  # an earlier step's images may be dropped
         self._capture(reach)
 
-    def run(self, longest: int, drawing: Drawing | None = None) -> None:
-        """Run a decode step. The selected tokens become the next step's inputs, one position
-        later.
+    @torch.no_grad()
+    def bind(self, longest: int) -> tuple[CapturedGraph, int]:
+        """Return the graph of a decode step, and the maximum length that it fits.
+
+        The selected tokens become the next step's inputs, one position later.
 
         Args:
             longest: The longest row's positions after this step.
         """
         reaches = self._steps.attention.reaches
-        self._capture(reaches[bisect_left(reaches, -(-longest // PAGE))])()
-        if drawing is not None:
-            self.draw(drawing)
+        reach = reaches[bisect_left(reaches, -(-longest // PAGE))]
+        return self._capture(reach), reach * PAGE
 
     def _capture(self, reach: int) -> CapturedGraph:
         if self._tiles is not None:
@@ -336,6 +340,8 @@ class CapturedSlots:
         num_steps: Steps since then. :meth:`settle` writes them to the slot states.
         num_covered: Steps for which every slot has pages.
         longest: Maximum of ``lengths``.
+        graph: Graph of the last step.
+        max_length: Maximum length of a row for this graph.
     """
 
     slots: tuple[Slot, ...]
@@ -347,17 +353,35 @@ class CapturedSlots:
     num_steps: int = 0
     num_covered: int = 0
     longest: int = field(init=False)
+    graph: CapturedGraph = field(init=False)
+    max_length: int = 0
 
     def __post_init__(self) -> None:
         self.longest = int(self.lengths.max())
 
-    def advance(self, state: PagedState) -> int:
-        """Add a position to each slot and check its pages. Return the maximum length."""
+    def is_repeated_by(self, step: Step) -> bool:
+        """Return whether a step only decodes these slots again."""
+        if step.decode is not self.slots or self.is_late:
+            return False
+        others = step.edits or step.prompts or step.forced or step.drafts or step.proposes
+        return not (others or step.masked or step.want_logits) and step.logprobs is None
+
+    def run(self, state: PagedState, *, draws: bool) -> None:
+        """Decode a token on every slot, and check the pages of the new positions.
+
+        Args:
+            draws: Whether rows that sample replace their greedy tokens.
+        """
         self.num_steps += 1
         if self.num_steps > self.num_covered:
             free = state.check_all(self.slots, self.lengths + self.num_steps)
             self.num_covered = self.num_steps + free
-        return self.longest + self.num_steps
+        longest = self.longest + self.num_steps
+        if longest > self.max_length:
+            self.graph, self.max_length = self.bucket.bind(longest)
+        self.graph()
+        if draws and self.drawing is not None:
+            self.bucket.draw(self.drawing)
 
     def settle(self, slot_states: Mapping[Slot, SlotState]) -> None:
         """Write the current lengths to the open slot states."""

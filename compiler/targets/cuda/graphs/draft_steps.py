@@ -85,6 +85,11 @@ class DraftSteps:
         """Whether slots wait for their accepted tokens."""
         return bool(self._in_flight)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a slot's device memory lacks tokens or accepted drafts."""
+        return bool(self._in_flight or self._settled)
+
     def forget(self) -> None:
         """Forget all slots."""
         self._in_flight.clear()
@@ -96,7 +101,7 @@ class DraftSteps:
         Flush the slots if ``step`` copies state. Flush slots with a forced token, a prompt, or a
         token of a step without drafts.
         """
-        if not (self._in_flight or self._settled):
+        if not self.is_busy:
             return
         for edit in () if step is None else step.edits:
             if isinstance(edit, CloseSlot):

@@ -75,7 +75,7 @@ class PinnedRing:
         if buffer.read is not None:
             buffer.read()  # a late reader returns what this call keeps
         buffer.copy(choice.results)
-        first = num_why_words(choice.num_rows)
+        first = choice.first
         kept: list[Chosen] = []
 
         def read() -> Chosen:

@@ -124,6 +124,11 @@ class Answers:
             return False
         return not any(needs_host(self._slot_states[slot].sampling) for slot in slots)
 
+    def repeated(self, slots: tuple[Slot, ...], choice: SamplingBatch) -> SamplerOutput:
+        """Start the token transfer of a decode step on a single rank."""
+        self.begin(1)
+        return SamplerOutput(slots, self._ring.send(choice, len(slots), self._ends_of(slots)))
+
     def chosen(
         self, slots: tuple[Slot, ...], logits: Tensor, choice: SamplingBatch, step: Step
     ) -> SamplerOutput:

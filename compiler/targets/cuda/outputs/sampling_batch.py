@@ -48,6 +48,7 @@ class SamplingBatch:
         parameters: Sampling parameters for B rows.
         positions: Positions ``[B]`` of the selected tokens.
         width: Selectable logit count, from the first.
+        first: Words before ``tokens`` in ``results``.
         group: With a group, the logits are this rank's columns.
     """
 
@@ -59,6 +60,7 @@ class SamplingBatch:
     keys: Tensor
     scratch: search.SearchScratch
     width: int
+    first: int
     group: RankGroup | None = None
 
     @property
@@ -159,5 +161,6 @@ def make_choice(
         keys=torch.empty(num_rows, num_keys(width), dtype=torch.int64, device=device),
         scratch=search.SearchScratch.empty(num_rows, width, device),
         width=width,
+        first=first,
         group=group,
     )
