@@ -136,12 +136,6 @@ class TwProgram(Structure):
     )
 
 
-class TwBest(Structure):
-    """A row's argmax token with its logit."""
-
-    _fields_ = (("value", c_float), ("token", c_int32))
-
-
 class TwPeers(Structure):
     """The ranks of a group."""
 
@@ -201,10 +195,10 @@ class TwStep(Structure):
 
 @functools.cache
 def library(*, every_isa: bool = False) -> ctypes.CDLL:
-    """Load the library. Build it if necessary, for this processor or with ``every_isa``.
+    """Load the library. If necessary, build the library for this processor or with ``every_isa``.
 
     Raises:
-        CompileError: It cannot be built or loaded, or has another version.
+        CompileError: The library cannot be built or loaded, or has another version.
     """
     path = library_path(every_isa=every_isa)
     try:
