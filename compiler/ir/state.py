@@ -17,6 +17,7 @@ class StateSpec:
         shape: Shape for a position or for a sequence.
         format: Requested format.
         window: Retained positions. 0: all.
+        value_format: Requested format for values in a KV cache. Empty: ``format``.
     """
 
     name: str
@@ -24,6 +25,7 @@ class StateSpec:
     shape: tuple[int, ...]
     format: str
     window: int = 0
+    value_format: str = ""
 
     def num_elements(self, num_positions: int) -> int:
         """Elements one sequence of ``num_positions`` needs."""

@@ -129,7 +129,9 @@ def _notes(facts: NodeInfo) -> str:
         if len(facts.recipe.segments) > 1:
             notes.append("parts=" + "|".join(part.part or "?" for part in facts.recipe.segments))
     if facts.state is not None:
-        notes.append(f"format={facts.state.format} {facts.state.kind}")
+        values = facts.state.value_format
+        both = f"{facts.state.format}/{values}" if values else facts.state.format
+        notes.append(f"format={both} {facts.state.kind}")
     if facts.role == COMPUTE and facts.formats is not None and facts.formats.in1:
         notes.append(f"weight={facts.formats.in1}")
     if facts.compute is not None:

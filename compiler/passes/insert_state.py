@@ -17,6 +17,7 @@ from tilewright.compiler.ir.rewrite import add_input, emit, fake_input, find_cal
 from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
 from tilewright.compiler.ir.verify import STATEFUL
 from tilewright.compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler.precision.names import FOLLOWS, VALUE_CACHE
 
 
 @graph_pass
@@ -54,9 +55,13 @@ def _attention(graph_module: GraphModule, node: Node, where: _Where, ctx: PassCo
     num_kv_heads, head_dim = k.meta["val"].shape[-2:]
     group = facts.tensor_group or "kv_cache"
     wanted = ctx.precision.format(group, layer=facts.layer, fqn=facts.fqn)
+    values = wanted
+    if group == FOLLOWS[VALUE_CACHE]:
+        values = ctx.precision.format(VALUE_CACHE, layer=facts.layer, fqn=facts.fqn)
     shape = (2, int(num_kv_heads), int(head_dim))
     name = f"{facts.fqn}.kv"
-    spec = StateSpec(name, PER_TOKEN, shape, wanted, window=window)
+    own = "" if values == wanted else values
+    spec = StateSpec(name, PER_TOKEN, shape, wanted, window=window, value_format=own)
     cache = _add_state(graph_module, node, spec)
     args = (q, k, v, cache, *where, scale, window, *more)
     replace(node, emit(node, ops.attention_step, args, facts=facts))

@@ -10,7 +10,13 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from tilewright.compiler.precision.fragment import Fragment, LayerRule
-from tilewright.compiler.precision.names import ALWAYS_HIGH, BLOCK_OUTPUTS, FOLLOWS, OP_GROUP_OF
+from tilewright.compiler.precision.names import (
+    ALWAYS_HIGH,
+    BLOCK_OUTPUTS,
+    FOLLOWS,
+    OP_GROUP_OF,
+    VALUE_CACHE,
+)
 from tilewright.compiler.precision.phases import fold_phases, stored_op_groups
 from tilewright.errors import ConfigError, allowed
 
@@ -45,6 +51,8 @@ def reached_keys(modules: Iterable[GroupedModule], apart: Collection[str]) -> se
     keys: set[str] = set()
     for group in {module.group for module in modules}:
         keys.add(group)
+        if group == FOLLOWS[VALUE_CACHE]:
+            keys.add(VALUE_CACHE)
         if group in FOLLOWS and group not in apart:
             keys.add(FOLLOWS[group])
         if group in OP_GROUP_OF or group in ALWAYS_HIGH:

@@ -27,6 +27,8 @@ DRAFT_GROUPS = (
     *("draft_fc", "draft_wqkv", "draft_wo", "draft_kv_cache"),
     *("draft_ff1_3", "draft_ff2", "draft_lm_head"),
 )
+# Values in the cache. `kv_cache` then has the keys.
+VALUE_CACHE = "v_cache"
 OUR_TENSOR_GROUPS = (
     "lm_head",
     "embedding",
@@ -39,6 +41,7 @@ OUR_TENSOR_GROUPS = (
     "delta_gates",
     "router",
     "block_output",
+    VALUE_CACHE,
     *VISION_GROUPS,
     *CROSS_GROUPS,
     *DRAFT_GROUPS,
@@ -57,6 +60,7 @@ FOLLOWS = MappingProxyType(
         "delta_in": "wqkv",
         "delta_out": "wo",
         "delta_gates": "router",
+        VALUE_CACHE: "kv_cache",
         "vision_wqkv": "wqkv",
         "vision_wo": "wo",
         "vision_ff": "ff2",
@@ -206,6 +210,7 @@ ALLOWED_FORMATS = MappingProxyType(
         "draft_ff2": _WEIGHT_FORMATS,
         "draft_lm_head": _WEIGHT_FORMATS,
         "block_output": ("q80", MIXED),
+        VALUE_CACHE: ("fp32", "bf16", "fp16", "bfp8", "bfp4"),
     }
 )
 

@@ -28,7 +28,7 @@ def test_trace_prints_operations_and_settings_of_a_target(
     )
     found = json.loads(run(*argv, "--json", "--plot", tmp_path / "plot"))
     settings = {row["operation"]: row for row in found["rows"] if row["place"] == "all"}
-    assert set(settings) == {"weights", "kv_cache", "activation", "fidelity"}
+    assert set(settings) == {"weights", "kv_cache", "v_cache", "activation", "fidelity"}
     assert abs(settings["weights"]["kl_gain"] - found["kl"]) < 0.02 * found["kl"] + 1e-4
     assert abs(settings["fidelity"]["kl_gain"]) < 1e-5, "the reference honors no fidelity"
     assert {"ff1_3", "ff2", "wqkv", "wo"} <= {item["operation"] for item in found["rows"]}
@@ -57,6 +57,7 @@ def test_trace_refuses_bad_options(
     [
         ("li_ff1_3: lofi, li_ff2: lofi, li_qkv_prefill: lofi, li_o_prefill: lofi", "fidelity"),
         ("kv_cache: bfp4", "kv_cache"),
+        ("v_cache: bfp4", "v_cache"),
     ],
 )
 def test_trace_on_a_board_finds_a_planted_fault_in_the_first_row(

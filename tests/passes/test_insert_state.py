@@ -47,6 +47,15 @@ def test_every_layer_gets_its_specification() -> None:
     assert [facts.layer for facts in states] == [0, 1]
 
 
+def test_values_have_their_own_format_in_a_layer() -> None:
+    precision = precision_of("bfp8", kv_cache="bfp8", layers="1: {v_cache: bfp4}")
+    graph_module, ctx = lowered(tiny_model(), until="insert_state", precision=precision)
+    run_passes(graph_module, [insert_state], ctx)
+    states = [info(node).state for node in graph_module.graph.nodes if info(node).role == STATE]
+    formats = [(state.format, state.value_format) for state in states if state is not None]
+    assert formats == [("bfp8", ""), ("bfp8", "bfp4")]
+
+
 def test_steps_share_their_inputs() -> None:
     graph_module, ctx = lowered(tiny_model(), until="insert_state")
     run_passes(graph_module, [insert_state], ctx)

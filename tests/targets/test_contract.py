@@ -179,6 +179,18 @@ def test_a_board_honours_what_it_has_and_says_what_it_refuses() -> None:
         assert found[field] == Meaning("honoured", "lofi")
 
 
+def test_a_board_has_a_format_for_values_and_other_targets_use_that_of_keys() -> None:
+    apart = precision_of("bfp8", "lofi", block_axis="out", kv_cache="bfp8", v_cache="bfp4")
+    equal = precision_of("bfp8", "lofi", block_axis="out", kv_cache="bfp8", v_cache="bfp8")
+    of = {e.field: e.meaning for e in contract(apart, "n150").entries}
+    assert (of["kv_cache"].effective, of["v_cache"]) == ("bfp8", Meaning("honoured", "bfp4"))
+    assert contract(apart, "n150").effective_id != contract(equal, "n150").effective_id
+    for target in ("cpu-native", "cuda", "reference"):
+        of = {e.field: e.meaning for e in contract(apart, target).entries}
+        assert of["v_cache"] == Meaning("not honoured", of["kv_cache"].effective)
+        assert contract(apart, target).effective_id == contract(equal, target).effective_id
+
+
 def test_a_target_is_asked_for_both_phases() -> None:
     """One fidelity may come to different arithmetic in prefill and in decode."""
     same = Meaning("honoured", "")

@@ -15,6 +15,7 @@ from tilewright.compiler.ir.state import PER_TOKEN
 from tilewright.compiler.precision import MIXED
 from tilewright.compiler.targets.contract.record import (
     AS_IT_IS,
+    NOT_HONOURED,
     ContractEntry,
     Meaning,
     Meanings,
@@ -40,6 +41,8 @@ def build_contract(graph_module: GraphModule, meanings: Meanings) -> NumericCont
         if facts.state is not None and facts.state.kind == PER_TOKEN:
             wanted = facts.state.format
             layers["kv_cache", wanted, meanings.kv_cache(wanted)].add(facts.layer)
+            if values := facts.state.value_format:
+                layers["v_cache", values, _values(meanings, wanted, values)].add(facts.layer)
         if facts.op_group == "sdpa" and facts.compute is not None:
             for phase in ("prefill", "decode"):
                 fidelity = getattr(facts.compute, phase)
@@ -48,7 +51,8 @@ def build_contract(graph_module: GraphModule, meanings: Meanings) -> NumericCont
     everywhere = {layer for found in layers.values() for layer in found if layer is not None}
     used: dict[tuple[str, str], set[int | None]] = defaultdict(set)
     for (field, _, meaning), found in layers.items():
-        if meaning != AS_IT_IS:  # equal to the default
+        is_ignored = field == "v_cache" and meanings.v_cache is None
+        if meaning != AS_IT_IS and not is_ignored:  # else equal to the default
             used[field, meaning.effective] |= found
     return NumericContract(
         tuple(
@@ -57,6 +61,13 @@ def build_contract(graph_module: GraphModule, meanings: Meanings) -> NumericCont
         ),
         tuple(sorted((f, _spell(found, everywhere), value) for (f, value), found in used.items())),
     )
+
+
+def _values(meanings: Meanings, keys: str, values: str) -> Meaning:
+    """Return the meaning of a values' format that differs from the keys'."""
+    if meanings.v_cache is not None:
+        return meanings.v_cache(values)
+    return Meaning(NOT_HONOURED, meanings.kv_cache(keys).effective)
 
 
 def _add_product(

@@ -72,6 +72,8 @@ class Meanings:
         fidelity: From format, block axis, fidelity and phase.
         attention: From fidelity and phase.
         kv_cache: From format.
+        v_cache: From format, for values in another format than keys. None: keys and values have
+            the keys' format.
         activation: From format.
         block_output: From format.
         together: Combines fidelity answers if a single op does several matmuls. None: no
@@ -85,3 +87,4 @@ class Meanings:
     activation: Callable[[str], Meaning]
     block_output: Callable[[str], Meaning] = lambda name: AS_IT_IS
     together: Callable[[Sequence[Meaning]], Meaning] | None = None
+    v_cache: Callable[[str], Meaning] | None = None

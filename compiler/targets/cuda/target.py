@@ -141,7 +141,9 @@ class CudaTarget(Target):
         """
         if spec.kind == PER_TOKEN:
             kind = cache_kind(spec.format, exact=compute == "exact")
-            return super().state_holding(replace(spec, format=kind), compute=compute)
+            return super().state_holding(
+                replace(spec, format=kind, value_format=""), compute=compute
+            )
         return Holding("fp32", 4 * math.prod(spec.shape))
 
     def build(

@@ -362,6 +362,10 @@ class Target(ABC):
         """Return the state storage for a position or a sequence. The default is its packed
         format.
         """
+        if spec.value_format:
+            formats = spec.format, spec.value_format
+            half = (spec.shape[0] // 2, *spec.shape[1:])
+            return Holding("/".join(formats), sum(get_format(f).nbytes(half) for f in formats))
         return Holding(spec.format, get_format(spec.format).nbytes(spec.shape))
 
     def settled(self, options: CompileOptions) -> Parallel:

@@ -339,4 +339,5 @@ _MEANINGS = Meanings(
     attention=lambda fidelity, phase: Meaning(HONOURED, fidelity),
     kv_cache=lambda name: _storage(name, CACHE_FORMATS),
     activation=lambda name: _storage(name, (*ACTIVATION_FORMATS, MIXED)),
+    v_cache=lambda name: _storage(name, CACHE_FORMATS),
 )

@@ -159,7 +159,10 @@ def usual() -> Tensor:
 @pytest.mark.parametrize(
     "changes",
     [
-        *({group: "bfp4"} for group in ("ff1_3", "ff2", "wqkv", "wo", "lm_head", "kv_cache")),
+        *(
+            {group: "bfp4"}
+            for group in ("ff1_3", "ff2", "wqkv", "wo", "lm_head", "kv_cache", "v_cache")
+        ),
         {"activation": "bfp8"},
         *(
             {group: "lofi"}

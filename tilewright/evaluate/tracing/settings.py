@@ -31,7 +31,8 @@ _NEARLY_ALL = 1.1
 _WEIGHTS = ("ff1_3", "ff2", "wqkv", "wo", "lm_head")
 _RESTORED: dict[str, tuple[str, dict[str, str]]] = {
     "weights": ("bf16", dict.fromkeys(_WEIGHTS, "bf16")),
-    "kv_cache": ("bf16", {"kv_cache": "bf16"}),
+    "kv_cache": ("bf16", {"kv_cache": "bf16", "v_cache": "bf16"}),
+    "v_cache": ("bf16", {"v_cache": "bf16"}),
     "activation": ("bf16", {"activation": "bf16"}),
     "fidelity": (
         "hifi4",
@@ -108,10 +109,10 @@ def exceptional_layers(
     resolved = resolve_precision(model, precision)
     layers = range(model.config.num_layers)
     exceptions = []
-    for name in ("kv_cache", "fidelity"):
+    for name in ("kv_cache", "v_cache", "fidelity"):
         values: list[tuple[str, ...]] = []
         for layer in layers:
-            if name == "kv_cache":
+            if name != "fidelity":
                 values.append((resolved.format(name, layer=layer),))
             else:
                 groups = _RESTORED[name][1]

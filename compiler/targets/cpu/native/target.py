@@ -86,7 +86,7 @@ class NativeTarget(Target):
         cache_format, _ = cache_kind(spec.format, exact=compute == "exact")
         if spec.kind == PER_TOKEN and cache_format != FP32:
             return super().state_holding(
-                dataclasses.replace(spec, format=cache_format), compute=compute
+                dataclasses.replace(spec, format=cache_format, value_format=""), compute=compute
             )
         return Holding("float32", 4 * math.prod(spec.shape))
 

@@ -151,7 +151,9 @@ def _caches(
     ctx: LoweringContext, args: ops.RopeAttentionArguments, split: HeadSplit
 ) -> tuple[Cache, Cache]:
     state = state_of(args)
-    placement.check_cache_format(state.name, state.format)
+    formats = state.format, state.value_format or state.format
+    for format_ in formats:
+        placement.check_cache_format(state.name, format_)
     page, head_dim = placement.PAGE, state.shape[-1]
     keys, values = (
         Cache(
@@ -160,11 +162,11 @@ def _caches(
             kind=kind,
             num_heads=split.num_kv_heads,
             head_dim=head_dim,
-            format=state.format,
+            format=format_,
             num_pages=ctx.batch * -(-ctx.context // page),
             page=page,
             placement=ctx.place_of(args.kv_cache),
         )
-        for kind in ("k", "v")
+        for kind, format_ in zip(("k", "v"), formats, strict=True)
     )
     return keys, values

@@ -215,6 +215,7 @@ def _attention(attention: TtAttention, program: DeviceProgram, attended: int) ->
     the cores in a grid row read the keys once.
     """
     depth = -(-attention.head_dim // TILE)
+    pair = tile_bytes(attention.keys.format) + tile_bytes(attention.values.format)
     if program.phase == DECODE:
         context = min(attended, attention.window or attended)
         chunks = -(-context // TILE)
@@ -222,14 +223,14 @@ def _attention(attention: TtAttention, program: DeviceProgram, attended: int) ->
         cores = min(MAX_CORES_PER_HEAD, max(1, NUM_CORES // heads))
         softmax = -(-heads * cores // NUM_CORES) * -(-chunks // cores)
         head_tiles = -(-heads // NUM_CORES) * chunks
-        read = heads * chunks * depth * 2 * tile_bytes(attention.keys.format)
+        read = heads * chunks * depth * pair
         pairs = program.batch * context
     else:
         rows = -(-program.length // TILE)
         reach = -(-attention.window // TILE) + 1 if attention.window else rows
         tiles = sum(min(row + 1, reach) for row in range(rows))
         softmax = head_tiles = -(-attention.num_heads * tiles // NUM_CORES)
-        read = attention.num_heads * tiles * depth * 2 * tile_bytes(attention.keys.format) // GRID
+        read = attention.num_heads * tiles * depth * pair // GRID
         reach = attention.window or program.length
         pairs = sum(min(position + 1, reach) for position in range(program.length))
     return InstructionCost(
