@@ -16,6 +16,7 @@ from tests.images.tiny_vl import save_vl, tiny_vl
 from tilewright.cli.commands import bench
 from tilewright.errors import CheckpointError, ConfigError
 from tilewright.llm import LLM
+from tilewright.loading.draft import with_draft_layer
 from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
 
 CONFIG = '{"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 9, 3]]}'
@@ -89,10 +90,23 @@ def test_a_file_without_the_layer_is_refused(folder: Path, tmp_path: Path) -> No
         LLM(tmp_path, speculative_config=CONFIG, target="reference", **HOW)
 
 
-def test_a_layer_with_two_ranks_is_refused_before_compilation(folder: Path) -> None:
+@pytest.mark.slow
+def test_a_layer_on_two_ranks_drafts_on_the_leader(folder: Path) -> None:
+    """Real processes. Drafts change no output."""
     how = {**HOW, "target": "cpu", "tensor_parallel_size": 2}
+    answers = []
+    for config in (None, CONFIG):
+        with LLM(folder, speculative_config=config, **how) as llm:
+            answers.append(llm.generate("abcabc", max_tokens=20, end_tokens=()))
+    plain, drafted = answers
+    assert drafted.tokens == plain.tokens
+    assert drafted.num_draft_tokens >= 20 and not plain.num_draft_tokens
+
+
+def test_a_layer_on_two_gpus_is_refused_before_compilation() -> None:
+    given: Any = SimpleNamespace(grouping=SimpleNamespace(is_alone=False), target="cuda")
     with pytest.raises(ConfigError, match="method mtp with several ranks; allowed: a single rank"):
-        LLM(folder, speculative_config=CONFIG, **how)
+        with_draft_layer(given, given, given, given)
 
 
 def test_a_target_without_draft_layers_decodes_without_drafts(folder: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tilewright.compiler.artifacts.paths import is_compiled
+from tilewright.compiler.devices import CPU_BACKENDS
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, Progress
 from tilewright.errors import ConfigError
 from tilewright.loading.source import ModelHandle
@@ -36,13 +37,15 @@ def with_draft_layer(
     Call this before the compilation. The program cache excludes the layer.
 
     Raises:
-        ConfigError: for several ranks or a compiled directory.
+        ConfigError: for several GPUs or a compiled directory.
         CheckpointError: for a file without a draft layer.
         CompileError: for a layer without kernels.
     """
     where = "speculative_config: method mtp"
-    if not resolved.grouping.is_alone:
-        raise ConfigError(f"{where} with several ranks; allowed: a single rank")
+    if not resolved.grouping.is_alone and resolved.target != CPU_BACKENDS["native"]:
+        raise ConfigError(
+            f"{where} with several ranks; allowed: a single rank, or target cpu with native kernels"
+        )
     if source.manifest is not None:
         raise ConfigError(f"{where} with a compiled folder; allowed: a checkpoint")
     from tilewright.compiler.driver import lower_draft_layer
@@ -60,12 +63,17 @@ def with_draft_layer(
 def attach_draft_layer(compiled: Compiled, options: CompileOptions, progress: Progress) -> None:
     """Compile the draft layer in ``options`` for a host executable.
 
-    Executables on GPUs load the layer with the model.
+    Executables on GPUs load the layer with the model. With several ranks, the leader has the whole
+    layer: the model's final hidden states are equal on all ranks.
     """
     from tilewright.compiler.targets.host.executable import HostExecutable
+    from tilewright.compiler.targets.ranks.sharded import ShardedExecutable
     from tilewright.compiler.targets.table import get_target
 
     layer, executable = options.draft_layer, compiled.executable
+    whole = executable
+    if isinstance(executable, ShardedExecutable):
+        executable = executable.own
     if layer is None or not isinstance(executable, HostExecutable):
         return
     progress("preparing the draft layer", 0, 1)
@@ -74,6 +82,7 @@ def attach_draft_layer(compiled: Compiled, options: CompileOptions, progress: Pr
     made = target.compile(layer.graph_module, layer.get_weight, options, progress)
     assert isinstance(made, HostExecutable)
     executable.attach(made)
+    whole.capabilities = executable.capabilities
 
 
 def open_draft_model(

@@ -124,7 +124,7 @@ def _compile_ranks(
 ) -> Compiled:
     """Return the executable for all ranks, led by this process."""
     grouping, target = resolved.grouping, resolved.target
-    options = replace(options, parallel=grouping.parallel)
+    options = replace(options, parallel=grouping.parallel, draft_layer=None)
     # what every rank would refuse is refused before any of them is started
     if source.manifest is not None:
         assert isinstance(source.path, Path), "a shape has no manifest"

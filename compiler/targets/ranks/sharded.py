@@ -63,6 +63,8 @@ class ShardedExecutable(Executable):
         self.own.num_tokens = value
 
     def step(self, step: Step) -> StepOutput:
+        if step.proposes:  # only the leader has a draft layer
+            return self.own.step(step)
         done = self._trace.num_steps
         if self._between and done and done % self._between == 0:
             self._compare()

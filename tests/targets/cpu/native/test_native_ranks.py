@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.distributed.groups import thread_group
+from tests.draft_layers import attach, tiny_layer
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import precision_of, prefill, tiny_model
 from tilewright.compiler.driver import compile_model
@@ -28,7 +29,7 @@ from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import RankError
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
-from tilewright.runtime.speculative.config import SpeculativeConfig
+from tilewright.runtime.speculative.config import MTP, SpeculativeConfig
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -87,6 +88,28 @@ def test_ranks_verify_drafts(kind: str, tmp_path: Path) -> None:
         counts = drafted.scheduler.speculator.counts
         assert outputs[0] == outputs[1]
         assert 0 < sum(counts.num_accepted) < counts.num_draft_tokens
+
+
+def test_the_leader_drafts_with_a_whole_layer(tmp_path: Path) -> None:
+    """Its hidden states are those of a single rank. Followers verify."""
+    changes: dict[str, Any] = {"model_type": "qwen3_5", **ON_CUDA, "vocab_size": 200}
+    model = tiny_model(std=0.3, **{**SHAPE, **changes})
+    layer, outputs = tiny_layer(model), []
+    config = SpeculativeConfig(method=MTP, max_drafts=3, schedule=((1, 9, 3),))
+    single: Any = native(1, **changes)
+    with nodes(tmp_path, 2, **changes) as given:
+        several: Any = given
+        for leader in (single, several.own):
+            attach(leader, model, layer, "cpu-native")
+        several.capabilities = several.own.capabilities
+        for executable, speculative in ((single, None), (single, config), (several, config)):
+            loop = EngineLoop(executable, policy=SchedulerConfig(speculative=speculative))
+            request = RequestState(0, tokens(9), SamplingParams(max_tokens=12))
+            loop.generate([request])
+            outputs.append((request.output, request.num_draft_tokens))
+    plain, drafted, sharded = outputs
+    assert sharded == drafted and plain[0] == drafted[0] and drafted[1]
+    single.close()
 
 
 def answers(executable: Executable) -> list[list[int]]:

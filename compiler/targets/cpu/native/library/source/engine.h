@@ -101,7 +101,7 @@ struct Engine {
     Memory weights, unpacked;                // on large pages
     std::unique_ptr<Exchange> exchange;      // with the ranks
     std::vector<int32_t> logit_widths;       // per rank
-    bool needs_peers = false, reads_hidden = false;
+    bool needs_peers = false, reads_hidden = false, gathers_normed = false;
     int64_t cross_width = 0;                 // columns of an image's keys and values
     int64_t max_blocks = 0;                  // per collective
 

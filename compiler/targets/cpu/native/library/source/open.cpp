@@ -201,11 +201,14 @@ void find_next_products(Engine& engine) {
     }
 }
 
-// The first product behind the gathered rows.
+// The first matmul of gathered rows. Ranks have the final norm in an instruction before it.
 void find_head(Engine& engine) {
     bool gathered = false;
     for (size_t i = 0; i < engine.instructions.size() && engine.head < 0; i++) {
-        gathered = gathered || engine.instructions[i].op == TW_GATHER;
+        const TwInstruction& each = engine.instructions[i];
+        if (i && each.op == TW_GATHER && engine.instructions[i - 1].op == TW_NORM)
+            engine.gathers_normed = engine.instructions[i - 1].out.buffer == each.x.buffer;
+        gathered = gathered || each.op == TW_GATHER;
         if (gathered && engine.instructions[i].op == TW_LINEAR) engine.head = (int32_t)i;
     }
 }

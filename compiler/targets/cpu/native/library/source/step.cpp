@@ -154,7 +154,8 @@ bool fits(const Engine& engine, const TwStep& step) {
             if (step.ends[t] <= step.positions[t] || step.ends[t] < last || step.ends[t] > step.positions[step.bounds[i + 1] - 1] + 1) return false;
     if (engine.needs_peers && !engine.exchange) return false;
     if (engine.reads_hidden && !step.carried) return false;
-    if (step.hidden && step.logits && (engine.head < 0 || engine.instructions[engine.head].norm < 0)) return false;
+    const bool has_norm = engine.head >= 0 && (engine.gathers_normed || engine.instructions[engine.head].norm >= 0);
+    if (step.hidden && step.logits && !has_norm) return false;
     if (step.visible && step.cross_width != engine.cross_width) return false;
     if (step.visible && step.cross_bits != 16 && step.cross_bits != 32) return false;
     for (int32_t i = 0; step.visible && i < step.num_tokens; i++)
