@@ -175,7 +175,8 @@ def mutate_tensor(tensors: Tensors, rng: random.Random) -> None:
     elif choice == 4:
         tensors[name] = tensor.reshape(rng.choice([(-1,), (1, -1), (-1, 1), (1, 1, -1)]))
     elif choice == 5 and tensor.ndim:
-        tensors[name] = torch.cat([tensor.contiguous().view(torch.uint8)] * 2).view(tensor.dtype)
+        bytes_ = tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        tensors[name] = torch.cat([bytes_] * 2).view(tensor.dtype)
     elif choice == 6 and tensor.numel() and tensor.is_floating_point():
         numbers = tensor.clone().contiguous()
         index = rng.randrange(tensor.numel())
