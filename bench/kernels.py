@@ -101,13 +101,13 @@ def _experts(rows: int, *, fmt: str, top_k: int, hidden: int, inner: int) -> Ite
     count, num_layers = 256, 12
     device = torch.device("cuda")
 
-    def place(size: tuple[int, int], *, paired: bool) -> Any:
+    def make(size: tuple[int, int], *, paired: bool) -> Any:
         values = torch.randn(count, *size, device="cuda", dtype=torch.bfloat16) / size[1] ** 0.5
         recipe = WeightRecipe((Segment("w", count * size[0]),), (count, *size), fmt)
         named: dict[str, Any] = {"paired": paired, "check": lambda *_: None}
         return place_experts(recipe, fmt, lambda name: values, device, **named)
 
-    up, down = place((2 * inner, hidden), paired=True), place((hidden, inner), paired=False)
+    up, down = make((2 * inner, hidden), paired=True), make((hidden, inner), paired=False)
     shared_up = hold(torch.randn(2 * inner, hidden, device="cuda"), fmt, paired=True)
     shared_down = hold(torch.randn(hidden, inner, device="cuda"), fmt, paired=False)
     x = torch.randn(rows, hidden, device="cuda").bfloat16()
@@ -137,6 +137,66 @@ def _experts(rows: int, *, fmt: str, top_k: int, hidden: int, inner: int) -> Ite
     yield Variant("experts.cu", partial(layer, steps=(0, 0)), num_layers)
     if rows <= moe_small.MAX_TOKENS:
         yield Variant("moe_small.cu", partial(layer, steps=moe_small.DEPTHS[fmt]), num_layers)
+
+
+def _biased_experts(rows: int, *, fmt: str) -> Iterator[Variant]:
+    """Matmuls of gpt-oss 20B with biases and the clamp, in CUDA C++ and in Triton. 32 experts."""
+    import torch
+
+    from tilewright.compiler.formats.scaled_codes import E2M1
+    from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+    from tilewright.compiler.targets.cuda.kernels.experts import (
+        experts,
+        experts_triton,
+        moe_small,
+        route,
+        route_triton,
+    )
+    from tilewright.compiler.targets.cuda.weights.experts import place_experts
+
+    count, top_k, size, num_layers, device = 32, 4, 2880, 12, torch.device("cuda")
+    values = torch.tensor(E2M1, device=device, dtype=torch.bfloat16) / 64
+
+    def make(num_rows: int, *, paired: bool) -> Any:
+        codes = torch.randint(0, 16, (count, num_rows, size), device=device, dtype=torch.uint8)
+        recipe = WeightRecipe((Segment("w", count * num_rows),), (count, num_rows, size), fmt)
+        named: dict[str, Any] = {"paired": paired, "check": lambda *_: None}
+        return place_experts(recipe, fmt, lambda name: values[codes.int()], device, **named)
+
+    up, down = make(2 * size, paired=True), make(size, paired=False)
+    first = experts_triton.Finish(torch.randn(count, 2 * size, 1, device=device), 7.0, 1.702)
+    last = experts_triton.Finish(torch.randn(count, size, 1, device=device))
+    x = torch.randn(rows, size, device=device).bfloat16()
+    logits = torch.randn(num_layers, rows, count, device=device)
+    positions = torch.zeros(rows, device=device).long()
+    between = torch.empty(rows, top_k * size, device=device).bfloat16()
+    products, out = torch.empty_like(between), torch.empty(rows, size, device=device)
+    tiles = route.Tiles.empty(rows, top_k, count, device)
+    weights = torch.empty(rows, top_k, device=device)
+    chosen = torch.empty_like(weights, dtype=torch.int32)
+    groups = route_triton.Groups.empty(rows * top_k, count, experts_triton.DECODE_PAIRS, device)
+    up_how: dict[str, Any] = {"top_k": top_k, "swiglu": True, "finish": first}
+
+    def layer(at: int, *, steps: tuple[int, int]) -> None:
+        route.route(weights, chosen, logits[at], positions, tiles, renormalise=True)
+        experts.expert_linear(between, x, up, tiles, small_depth=steps[0], **up_how)
+        experts.expert_sum(
+            out, between, down, tiles, weights, residual=False, small_depth=steps[1], finish=last
+        )
+
+    def layer_triton(at: int) -> None:
+        route_triton.route(weights, chosen, logits[at], positions, renormalise=True)
+        route_triton.group(groups, chosen)
+        experts_triton.expert_linear(between, x, up, groups, **up_how)
+        experts_triton.expert_linear(products, between, down, groups, top_k=top_k, finish=last)
+        experts_triton.sum_experts(out, products, weights, chosen, residual=False)
+
+    num_bytes = min(count, rows * top_k) / count * (up.data.nbytes + down.data.nbytes)
+    yield Variant("triton", layer_triton, num_layers, num_bytes)
+    yield Variant("experts.cu", partial(layer, steps=(0, 0)), num_layers, num_bytes)
+    if rows <= moe_small.MAX_TOKENS:
+        steps = moe_small.DEPTHS[fmt]
+        yield Variant("moe_small.cu", partial(layer, steps=steps), num_layers, num_bytes)
 
 
 def _delta_step(rows: int, *, key_heads: int, heads: int, dim: int) -> Iterator[Variant]:
@@ -274,6 +334,7 @@ CASES: dict[str, Build] = {
         f"experts-{fmt}": partial(_experts, fmt=fmt, top_k=8, hidden=2048, inner=512)
         for fmt in ("bf16", "bfp8")
     },
+    **{f"biased-experts-{fmt}": partial(_biased_experts, fmt=fmt) for fmt in ("bfp8", "mxfp4")},
     "delta-step": partial(_delta_step, key_heads=16, heads=32, dim=128),
     **{f"sampling-{size}": partial(_sampling, vocabulary=size) for size in (128_256, 248_320)},
 }

@@ -29,7 +29,7 @@ from tilewright.compiler.formats.ggml import (
     GgmlFileFormat,
     GgmlFormat,
 )
-from tilewright.compiler.formats.scaled_codes import FP8, NF4, NVFP4, ScaledCodes
+from tilewright.compiler.formats.scaled_codes import FP8, MXFP4, NF4, NVFP4, ScaledCodes
 
 __all__ = [
     "BF16",
@@ -43,6 +43,7 @@ __all__ = [
     "FP16",
     "FP32",
     "IQ4_XS",
+    "MXFP4",
     "NF4",
     "NVFP4",
     "Q4_K",
@@ -73,7 +74,7 @@ __all__ = [
 
 _ALL = (
     *(FP32, BF16, FP16, BFP8, BFP4, BFP2, FP8, Q40, Q80, Q41, Q50, Q51, Q4_K, Q5_K, Q6_K, IQ4_XS),
-    *(NF4, NVFP4),
+    *(NF4, NVFP4, MXFP4),
 )
 for _format in _ALL:
     FORMATS.register(_format.name, _format)
@@ -100,13 +101,13 @@ def stored_format(stored_type: str) -> str | None:
     return next((name for name, stored in STORED_NAMES.items() if stored == stored_type), None)
 
 
-def exact_blocks(stored_types: Iterable[str]) -> str | None:
-    """Return the smallest block format with exactly the values of all types, or None.
+def exact_blocks(stored_types: Iterable[str]) -> tuple[str, ...]:
+    """Return the block formats with exactly the values of all types, the smallest first.
 
     Blocks have a power of two as their scale. A target with such blocks can store them instead of
     `stored_format`.
     """
-    return BFP8.name if {*stored_types} == {"MXFP4"} else None
+    return (MXFP4.name, BFP8.name) if {*stored_types} == {"MXFP4"} else ()
 
 
 def is_quantised(stored_type: str) -> bool:

@@ -1,6 +1,7 @@
 """Scaled codes: small float codes with a scale per block of columns.
 
-A value is the float32 product of a code's value and its block's scale. Files with square blocks
+A value is the float32 product of a code's value and its block's scale. The scale of MXFP4 is its
+exponent in a byte, with a bias of 127. Files with square blocks
 (128 x 128) have the same values here: rows repeat the scale. Files with a second scale (NVFP4) have
 the same values, too: a block's scale is the float32 result. File layouts are not defined here.
 """
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
 LARGEST = 448.0
 """The largest e4m3 value."""
-_SCALE_BYTES = 4
+_EXPONENT_BITS, _EXPONENT_BIAS = 8, 127
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledCodes(DataFormat):
-    """Codes with a float32 scale per block. A packed block is its scale, then its codes.
+    """Codes with a scale per block. A packed block is its scale, then its codes.
 
     Packed 4-bit codes are pairs. The first code is in the low nibble.
 
@@ -104,7 +105,10 @@ class ScaledCodes(DataFormat):
         codes = pad_blocks(encoded.codes, self.block).reshape(-1, self.block)
         if self.codebook:
             codes = codes[:, ::2] | codes[:, 1::2] << 4
-        scales = encoded.scales.float().reshape(-1, 1).view(torch.uint8)
+        scales = encoded.scales.float().reshape(-1, 1)
+        if self.shared_bits == _EXPONENT_BITS:
+            scales = (scales.log2() + _EXPONENT_BIAS).to(torch.uint8)
+        scales = scales.view(torch.uint8)
         return torch.cat((scales, codes), dim=1).reshape(-1)
 
     def read(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> ScaledEncoded:
@@ -120,8 +124,11 @@ class ScaledCodes(DataFormat):
         moved.append(moved.pop(axis))
         num_blocks = -(-moved[-1] // self.block)
         blocks = data.reshape(-1, self.nbytes((self.block,)))
-        scales = blocks[:, :_SCALE_BYTES].contiguous().view(torch.float32)
-        codes = blocks[:, _SCALE_BYTES:]
+        scales, codes = blocks.tensor_split((self.shared_bits // 8,), dim=1)
+        if self.shared_bits == _EXPONENT_BITS:
+            scales = torch.exp2(scales.float() - _EXPONENT_BIAS)
+        else:
+            scales = scales.contiguous().view(torch.float32)
         if self.codebook:
             codes = torch.stack((codes & 0xF, codes >> 4), dim=-1)
         codes = codes.reshape(*moved[:-1], num_blocks * self.block)
@@ -151,5 +158,6 @@ NF4_VALUES = (
 """4-bit normal-float codes. They are not exact in bfloat16."""
 
 FP8 = ScaledCodes("fp8", 8, 128, shared_bits=32)
+MXFP4 = ScaledCodes("mxfp4", 4, 32, shared_bits=_EXPONENT_BITS, codebook=E2M1)
 NVFP4 = ScaledCodes("nvfp4", 4, 16, shared_bits=32, codebook=E2M1)
 NF4 = ScaledCodes("nf4", 4, 64, shared_bits=32, codebook=NF4_VALUES)

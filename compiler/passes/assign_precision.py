@@ -101,10 +101,10 @@ def _assign_weight(node: Node, ctx: PassContext, target_format: TargetFormat | N
         stored = _stored_format(recipe, facts.fqn, ctx)
         name = stored
         if target_format is not None:
-            blocks = exact_blocks(map(ctx.stored_type, recipe.names)) if ctx.stored_type else None
+            blocks = exact_blocks(map(ctx.stored_type, recipe.names)) if ctx.stored_type else ()
             name = target_format(stored, len(recipe.shape))
-            if blocks is not None and name == stored == "bf16":
-                name = target_format(blocks, len(recipe.shape))
+            if blocks and name == stored == "bf16":
+                name = target_format(blocks[0], len(recipe.shape))
         changed = set(recipe.names) if name != stored else set()
         assigned = recipe.with_format(name, "in") if changed else recipe.as_stored(stored)
     else:
@@ -188,8 +188,8 @@ def _note_requantised(
                     rounded[stored, used].add(group)
                 continue
             keeps = recipe.is_stored or get_format(used).block == 1
-            blocks = exact_blocks([stored]) if recipe.block_axis == "in" else None
-            is_equal = (keeps and used == stored_format(stored)) or used == blocks
+            blocks = exact_blocks([stored]) if recipe.block_axis == "in" else ()
+            is_equal = (keeps and used == stored_format(stored)) or used in blocks
             if used != "fp32" and not is_equal:
                 found[stored, used].add(group)
             elif stored not in known:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilewright.compiler.formats import FP8, NF4, NVFP4, ScaledEncoded, get_format
+from tilewright.compiler.formats import FP8, MXFP4, NF4, NVFP4, ScaledEncoded, get_format
 from tilewright.compiler.formats.scaled_codes import E2M1
 from tilewright.errors import CheckpointError, ConfigError
 
@@ -64,6 +64,20 @@ def test_quantize_selects_the_nearest_code() -> None:
         assert np.all(np.abs(found - wanted) <= nearest * (1 + 1e-6) + 1e-6)
     assert bool(FP8.round_trip(x).isfinite().all())
     assert bool((FP8.round_trip(torch.zeros(2, 128)) == 0).all())
+
+
+def test_mxfp4_stores_exponents_in_bytes() -> None:
+    """Against the definition: codes times 2 ** (byte - 127)."""
+    rng = np.random.default_rng(1)
+    blocks = rng.integers(0, 256, (6, 17), np.uint8)
+    blocks[:, 0] = (1, 27, 100, 127, 200, 250)
+    codes = np.stack((blocks[:, 1:] & 15, blocks[:, 1:] >> 4), axis=-1).reshape(6, 32)
+    expected = np.array(E2M1)[codes] * np.exp2(blocks[:, :1] - 127.0)
+    data = torch.from_numpy(blocks.reshape(-1))
+    assert get_format("mxfp4") is MXFP4 and MXFP4.bits == 4.25 and not MXFP4.is_offered
+    values = MXFP4.unpack(data, (3, 64)).view(6, 32)
+    assert np.array_equal(values.numpy(), expected.astype(np.float32))
+    assert torch.equal(MXFP4.pack_encoded(MXFP4.read(data, (2, 96))), data)
 
 
 def test_unpack_refuses_another_size() -> None:

@@ -22,10 +22,11 @@ from tilewright.compiler.driver import (
     resolve_precision,
     weight_source,
 )
-from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import load_dense
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.contract.weight_storage import weight_uses
+from tilewright.compiler.targets.cuda.weights.experts import place_experts
+from tilewright.compiler.targets.cuda.weights.packing import unpack
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.table import get_target
@@ -124,7 +125,7 @@ def test_onnx_runtime_refuses_it_in_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
-def _write_mxfp4(model: Any, folder: Path, **changes: Tensor) -> dict[str, Tensor]:
+def write_mxfp4(model: Any, folder: Path, **changes: Tensor) -> dict[str, Tensor]:
     """Write a folder as published: MXFP4 blocks of random codes. Return the experts' values."""
     theirs = twin_of(model.config, model.checkpoint.tensors)
     theirs.save_pretrained(folder)
@@ -168,7 +169,7 @@ def _wide() -> Any:
 def test_mxfp4_is_read_and_stored_exactly(tmp_path: Path) -> None:
     """transformers' own conversion is the reference."""
     model = _wide()
-    values = _write_mxfp4(model, tmp_path)
+    values = write_mxfp4(model, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     check_tensors(checkpoint, stored_shapes(model.module))
     name = "model.layers.0.mlp.experts.gate_proj.weight"
@@ -203,32 +204,35 @@ def test_malformed_mxfp4_is_one_line(
     changes: dict[str, Tensor], words: str, tmp_path: Path
 ) -> None:
     path = "model.layers.0.mlp.experts.gate_up_proj"
-    _write_mxfp4(_wide(), tmp_path, **{f"{path}_{name}": each for name, each in changes.items()})
+    write_mxfp4(_wide(), tmp_path, **{f"{path}_{name}": each for name, each in changes.items()})
     with pytest.raises(CheckpointError, match=words) as caught:
         open_checkpoint(tmp_path).get("model.layers.0.mlp.experts.gate_proj.weight")
     assert "\n" not in str(caught.value)
 
 
 def test_blocks_along_outputs_are_noted_as_rounded(tmp_path: Path) -> None:
-    _write_mxfp4(_wide(), tmp_path)
+    write_mxfp4(_wide(), tmp_path)
     loaded = load_model(tmp_path, tokenizer=byte_tokenizer(300, "tiny"))
     resolved = resolve_precision(loaded, precision_of("bfp8", block_axis="out"))
     _, ctx = lower_model(loaded, resolved, get_target("cpu").stages(), silent)
     assert "quantised again: MXFP4 → bfp8 (experts_ff1_3, experts_ff2)" in ctx.notes
 
 
-def test_mxfp4_experts_are_exact_in_bfp8_on_cuda(tmp_path: Path) -> None:
-    """8.5 bits a weight in place of 16, with the file's values, and a line for it."""
-    values = _write_mxfp4(_wide(), tmp_path)
+def test_mxfp4_experts_keep_their_codes_on_cuda(tmp_path: Path) -> None:
+    """4.25 bits a weight, with the file's values, and a line for it."""
+    values = write_mxfp4(_wide(), tmp_path)
     loaded = load_model(tmp_path, tokenizer=byte_tokenizer(300, "tiny"))
     resolved = resolve_precision(loaded, load_precision("stored"))
     stages = get_target("cuda").stages()
     graph_module, ctx = lower_model(loaded, resolved, stages, silent)
-    assert "stored with equal values: MXFP4 → bfp8 (experts_ff1_3, experts_ff2)" in ctx.notes
+    assert "stored with equal values: MXFP4 → mxfp4 (experts_ff1_3, experts_ff2)" in ctx.notes
     recipes = [use.recipe for use in weight_uses(graph_module) if len(use.recipe.shape) == 3]
     recipes = [recipe for recipe in recipes if {*recipe.names} & {*values}]
-    assert len(recipes) == 2 and {recipe.format for recipe in recipes} == {"bfp8"}
+    assert len(recipes) == 2 and {recipe.format for recipe in recipes} == {"mxfp4"}
     source = weight_source(loaded)
     for recipe in recipes:
-        dense = load_dense(recipe, source)
-        assert torch.equal(get_format("bfp8").round_trip(dense.float()), dense.float())
+        dense = load_dense(recipe, source).float()
+        packed = place_experts(
+            recipe, "mxfp4", source, torch.device("cpu"), paired=False, check=lambda *_: None
+        )
+        assert torch.equal(unpack(packed).view(dense.shape), dense)

@@ -18,6 +18,7 @@ from tilewright.compiler.targets.contract.record import (
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
+    EXPERT_TILE_BYTES,
     TILE_BYTES,
     TILE_COLUMNS,
     TILE_ROWS,
@@ -48,6 +49,8 @@ def storage_format(recipe: WeightRecipe, group: str | None) -> str:
     assert recipe.format is not None
     if is_coded(recipe):
         return recipe.format
+    if recipe.format in EXPERT_TILE_BYTES and recipe.block_axis == "in" and len(recipe.shape) == 3:
+        return recipe.format
     if recipe.format not in EXACT_IN_BF16:
         raise CompileError(
             f"{group or 'weight'} {recipe.names[0]}: format {recipe.format}{_where(recipe)} on "
@@ -61,8 +64,11 @@ def storage_format(recipe: WeightRecipe, group: str | None) -> str:
 def target_format(name: str, num_axes: int) -> str:
     """Return the format for a stored weight: its own if a kernel reads it.
 
-    Codes of experts become bfp8. Everything else becomes bf16.
+    MXFP4 keeps its codes in experts. All other codes of experts become bfp8, and so do dense
+    weights in MXFP4. Everything else becomes bf16.
     """
+    if name in EXPERT_TILE_BYTES:
+        return name if num_axes == 3 else "bfp8"
     if name in EXACT_IN_BF16 or (name in CODED_TILES and num_axes == 2):
         return name
     return "bfp8" if name in CODED_TILES else "bf16"
@@ -133,7 +139,7 @@ def meanings(*, exact: bool, fp8: bool = False, bfp8_pages: bool = False) -> Mea
     def weight(name: str, axis: str) -> Meaning:
         if name == "nf4" and axis == "in" and not exact:
             return Meaning(EMULATED, "nf4 codes with values rounded to bf16")
-        if name in CODED_TILES and axis == "in":
+        if name in (*CODED_TILES, *EXPERT_TILE_BYTES) and axis == "in":
             return Meaning(HONOURED, name)
         if name not in EXACT_IN_BF16:
             return Meaning(NOT_HONOURED, "refused")

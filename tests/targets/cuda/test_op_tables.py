@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -16,6 +17,11 @@ import torch
 from tests.targets.cuda.recorded import CUDA, Launches, plan_of, recorded_gpu, rows_of, steps_of
 from tests.tiny import check_golden, precision_of
 from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.program.instructions import (
+    ExpertLinearOp,
+    ExpertSum,
+    Instruction,
+)
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.shapes import SHAPES
 
@@ -140,13 +146,26 @@ def test_steps_select_the_kernels_of_the_checksums(
 
 
 def test_gpt_oss_has_kernels_for_its_stored_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MXFP4 experts are bfp8 on a GPU, with biases and a clamp. The rest is bf16."""
+    """MXFP4 experts with biases and a clamp use CUDA C++ in decode steps, and Triton in prompts."""
     config = config_of_hf({**SHAPES["gpt-oss-20b"], "num_hidden_layers": 2}, where="gpt-oss")
     plan = plan_of(config, precision_of("bf16", experts_ff1_3="bfp8", experts_ff2="bfp8"))
+    plan = replace(plan, instructions=[*map(with_mxfp4, plan.instructions)])
     with recorded_gpu(monkeypatch, (9, 0)) as launches:
         steps = steps_of(plan, max_rows=64, max_context=4096)
-        for count in (1, 64):
+        for count, names in (
+            (1, ("linear_small_mxfp4_8", "sum_small_mxfp4_4")),
+            (64, ("linear_mxfp4_3", "sum_mxfp4_3")),
+        ):
             launches.clear()
             steps.decode(rows_of(count), reach=steps.attention.reaches[0], captured=True)
             shown = launches.shown()
-            assert shown.count("expert_linear") == 2 and shown.count("KIND=bfp8") == 2
+            print(shown)
+            assert shown.count("expert_") == 4
+            assert [shown.count(f"expert_{name}") for name in names] == [2, 2]
+
+
+def with_mxfp4(each: Instruction) -> Instruction:
+    """Only a file selects this format."""
+    if not isinstance(each, ExpertLinearOp | ExpertSum):
+        return each
+    return replace(each, weight=each.weight.with_format("mxfp4", "in"))

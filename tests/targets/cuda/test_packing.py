@@ -8,9 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.compiler.formats import get_format
+from tilewright.compiler.formats.scaled_codes import E2M1
 from tilewright.compiler.targets.cuda.weights.packed_weight import BIAS, EXPONENTS, TILE_BYTES
 from tilewright.compiler.targets.cuda.weights.packing import fits, hold, unpack
 from tilewright.errors import CompileError
+
+
+def random_mxfp4(
+    shape: tuple[int, ...], device: torch.device | None = None, low: int = -9, high: int = -3
+) -> torch.Tensor:
+    """Values of random codes and exponents."""
+    blocks = (*shape[:-1], -(-shape[-1] // 32))
+    exponents = torch.randint(low, high + 1, blocks, device=device).float()
+    codes = torch.randint(0, 16, shape, device=device)
+    scales = torch.exp2(exponents).repeat_interleave(32, -1)[..., : shape[-1]]
+    return torch.tensor(E2M1, device=device)[codes] * scales
+
 
 SIZES = [(16, 128), (32, 256), (1, 1), (5, 17), (17, 129), (48, 576), (33, 200), (100, 72)]
 
@@ -28,6 +41,44 @@ def test_values_are_the_formats(kind: str, size: tuple[int, int]) -> None:
     else:
         tiles = (held.num_row_tiles, held.num_column_tiles, TILE_BYTES[kind])
         assert held.data.shape == tiles
+
+
+@pytest.mark.parametrize(("low", "high"), [(-9, -3), (-122, -110), (3, 12)])
+@pytest.mark.parametrize("size", SIZES)
+def test_values_of_mxfp4_are_kept(size: tuple[int, int], low: int, high: int) -> None:
+    """Large exponents have a scale, and tiles have 4.25 bits a weight."""
+    dense = random_mxfp4(size, low=low, high=high)
+    held = hold(dense, "mxfp4", paired=False)
+    assert torch.equal(unpack(held), dense) and fits(dense, "mxfp4")
+    assert (held.scale > 1) == (high > 0 and bool(dense.abs().max() >= 16))
+    assert held.data.shape == (held.num_row_tiles, held.num_column_tiles, 16 * 128 * 17 // 32)
+
+
+@pytest.mark.parametrize("value", [5.0, 0.24, 2.0**-126, float("inf"), float("nan")])
+def test_mxfp4_refuses_other_values(value: float) -> None:
+    dense = torch.full((16, 128), 1.0 if value != 2.0**-126 else 0.0)
+    dense[3, 7] = value
+    with pytest.raises(CompileError, match=r"mxfp4: .*; allowed: "):
+        hold(dense, "mxfp4", paired=False)
+
+
+@pytest.mark.parametrize("row", [0, 3, 8, 15])
+@pytest.mark.parametrize("column", [0, 1, 2, 5, 7, 15, 16, 40, 63, 64, 77, 127])
+def test_a_code_of_an_mxfp4_tile(row: int, column: int) -> None:
+    """A value has its code's sign, exponent and fraction bits in the documented word."""
+    tile = hold(one_hot_tile(row, column), "mxfp4", paired=False).data[0, 0]
+    half, lane = column // 64, 4 * (row % 8) + column % 64 // 16
+    word = row // 8 * 128 + lane * 4 + half * 2 + column % 16 // 8
+    pair, upper = column % 8 // 2, column % 2 * 16
+    # -1.5 is the code 15 (-6) at the exponent -2.
+    bits = [15 - 3 * pair, *(6 - 3 * pair + bit for bit in range(3))] if pair < 3 else ()
+    wanted = sum(1 << (bit + upper) for bit in bits or (10, 11, 13, 14))
+    words = tile[:1024].view(torch.int32).tolist()
+    assert [at for at, value in enumerate(words) if value] == [word]
+    assert words[word] & 0xFFFFFFFF == wanted
+    exponents = tile[1024:].tolist()
+    changed = [at for at, value in enumerate(exponents) if value != 64]
+    assert changed == [lane // 2 * 4 + half * 2 + row // 8] and exponents[changed[0]] == 124
 
 
 @given(

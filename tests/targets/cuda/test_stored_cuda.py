@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ggml_blocks import SHAPES, write_llama
+from tests.models import test_gpt_oss
 from tests.models.quantized import test_float4, test_packages
 from tests.models.quantized.folders import Tensors, write
 from tests.models.quantized.test_float8 import BLOCKS, quantizer
@@ -15,6 +16,7 @@ from tests.targets.test_stored import STORED, compiled
 from tests.tiny import prefill, random_tokens
 from tilewright.compiler.precision import load_precision
 from tilewright.models import load_model
+from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 
 
 @pytest.mark.parametrize("dtype", ["Q4_0", "Q6_K"])
@@ -47,6 +49,19 @@ def test_folder_of_float_codes_is_near_the_reference(name: str, tmp_path: Path) 
 
     write(tmp_path / name, *FOLDERS[name], change=in_bfloat16)
     check(tmp_path / name, random_tokens(3, vocab_size=96))
+
+
+def test_mxfp4_experts_with_biases_are_near_the_reference(tmp_path: Path) -> None:
+    sizes = {"expert_size": 32, "intermediate_size": 32, "hidden_size": 64, "num_layers": 1}
+    model = test_gpt_oss.make(**{**test_gpt_oss.ON_CUDA, **sizes})
+    test_gpt_oss.write_mxfp4(model, tmp_path)
+    loaded = load_model(tmp_path, tokenizer=byte_tokenizer(300, "tiny"))
+    tokens = random_tokens(3)
+    expected = prefill(compiled(loaded, "reference", STORED), tokens)
+    executable = compiled(loaded, "cuda", STORED, "fast")
+    found = torch.as_tensor(prefill(executable, tokens))
+    executable.close()
+    assert (found - expected).abs().max() < 0.03 * expected.abs().max()
 
 
 def check(path: Path, tokens: list[int]) -> None:

@@ -137,11 +137,9 @@ class ExpertsRunner:
             return self._gpu.why_no_cpp
         top_k = 0
         for each in plan.instructions:
-            if isinstance(each, TopKRouteOp | ExpertLinearOp | ExpertSum) and each.bias is not None:
-                return "biases"
-            if isinstance(each, ExpertLinearOp) and each.limit:
-                return "a clamped SwiGLU"
             if isinstance(each, TopKRouteOp):
+                if each.bias is not None:
+                    return "a bias in the selection of experts"
                 top_k = each.top_k
                 if each.logits.width > native_route.MAX_EXPERTS:
                     return f"{each.logits.width} experts"
@@ -166,7 +164,9 @@ class ExpertsRunner:
                 continue
             if (up.x, down.x, last.shared[0]) != (first.x, up.out, down.out):
                 continue
+            ends = [product.bias is None for product in (first, last)]
             plain = all(each.norm is None and each.bias is None for each in (up, down))
+            plain = plain and all(ends) and not first.limit
             if not plain or down.residual or up.swiglu != first.swiglu:
                 continue
             pairs = ((first, up), (last, down))
@@ -294,6 +294,7 @@ class ExpertsRunner:
         top_k, swiglu = routing.top_k, each.swiglu
         self._launched = routing
         given = self._shared.get(id(each))
+        finish = Finish(self._vector(each.bias), each.limit, each.alpha)
         for part, tiles in routing.native_parts():
             shared = None
             if given is not None:
@@ -302,10 +303,9 @@ class ExpertsRunner:
                 shared = native_experts.Shared(shared_x, weight, shared_out)
             native_experts.expert_linear(
                 out[part], x[part], packed, tiles, top_k=top_k, swiglu=swiglu, shared=shared,
-                choice=routing.choice,
+                choice=routing.choice, finish=finish,
             )  # fmt: skip
         for part, groups in routing.parts():
-            finish = Finish(self._vector(each.bias), each.limit, each.alpha)
             expert_linear(
                 out[part], x[part], packed, groups, top_k=top_k, swiglu=swiglu, finish=finish
             )
@@ -338,6 +338,7 @@ class ExpertsRunner:
             shared=shared,
             choice=routing.choice,
             small_depth=None if id(each) in self._close else 0,
+            finish=Finish(self._vector(each.bias)),
         )
 
     def _sum(self, each: ExpertSum, step: Buffers) -> None:

@@ -17,6 +17,10 @@ vector's words are in column order. A 32-bit word has these bits:
   ``4 i .. 4 i + 3`` with value + 8 if i is ``0`` or ``2``. If i is ``1`` or ``3``, the bits
   ``4 i .. 4 i + 2`` are the magnitude. The sign is bit ``15`` for ``i = 1`` and bit ``7`` for
   ``i = 3``.
+- mxfp4: Vectors as in bfp4. In a half word, column ``2 i`` or ``2 i + 1`` has its 4-bit float code
+  in the bits ``6 - 3 i .. 8 - 3 i`` with the sign in bit ``15 - 3 i``. If i is ``3``, the code has
+  the bits ``10``, ``11`` and ``13``, and the sign is bit ``14``. Lanes ``4 g + t`` and
+  ``4 g + t + 1`` with even t share four exponents, because a block has 32 columns.
 """
 
 from __future__ import annotations
@@ -33,17 +37,23 @@ TILE_BYTES = {"bfp8": 2176, "bfp4": 1152}
 """Size of a tile in bytes, with exponents."""
 
 
+EXPERT_TILE_BYTES = {"mxfp4": 1088}
+"""As `TILE_BYTES`, for formats of experts only."""
+
+
 def tile_bytes(name: str) -> int:
     """Return a tile's size with blocks, or with codes of `CODED_TILES`."""
-    return TILE_BYTES[name] if name in TILE_BYTES else CODED_TILES[name].num_bytes
+    blocks = TILE_BYTES | EXPERT_TILE_BYTES
+    return blocks[name] if name in blocks else CODED_TILES[name].num_bytes
 
 
 BIAS = {"bfp8": 133, "bfp4": 129}
 """value = mantissa * 2 ** (e - BIAS), with the block exponent e of the format."""
 
-EXPONENTS = {"bfp8": (0, 127), "bfp4": (3, 127)}
-"""Range of exponents with exact bfloat16 arithmetic in the kernels. A weight with larger exponents
-has a ``scale``. Blocks of zeros and padding store the exponent 64.
+EXPONENTS = {"bfp8": (0, 127), "bfp4": (3, 127), "mxfp4": (4, 130)}
+"""Range of exponents with exact bfloat16 arithmetic in the kernels, those of a block's largest
+magnitude. A weight with larger exponents has a ``scale``. Blocks of zeros and padding store the
+exponent 64.
 """
 
 

@@ -13,15 +13,18 @@ from torch import Tensor
 from tilewright.compiler.formats import BlockEncoded, BlockFloat, get_format
 from tilewright.compiler.formats.block_float import BLOCK_SIZE
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
+    EXPERT_TILE_BYTES,
     EXPONENTS,
     TILE_BYTES,
     TILE_COLUMNS,
     TILE_ROWS,
     PackedWeight,
+    tile_bytes,
 )
+from tilewright.compiler.targets.cuda.weights.packing_mxfp4 import tiles_mxfp4, values_mxfp4
 from tilewright.errors import CompileError, allowed
 
-KINDS = ("bf16", *TILE_BYTES)
+KINDS = ("bf16", *TILE_BYTES, *EXPERT_TILE_BYTES)
 GROUP = 8
 """Consecutive gate or up rows in a paired weight."""
 
@@ -40,8 +43,8 @@ def hold(dense: Tensor, kind: str, *, paired: bool, scale: float | None = None) 
         scale: Common scale for several weights. None: :func:`scale_of`.
 
     Raises:
-        CompileError: The format is unknown, the rows cannot be paired, or a block exponent is
-            outside ``EXPONENTS`` (see :func:`fits`).
+        CompileError: The format is unknown, the rows cannot be paired, a block exponent is
+            outside ``EXPONENTS`` (see :func:`fits`), or mxfp4 lacks a value.
     """
     _check(dense, kind, paired)
     num_rows, num_columns = dense.shape
@@ -50,7 +53,7 @@ def hold(dense: Tensor, kind: str, *, paired: bool, scale: float | None = None) 
         shape: tuple[int, ...] = (row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS)
         data = dense.new_zeros(shape, dtype=torch.bfloat16)
     else:
-        shape = (row_tiles, column_tiles, TILE_BYTES[kind])
+        shape = (row_tiles, column_tiles, tile_bytes(kind))
         data = dense.new_empty(shape, dtype=torch.uint8)
     scale = scale_of(dense, kind) if scale is None else scale
     step = max(1, _CHUNK_ELEMENTS // max(1, column_tiles * TILE_COLUMNS * TILE_ROWS))
@@ -162,6 +165,8 @@ def _stray_exponent(exponents: Tensor, kind: str) -> int | None:
 def _tiles(x_NK: Tensor, kind: str) -> Tensor:
     """Return float32 rows as uint8 ``[row tiles, column tiles, TILE_BYTES]``."""
     x_NK = _padded(x_NK)
+    if kind == "mxfp4":
+        return tiles_mxfp4(x_NK)
     shape = x_NK.shape
     # As a single row: the codec splits rows for CPU caches, which would need thousands of launches.
     flat = x_NK if x_NK.device.type == "cpu" else x_NK.view(1, -1)
@@ -226,6 +231,8 @@ def codes_of(data: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 def _values(data: Tensor, kind: str) -> Tensor:
     """Return the values in tiles with padding, float32 ``[16 row tiles, 128 column tiles]``."""
+    if kind == "mxfp4":
+        return values_mxfp4(data)
     mantissas, exponents = codes_of(data, kind)
     rows, columns = mantissas.shape
     shape = (rows, columns) if data.device.type == "cpu" else (1, rows * columns)

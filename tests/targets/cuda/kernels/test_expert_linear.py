@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.grids import grid
+from tests.targets.cuda.test_packing import random_mxfp4
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
     MOST_PAIRS,
@@ -20,7 +21,7 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import unpack
 
 NAN = float("nan")
-KINDS = ["bf16", "bfp8", "bfp4"]
+KINDS = ["bf16", "bfp8", "bfp4", "mxfp4"]
 NUM_EXPERTS = 5
 TILINGS = (
     (PREFILL_PAIRS, None),
@@ -39,6 +40,8 @@ def weight(
 ) -> PackedWeight:
     shape = (NUM_EXPERTS, *size)
     dense = torch.randn(shape, device=device) / size[1] ** 0.5
+    if kind == "mxfp4":
+        dense = random_mxfp4(shape, device)
     recipe = WeightRecipe((Segment("w", NUM_EXPERTS * size[0]),), shape, kind)
     return place_experts(
         recipe, kind, lambda name: dense, device, paired=paired, check=lambda *_: None

@@ -67,10 +67,8 @@ class Layer:
         self.inner, self.wide, self.columns = inner, wide, columns
         self.up = weight(kind, (num_experts, 2 * inner, columns), CUDA, paired=True)
         self.down = weight(kind, (num_experts, columns, inner), CUDA)
-        dense = torch.randn(2 * wide, columns, device=CUDA) / columns**0.5
-        self.shared_up = hold(dense, kind, paired=True)
-        dense = torch.randn(columns, wide, device=CUDA) / wide**0.5
-        self.shared_down = hold(dense, kind, paired=False)
+        self.shared_up = weight(kind, (1, 2 * wide, columns), CUDA, paired=True)
+        self.shared_down = weight(kind, (1, columns, wide), CUDA)
 
     def run(
         self,

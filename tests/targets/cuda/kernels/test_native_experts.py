@@ -1,4 +1,4 @@
-"""route.cu and experts.cu against float64 and against each other: every kind, padding, company."""
+"""Compare route.cu and experts.cu with float64: formats, padding, batches."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.targets.cuda.test_packing import random_mxfp4
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.ops.dense import clamped_swiglu
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts.experts import PRODUCTS, Shared
+from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import Finish
 from tilewright.compiler.targets.cuda.kernels.experts.route import TILE_PAIRS, Tiles
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import most_tiles
 from tilewright.compiler.targets.cuda.weights.experts import place_experts
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
-from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
+from tilewright.compiler.targets.cuda.weights.packing import unpack
 
 NAN = float("nan")
 CUDA = torch.device("cuda")
-KINDS = ["bf16", "bfp8", "bfp4"]
+KINDS = ["bf16", "bfp8", "bfp4", "mxfp4"]
 
 
 def weight(
     kind: str, shape: tuple[int, int, int], device: torch.device, *, paired: bool = False
 ) -> PackedWeight:
     dense = torch.randn(shape, device=device) / shape[2] ** 0.5
+    if kind == "mxfp4":
+        dense = random_mxfp4(shape, device)
     recipe = WeightRecipe((Segment("w", shape[0] * shape[1]),), shape, kind)
     return place_experts(
         recipe, kind, lambda name: dense, device, paired=paired, check=lambda *_: None
@@ -36,7 +41,7 @@ def weight(
 
 
 class Step:
-    """Routed tokens; the last one is padding, but of one."""
+    """Routed tokens. The last of several tokens is padding."""
 
     def __init__(self, num_tokens: int, num_experts: int, top_k: int) -> None:
         wide = torch.randn(num_tokens, num_experts + 3, device=CUDA)
@@ -63,7 +68,7 @@ class Step:
         )
 
     def some(self, rows: slice) -> Step:
-        """A step of some of the tokens."""
+        """Return a step for fewer tokens."""
         few = Step(1, self.logits.shape[1], self.weights.shape[1])
         few.logits, few.positions = self.logits[rows], self.positions[rows]
         few.weights, few.experts = self.weights[rows].clone(), self.experts[rows].clone()
@@ -113,7 +118,7 @@ def test_every_kernel_is_asked_for() -> None:
 
 
 def test_products_always_have_room() -> None:
-    """Sums may not: they have fewer steps in flight then"""
+    """Sums may have fewer steps in flight."""
     for kind in KINDS:
         held = PackedWeight(kind, 2048, 512, torch.empty(0), num_experts=512)
         assert native_experts.takes(held, num_tokens=64, top_k=32, is_sum=False)
@@ -273,18 +278,72 @@ def test_sums(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens", [1, 2, 19, 64])
+@pytest.mark.parametrize("limit", [0.0, 0.75])
+def test_biases_and_a_clamp_with_columns_that_are_no_whole_tiles(
+    limit: float, num_tokens: int, kind: str
+) -> None:
+    """Also, kernels for few tokens have the same bits. Memory after x is NaN."""
+    num_experts, top_k, columns, inner = 9, 4, 200, 72
+    step = Step(num_tokens, num_experts, top_k)
+    step.route()
+    up = weight(kind, (num_experts, 2 * inner, columns), CUDA, paired=True)
+    down = weight(kind, (num_experts, columns, inner), CUDA)
+    up_bias = torch.randn(num_experts, 2 * inner, 1, device=CUDA)
+    down_bias = torch.randn(num_experts, columns, 1, device=CUDA)
+    x = torch.full((num_tokens + 1, columns + 56), NAN, device=CUDA).bfloat16()
+    x = x[:num_tokens, :columns].normal_()
+    chosen = step.experts.clamp(min=0).long()
+    gate, above = unpack(up).view(num_experts, -1, 2, 8, columns).unbind(2)
+    gate, above = (half.flatten(1, 2)[chosen].double() for half in (gate, above))
+    first, second = up_bias[chosen, :, 0].double().chunk(2, -1)
+    gate = torch.einsum("tc,tkrc->tkr", x.double(), gate) + first
+    above = torch.einsum("tc,tkrc->tkr", x.double(), above) + second
+    expected = torch.nn.functional.silu(gate) * above
+    if limit:
+        expected = clamped_swiglu(gate, above, limit, 1.702)
+    there, inners, outs = step.positions >= 0, [], []
+    few = (0, None) if num_tokens <= 2 else (0,)
+    for depth in few:
+        y = torch.full((num_tokens + 1, top_k * inner), NAN, device=CUDA).bfloat16()[:num_tokens]
+        how = {"top_k": top_k, "swiglu": True, "small_depth": depth}
+        finish = Finish(up_bias, limit, 1.702)
+        native_experts.expert_linear(y, x, up, step.tiles, finish=finish, **how)  # type: ignore[arg-type]
+        inners.append(y)
+        out = torch.full((num_tokens, columns), NAN, device=CUDA)
+        native_experts.expert_sum(
+            out, y, down, step.tiles, step.weights, residual=False, finish=Finish(down_bias),
+            small_depth=depth,
+        )  # fmt: skip
+        outs.append(out)
+    found = inners[0].double().view(num_tokens, top_k, inner)
+    torch.testing.assert_close(found[there], expected[there], rtol=2.0**-7, atol=1e-3)
+    products = (
+        torch.einsum(
+            "tkc,tkrc->tkr", found, unpack(down).double().view(num_experts, columns, inner)[chosen]
+        )
+        + down_bias[chosen, :, 0].double()
+    )
+    summed = (products * step.weights.double()[:, :, None]).sum(1)
+    torch.testing.assert_close(outs[0][there].double(), summed[there], rtol=1e-5, atol=1e-5)
+    for again, out in zip(inners, outs, strict=True):
+        assert torch.equal(again[there], inners[0][there])
+        assert torch.equal(out[there], outs[0][there])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_tokens", [1, 9, 64])
 def test_an_expert_of_all_tokens_runs_along(num_tokens: int, kind: str) -> None:
-    """It changes nothing about the others, and is one expert that every token has"""
+    """The shared expert does not change the results for selected experts."""
     num_experts, top_k, columns, inner, wide = 12, 4, 256, 128, 384
     step = Step(num_tokens, num_experts, top_k)
     step.positions[:] = 1
     step.route()
     up = weight(kind, (num_experts, 2 * inner, columns), CUDA, paired=True)
-    dense = torch.randn(2 * wide, columns, device=CUDA) / columns**0.5
-    shared_up = hold(dense, kind, paired=True)
+    shared_up = weight(kind, (1, 2 * wide, columns), CUDA, paired=True)
     down = weight(kind, (num_experts, columns, inner), CUDA)
-    shared_down = hold(torch.randn(columns, wide, device=CUDA) / wide**0.5, kind, paired=False)
+    shared_down = weight(kind, (1, columns, wide), CUDA)
     x = torch.randn(num_tokens, columns, device=CUDA).bfloat16()
     gate = torch.randn(num_tokens, 1, device=CUDA)
     torch.cuda.synchronize()
@@ -331,7 +390,7 @@ def test_a_token_s_bits_do_not_depend_on_its_company(kind: str) -> None:
 
 @pytest.mark.gpu
 def test_layers_in_a_graph_are_those_one_by_one() -> None:
-    """Each layer's sum reads its tiles before what comes before it has ended"""
+    """A layer's sum reads its tiles before the previous kernel ends."""
     num_experts, top_k, columns, num_layers, num_tokens = 64, 8, 512, 6, 20
     ups = [weight("bf16", (num_experts, 256, columns), CUDA, paired=True) for _ in range(2)]
     downs = [weight("bf16", (num_experts, columns, 128), CUDA) for _ in range(2)]

@@ -18,6 +18,12 @@ __device__ __forceinline__ void copy16(u32 to, const void *from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
                : "memory");
 }
+// As above, or 16 bytes of zeros.
+__device__ __forceinline__ void copy16_or_zero(u32 to, const void *from, bool is_there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(is_there ? 16 : 0)
+               : "memory");
+}
 __device__ __forceinline__ void copy4(u32 to, const void *from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }

@@ -3,7 +3,7 @@
 
 #include "primitives.cuh"
 
-constexpr int BF16 = 0, BFP8 = 1, BFP4 = 2, Q40 = 3, Q80 = 4, FP8 = 5;  // storage formats
+constexpr int BF16 = 0, BFP8 = 1, BFP4 = 2, Q40 = 3, Q80 = 4, FP8 = 5, MXFP4 = 6;  // formats
 constexpr int STORE = 0, ADD = 1, SWIGLU = 2;  // epilogues
 constexpr int SLICES = 8;
 constexpr int STEP = 128;  // columns in a tile
@@ -12,9 +12,9 @@ constexpr int STEP = 128;  // columns in a tile
 template <int F> constexpr bool is_coded = F == Q40 || F == Q80 || F == FP8;
 // Lanes read data copied by their peers.
 template <int F> constexpr bool is_exchanged = F == BF16 || is_coded<F>;
-template <int F> constexpr int pieces = F == BF16 ? 8 : F == BFP4 || F == Q40 ? 2 : 4;
+template <int F> constexpr int pieces = F == BF16 ? 8 : F == BFP4 || F == Q40 || F == MXFP4 ? 2 : 4;
 template <int F>
-constexpr int step_bytes = pieces<F> * 512 + (F == BF16 ? 0 : F == FP8 ? 64 : 128);
+constexpr int step_bytes = pieces<F> * 512 + (F == BF16 ? 0 : F == FP8 || F == MXFP4 ? 64 : 128);
 template <int F> constexpr int tile_bytes = F == BF16 ? 16 * STEP * 2 : step_bytes<F>;  // in memory
 // padding elements in a row of x: eight rows in different shared memory banks
 constexpr int X_PADDING = 8;
@@ -58,7 +58,7 @@ template <int F> struct Source {
       to = to4 = (g * 4 + (t ^ (g >> 1))) * 16;  // chunk t of eight rows, in eight banks
     } else {
       a = weight + ((size_t)tile * num_steps + step) * step_bytes<F> + lane * 16;
-      const int four = F == FP8 ? lane & 15 : lane;
+      const int four = F == FP8 ? lane & 15 : F == MXFP4 ? lane >> 1 : lane;
       b = a + pieces<F> * 512 - lane * 16 + four * 4;
       to = lane * 16;
       to4 = pieces<F> * 512 + four * 4;
@@ -120,6 +120,19 @@ __device__ __forceinline__ void decode_bfp4(u32 (&a)[8], u32 w0, u32 w1, u32 sca
     const u32 w = i & 2 ? w1 : w0, v = i & 1 ? __byte_perm(w, 0, 0x2301) : w;
     a[2 * i] = fma2(mask_or(v, 0x000F000Fu, 0x02800280u), scale, offset);
     a[2 * i + 1] = multiply2(v & 0x80708070u, scale);
+  }
+}
+// A bfloat16 with a 4-bit float code as its sign, lowest two exponent bits and highest fraction bit
+// is the code's value times 2^-126. Three codes only need a shift; the last has the remaining bits.
+__device__ __forceinline__ void decode_mxfp4(u32 (&a)[8], u32 w0, u32 w1, u32 scale) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const u32 w = i ? w1 : w0;
+    const u32 high = mask_or(w >> 5, 0x01000100u, w << 1 & 0x80008000u);
+    a[4 * i] = multiply2(w & 0x81C081C0u, scale);
+    a[4 * i + 1] = multiply2(w << 3 & 0x81C081C0u, scale);
+    a[4 * i + 2] = multiply2(w << 6 & 0x81C081C0u, scale);
+    a[4 * i + 3] = multiply2(mask_or(w >> 4, 0x00C000C0u, high), scale);
   }
 }
 // Decode a pair of codes from a word, exactly; see coded_tiles.py. A bfloat16 with eight bits at its
@@ -189,6 +202,9 @@ __device__ __forceinline__ void multiply_blocks(float (&acc)[R][MT][4], u32 weig
       if (F == BFP8) {
         decode_bfp8(top[r], w[r][2 * j], e0);
         decode_bfp8(low[r], w[r][2 * j + 1], e1);
+      } else if (F == MXFP4) {
+        decode_mxfp4(top[r], w[r][0][2 * j], w[r][0][2 * j + 1], e0);
+        decode_mxfp4(low[r], w[r][1][2 * j], w[r][1][2 * j + 1], e1);
       } else {
         decode_bfp4(top[r], w[r][0][2 * j], w[r][0][2 * j + 1], e0);
         decode_bfp4(low[r], w[r][1][2 * j], w[r][1][2 * j + 1], e1);

@@ -7,7 +7,9 @@
 
 #include "experts_walk.cuh"
 
-constexpr int WARPS = 8, SUM_WARPS = 9;  // eight experts for a token, and the shared expert
+// 4-bit float codes need the most instructions a byte, and more warps to issue them.
+template <int F> constexpr int warps = F == MXFP4 ? 16 : 8;
+constexpr int SUM_WARPS = 9;  // eight experts for a token, and the shared expert
 constexpr int MOST_SUMS = 4;  // in a thread: 16 of each token, for up to 64 tokens
 
 // A warp computes a row tile of a pair tile's expert. Tiles are distributed over the device, with
@@ -16,7 +18,7 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_linear(const 
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u32 ring = shared_address(memory) + warp * DEPTH * stage_bytes<F>;
-  Table table(memory + WARPS * DEPTH * stage_bytes<F>, p);
+  Table table(memory + warps<F> * DEPTH * stage_bytes<F>, p);
   wait_for_inputs();
   release_dependents();  // only now: the sum of these experts reads the tiles without a wait
   table.read();
@@ -29,9 +31,11 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_linear(const 
     const int each = is_shared ? p.shared.num_row_tiles : p.own.num_row_tiles, tile = unit / each;
     return Place{tile, unit - tile * each, is_shared};
   };
-  auto finish = [&](Place at, const float(&acc)[4]) { store_product(table, at, g, t, acc); };
+  auto finish = [&](Place at, const float(&acc)[4], float2 bias) {
+    store_product(table, at, g, t, acc, bias);
+  };
   const int unit = warp * gridDim.x + blockIdx.x;
-  walk<F, DEPTH>(table, ring, unit, gridDim.x * WARPS, num_units, where, [] {}, finish);
+  walk<F, DEPTH>(table, ring, unit, gridDim.x * warps<F>, num_units, where, [] {}, finish);
 }
 
 // Call `make` for a thread's sums in a block. Sum j is for a token and row `of` in the row tile.
@@ -68,8 +72,8 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Exp
     const bool is_shared = unit >= num_own;
     return Place{is_shared ? unit - num_own : unit, (int)blockIdx.x, is_shared};
   };
-  auto finish = [&](Place at, const float(&acc)[4]) {
-    keep_product(table, at, products, num_pairs, g, t, acc);
+  auto finish = [&](Place at, const float(&acc)[4], float2 bias) {
+    keep_product(table, at, products, num_pairs, g, t, acc, bias);
   };
   // Load the addends for a thread's sums long before their use.
   float before[MOST_SUMS], gates[MOST_SUMS], given[MOST_SUMS];
@@ -97,7 +101,7 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Exp
 }
 
 #define LINEAR(name, F, DEPTH)                                                                    \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)                                     \
+  extern "C" __global__ void __launch_bounds__(warps<F> * 32, 1)                                  \
   expert_linear_##name##_##DEPTH(const Experts p) { expert_linear<F, DEPTH>(p); }
 #define SUM(name, F, DEPTH)                                                                       \
   extern "C" __global__ void __launch_bounds__(SUM_WARPS * 32, 1)                                 \
@@ -106,9 +110,11 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Exp
 LINEAR(bf16, BF16, 4)
 LINEAR(bfp8, BFP8, 5)
 LINEAR(bfp4, BFP4, 6)
+LINEAR(mxfp4, MXFP4, 3)
 SUM(bf16, BF16, 3)
 SUM(bf16, BF16, 4)
 SUM(bfp8, BFP8, 3)
 SUM(bfp8, BFP8, 5)
 SUM(bfp4, BFP4, 3)
 SUM(bfp4, BFP4, 6)
+SUM(mxfp4, MXFP4, 3)

@@ -17,6 +17,8 @@ from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.experts import moe_small
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import PLAIN, Finish
+from tilewright.compiler.targets.cuda.kernels.experts.moe_small import step_bytes
 from tilewright.compiler.targets.cuda.kernels.experts.route import (
     MAX_CHOSEN,
     MAX_EXPERTS,
@@ -30,7 +32,6 @@ from tilewright.compiler.targets.cuda.kernels.experts.route import (
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import most_tiles
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     MOST_SHARED,
-    STEP_BYTES,
     STORE,
     SWIGLU,
     X_PADDING,
@@ -47,7 +48,7 @@ _DEPTHS = {kind: tuple(each) for kind, each in tuning()["experts"]["depths"].ite
 memory.
 """
 _X_BYTES = TILE_PAIRS * (TILE_COLUMNS + X_PADDING) * 2
-_WARPS, _SUM_WARPS = 8, 9
+_SUM_WARPS = 9
 
 
 class _WeightParams(ctypes.Structure):
@@ -57,6 +58,8 @@ class _WeightParams(ctypes.Structure):
         ("data", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("num_row_tiles", "num_steps", "num_rows")),
         ("scale", ctypes.c_float),
+        ("missing", ctypes.c_int),
+        ("bias", ctypes.c_void_p),
     )
 
 
@@ -73,6 +76,7 @@ class _ExpertsParams(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("shared_x_stride", "shared_out_stride")),
         *((name, ctypes.c_int) for name in ("given_stride", "gate_stride")),
         *((name, ctypes.c_int) for name in ("residual", "epilogue")),
+        *((name, ctypes.c_float) for name in ("limit", "alpha")),
     )
 
 
@@ -104,22 +108,27 @@ def takes(packed: PackedWeight, *, num_tokens: int, top_k: int, is_sum: bool) ->
     """Return whether the kernels support these experts and this token count."""
     if num_tokens > MAX_TOKENS or top_k > MAX_CHOSEN or packed.num_experts > MAX_EXPERTS:
         return False
-    if packed.num_columns % TILE_COLUMNS:
+    if packed.num_columns % 8:
         return False
-    depth = _DEPTHS[packed.kind][-1 if is_sum else 0]
+    depth = _DEPTHS[packed.format][-1 if is_sum else 0]
     return _room(packed, num_tokens, top_k, is_sum=is_sum, depth=depth) <= MOST_SHARED
 
 
 def takes_shared(shared: PackedWeight, packed: PackedWeight) -> bool:
     """Return whether a shared expert's weight can run in the same launch."""
-    is_alike = shared.kind == packed.kind and shared.is_paired == packed.is_paired
-    return is_alike and shared.num_columns % TILE_COLUMNS == 0
+    is_alike = shared.kind == packed.format and shared.is_paired == packed.is_paired
+    return is_alike and shared.num_columns % 8 == 0
+
+
+def _num_warps(format_name: str, *, is_sum: bool) -> int:
+    """Return the warps in a block, as experts.cu."""
+    return _SUM_WARPS if is_sum else {"mxfp4": 16}.get(format_name, 8)
 
 
 def _room(packed: PackedWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth: int) -> int:
     """Return a block's shared memory in bytes."""
     num_pairs = num_tokens * top_k
-    ring = (_SUM_WARPS if is_sum else _WARPS) * depth * (STEP_BYTES[packed.kind] + _X_BYTES)
+    ring = _num_warps(packed.format, is_sum=is_sum) * depth * (step_bytes(packed.format) + _X_BYTES)
     products = (num_pairs + num_tokens) * TILE_ROWS * 4 + -(-num_pairs // 4) * 16
     table = most_tiles(num_pairs, packed.num_experts, TILE_PAIRS) * (TILE_PAIRS * 2 + 4) + 4
     return ring + table + (products if is_sum else 0)
@@ -151,6 +160,7 @@ def expert_linear(
     shared: Shared | None = None,
     choice: TopKParams | None = None,
     small_depth: int | None = None,
+    finish: Finish = PLAIN,
 ) -> None:
     """Run the expert matmuls for a decode step; see :func:`.experts_triton.expert_linear`.
 
@@ -163,6 +173,7 @@ def expert_linear(
             :func:`.moe_small.takes_choice`.
         small_depth: Steps in flight in moe_small.cu. 0: use experts.cu. None: the faster kernel.
             The bits are the same.
+        finish: Biases, and the bound of SwiGLU. A shared expert has neither.
     """
     num_rows, rest = divmod(out.shape[1], top_k)
     assert not rest and packed.is_paired == swiglu and out.stride(1) == 1
@@ -171,6 +182,8 @@ def expert_linear(
     arguments.out, arguments.out_stride = out.data_ptr(), out.stride(0)
     arguments.out_each = num_rows
     arguments.epilogue = SWIGLU if swiglu else STORE
+    assert shared is None or finish == PLAIN
+    _finish(arguments, finish, packed.num_experts * num_rows, swiglu=swiglu)
     if shared is not None:
         y = shared.out
         assert y is not None and y.dtype == out.dtype and y.stride(1) == 1
@@ -192,6 +205,7 @@ def expert_sum(
     shared: Shared | Tensor | None = None,
     choice: TopKParams | None = None,
     small_depth: int | None = None,
+    finish: Finish = PLAIN,
 ) -> None:
     """Run the expert matmuls of a decode step and add each token's weighted results.
 
@@ -206,7 +220,7 @@ def expert_sum(
         residual: Add to the values in ``out``.
         gate: float32 ``[B, 1]``. The shared expert's result is multiplied by its sigmoid and added.
         shared: The shared expert, or its result, float32 ``[B, O]``.
-        choice, small_depth: See :func:`expert_linear`.
+        choice, small_depth, finish: See :func:`expert_linear`.
     """
     top_k = weights.shape[1]
     assert weights.is_contiguous() and weights.shape[0] == len(x) and not packed.is_paired
@@ -214,7 +228,9 @@ def expert_sum(
     arguments = _arguments(x, packed, tiles, top_k, out.shape[1])
     arguments.out, arguments.out_stride = out.data_ptr(), out.stride(0)
     arguments.weights, arguments.residual = weights.data_ptr(), residual
+    _finish(arguments, finish, packed.num_experts * out.shape[1], swiglu=False)
     assert (gate is None) == (shared is None)
+    assert shared is None or finish == PLAIN
     if gate is not None:
         assert gate.shape == (len(out), 1) and gate.dtype == torch.float32
         arguments.gate, arguments.gate_stride = gate.data_ptr(), gate.stride(0)
@@ -248,6 +264,13 @@ def _arguments(
     )
 
 
+def _finish(arguments: _ExpertsParams, finish: Finish, num_rows: int, *, swiglu: bool) -> None:
+    bias, arguments.limit, arguments.alpha = finish.checked(num_rows, swiglu=swiglu)
+    if bias is not None:
+        assert bias.dtype == torch.float32 and bias.is_contiguous()
+        arguments.own.bias = bias.data_ptr()
+
+
 def _share(arguments: _ExpertsParams, shared: Shared, packed: PackedWeight, num_rows: int) -> None:
     assert takes_shared(shared.packed, packed) and shared.x.shape[1] >= shared.packed.num_columns
     _check_operand(shared.x, shared.packed)
@@ -260,11 +283,12 @@ def _weight(packed: PackedWeight, num_rows: int) -> _WeightParams:
     packed_rows = packed.num_rows // 2 if packed.is_paired else packed.num_rows
     assert packed_rows - 8 < num_rows <= packed_rows
     sizes = (packed.num_row_tiles, packed.num_column_tiles, num_rows)
-    return _WeightParams(packed.data.data_ptr(), *sizes, packed.scale)
+    missing = -packed.num_columns % TILE_COLUMNS // 8
+    return _WeightParams(packed.data.data_ptr(), *sizes, packed.scale, missing)
 
 
 def _check_operand(x: Tensor, packed: PackedWeight) -> None:
-    assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and packed.num_columns % TILE_COLUMNS == 0
+    assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and packed.num_columns % 8 == 0
     assert x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 == packed.data.data_ptr() % 16
 
 
@@ -294,14 +318,16 @@ def _launch(
             given.route = arguments_of(choice, arguments.top_k)
         room = moe_small.room(packed, along, **sizes, is_sum=is_sum, depth=small_depth)
         assert room <= MOST_SHARED
-        at = nvrtc.Launch(blocks, moe_small.num_threads(is_sum=is_sum), room)
-        name = moe_small.kernel(packed.kind, small_depth, is_sum=is_sum)
+        num_threads = 32 * moe_small.num_warps(packed.format, is_sum=is_sum)
+        at = nvrtc.Launch(blocks, num_threads, room)
+        name = moe_small.kernel(packed.format, small_depth, is_sum=is_sum)
         nvrtc.launch(MOE_SMALL, name, at=at, arguments=given)
         return
     assert choice is None
-    depths = _DEPTHS[packed.kind] if is_sum else _DEPTHS[packed.kind][:1]
+    depths = _DEPTHS[packed.format] if is_sum else _DEPTHS[packed.format][:1]
     rooms = {each: _room(packed, **sizes, is_sum=is_sum, depth=each) for each in depths}
     depth = next((each for each in depths if rooms[each] <= MOST_SHARED), depths[-1])
-    name = f"expert_{'sum' if is_sum else 'linear'}_{packed.kind}_{depth}"
-    at = nvrtc.Launch(blocks, 32 * (_SUM_WARPS if is_sum else _WARPS), rooms[depth])
+    name = f"expert_{'sum' if is_sum else 'linear'}_{packed.format}_{depth}"
+    num_threads = 32 * _num_warps(packed.format, is_sum=is_sum)
+    at = nvrtc.Launch(blocks, num_threads, rooms[depth])
     nvrtc.launch(PRODUCTS, name, at=at, arguments=arguments)

@@ -192,7 +192,7 @@ def _expert_linear_kernel(
         x_rows = x_ptr + token[None, :] * x_stride + choice[None, :] * x_each
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         packed_row = expert * row_tiles * 16 + row
-        order = tile_columns(KIND == "bfp4")
+        order = tile_columns(KIND == "bfp4" or KIND == "mxfp4")
         sums = tl.zeros((ROWS, PAIRS), tl.float32)
         for step in range(STEPS):
             column = step * 128 + order[:, None]

@@ -14,6 +14,8 @@ struct Weight {
   const u8 *data;
   int num_row_tiles, num_steps, num_rows;
   float scale;
+  int missing;  // groups of 8 columns that x lacks in the last step
+  const float *bias;  // [experts, num_rows], or [experts, 2, num_rows] for gate and up, or null
 };
 
 struct Experts {
@@ -29,6 +31,7 @@ struct Experts {
   int num_tokens, top_k, reciprocal;  // 65536 / K, rounded up
   int most_tiles, x_stride, x_each, out_stride, out_each;  // each: stride between a token's pairs
   int shared_x_stride, shared_out_stride, given_stride, gate_stride, residual, epilogue;
+  float limit, alpha;  // of a clamped SwiGLU; limit 0: plain
 
   // Return the offset of a pair's row. Exact below 2,048 pairs.
   __device__ __forceinline__ size_t row_of(int pair, int stride, int each) const {
@@ -73,25 +76,46 @@ struct Table {
   __device__ __forceinline__ const Weight &weight(Place at) const {
     return at.is_shared ? p.shared : p.own;
   }
+  // Return the biases for rows g and g + 8 of a unit, or for a gate and its up.
+  __device__ __forceinline__ float2 biases(Place at, int g) const {
+    const Weight &of = weight(at);
+    float2 found = make_float2(0.0f, 0.0f);
+    if (!of.bias) return found;
+    const bool is_paired = p.epilogue == SWIGLU;
+    const int row = at.row_tile * (is_paired ? 8 : 16) + g, more = is_paired ? of.num_rows : 8;
+    const int each = is_paired ? 2 * of.num_rows : of.num_rows;
+    const float *bias = of.bias + (size_t)(at.is_shared ? 0 : expert(at.tile)) * each + row;
+    if (row < of.num_rows) found.x = bias[0];
+    if (row + (is_paired ? 0 : 8) < of.num_rows) found.y = bias[more];
+    return found;
+  }
 };
+
+// Return the activation for a gate and its up, as `Finish` in experts_triton.py.
+__device__ __forceinline__ float swiglu(const Experts &p, float gate, float up) {
+  if (p.limit == 0.0f) return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+  gate = gate > p.limit ? p.limit : gate;
+  up = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
+  return __fdividef(gate, 1.0f + __expf(-gate * p.alpha)) * (up + 1.0f);
+}
 
 // Store a unit's sums: in memory, as float32 or after SwiGLU; or in shared memory, as a sum's
 // products [pairs, then tokens of the shared expert; 16].
 __device__ __forceinline__ void store_product(const Table &table, Place at, int g, int t,
-                                              const float (&acc)[4]) {
+                                              const float (&acc)[4], float2 bias) {
   const Experts &p = table.p;
   const Weight &of = table.weight(at);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int member = table.member(at, 2 * t + i);
     if (member < 0) continue;
-    const float top = acc[i] * of.scale, low = acc[2 + i] * of.scale;
+    const float top = acc[i] * of.scale + bias.x, low = acc[2 + i] * of.scale + bias.y;
     void *out = at.is_shared ? p.shared_out : p.out;
     const size_t row = at.is_shared ? (size_t)member * p.shared_out_stride
                                     : p.row_of(member, p.out_stride, p.out_each);
     if (p.epilogue == SWIGLU) {
       const int place = at.row_tile * 8 + g;
-      const float value = __fdividef(top, 1.0f + __expf(-top)) * low;
+      const float value = swiglu(p, top, low);
       if (place < of.num_rows) ((u16 *)out)[row + place] = (u16)pack2(value, 0.0f);
     } else {
       const int place = at.row_tile * 16 + g;
@@ -101,21 +125,22 @@ __device__ __forceinline__ void store_product(const Table &table, Place at, int 
   }
 }
 __device__ __forceinline__ void keep_product(const Table &table, Place at, float *products,
-                                             int num_pairs, int g, int t, const float (&acc)[4]) {
+                                             int num_pairs, int g, int t, const float (&acc)[4],
+                                             float2 bias) {
   const Weight &of = table.weight(at);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int member = table.member(at, 2 * t + i);
     if (member < 0) continue;
     float *to = products + (member + (at.is_shared ? num_pairs : 0)) * 16 + g;
-    to[0] = acc[i] * of.scale;
-    to[8] = acc[2 + i] * of.scale;
+    to[0] = acc[i] * of.scale + bias.x;
+    to[8] = acc[2 + i] * of.scale + bias.y;
   }
 }
 
 // Process a warp's units `first`, `first` + `stride`, ... `where` returns the place of a unit.
 // `wait` runs once, after the first weight loads and before x is read. `finish` receives the sums
-// of a unit.
+// of a unit, and biases.
 template <int F, int DEPTH, class Where, class Wait, class Finish>
 __device__ __forceinline__ void walk(const Table &table, u32 ring, int first, int stride,
                                      int num_units, Where where, Wait wait, Finish finish) {
@@ -146,7 +171,7 @@ __device__ __forceinline__ void walk(const Table &table, u32 ring, int first, in
   // Sixteen lanes copy a row.
   const u16 *x[PAIRS / 2];
   const u32 x_to = ring + step_bytes<F> + (lane >> 4) * X_ROW + (lane & 15) * 16;
-  int x_unit = first, x_left = 0;
+  int x_unit = first, x_left = 0, x_end = 16;
   auto fetch_x = [&](int slot) {
     if (x_unit >= num_units) return;
     if (x_left == 0) {
@@ -159,11 +184,13 @@ __device__ __forceinline__ void walk(const Table &table, u32 ring, int first, in
         x[i] = member < 0 ? nullptr : x[i] + (lane & 15) * 8;
       }
       x_left = table.weight(at).num_steps;
+      x_end = 16 - table.weight(at).missing;
     }
 #pragma unroll
     for (int i = 0; i < PAIRS / 2; ++i)
       if (x[i]) {
-        copy16(x_to + slot * STAGE + i * 2 * X_ROW, x[i]);
+        copy16_or_zero(x_to + slot * STAGE + i * 2 * X_ROW, x[i],
+                       x_left > 1 || (lane & 15) < x_end);
         x[i] += STEP;
       }
     if (--x_left == 0) x_unit += stride;
@@ -182,6 +209,7 @@ __device__ __forceinline__ void walk(const Table &table, u32 ring, int first, in
   for (int unit = first; unit < num_units; unit += stride) {
     const Place at = where(unit);
     const int num_steps = table.weight(at).num_steps;
+    const float2 bias = table.biases(at, lane >> 2);
     float acc[1][1][4] = {};
     for (int step = 0; step < num_steps; ++step) {
       wait_copies<DEPTH - 1>();
@@ -194,6 +222,6 @@ __device__ __forceinline__ void walk(const Table &table, u32 ring, int first, in
       commit();
       slot = slot + 1 == DEPTH ? 0 : slot + 1;
     }
-    finish(at, acc[0][0]);
+    finish(at, acc[0][0], bias);
   }
 }

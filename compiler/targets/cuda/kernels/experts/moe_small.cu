@@ -10,7 +10,9 @@
 #include "experts_walk.cuh"
 #include "route_choose.cuh"
 
-constexpr int WARPS = 5, SUM_WARPS = 9;
+// With eleven, a warp computes a single row tile for a token of gpt-oss on 132 multiprocessors.
+template <int F> constexpr int warps = F == MXFP4 ? 11 : 5;
+constexpr int SUM_WARPS = 9;
 constexpr int MAX_TILES = 32, EACH = 8;  // logits in a lane
 
 // For a single token, `route` may select the experts in this kernel: recomputing is faster than
@@ -94,6 +96,7 @@ __device__ __forceinline__ void walk_small(const Table &table, u32 ring, int fir
     const int there = __shfl_sync(~0u, member, 0);  // padding reads a row that belongs to this warp
     u32 x = x_rows + row(at, member < 0 ? there : member) * x_row + x_offset<F>(lane, 0);
     const int num_steps = table.weight(at).num_steps;
+    const float2 bias = table.biases(at, lane >> 2);
     float acc[1][1][4] = {};
 #pragma unroll 1
     for (int step = 0; step < num_steps; ++step) {
@@ -105,7 +108,7 @@ __device__ __forceinline__ void walk_small(const Table &table, u32 ring, int fir
       place = place == (DEPTH - 1) * STAGE ? 0 : place + STAGE;
       x += STEP * 2;
     }
-    finish(at, acc[0][0]);
+    finish(at, acc[0][0], bias);
   }
 }
 
@@ -116,10 +119,11 @@ template <int F, int DEPTH> __device__ __forceinline__ void linear_small(const M
   extern __shared__ __align__(128) u8 memory[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u32 ring = shared_address(memory) + warp * DEPTH * step_bytes<F>;
-  u8 *x_rows = memory + WARPS * DEPTH * step_bytes<F>;
+  u8 *x_rows = memory + warps<F> * DEPTH * step_bytes<F>;
   const int x_row = (p.own.num_steps * STEP + X_PADDING) * 2;
   Table table(x_rows + p.num_tokens * x_row, p);
   const int num_shared = p.shared.data ? p.shared.num_row_tiles : 0;
+  const int num_chunks = p.own.num_steps * 16 - p.own.missing;
   auto where = [&](int unit) {
     const bool is_shared = unit < num_shared;
     if (!is_shared) unit -= num_shared;
@@ -134,9 +138,9 @@ template <int F, int DEPTH> __device__ __forceinline__ void linear_small(const M
     else
       for (int token = 0; token < p.num_tokens; ++token)
 #pragma unroll 1
-        for (int at = threadIdx.x - 32; at < p.own.num_steps * 16; at += (WARPS - 1) * 32)
-          copy16(shared_address(x_rows) + token * x_row + at * 16,
-                 p.x + (size_t)token * p.x_stride + at * 8);
+        for (int at = threadIdx.x - 32; at < p.own.num_steps * 16; at += (warps<F> - 1) * 32)
+          copy16_or_zero(shared_address(x_rows) + token * x_row + at * 16,
+                         p.x + (size_t)token * p.x_stride + at * 8, at < num_chunks);
     if (warp) {
       commit();
       wait_copies<0>();
@@ -147,8 +151,10 @@ template <int F, int DEPTH> __device__ __forceinline__ void linear_small(const M
   auto row = [&](Place at, int member) {
     return at.is_shared ? min(member, p.num_tokens - 1) : member * p.reciprocal >> 16;
   };
-  auto finish = [&](Place at, const float(&acc)[4]) { store_product(table, at, g, t, acc); };
-  walk_small<F, DEPTH>(table, ring, warp * gridDim.x + blockIdx.x, gridDim.x * WARPS, num_shared,
+  auto finish = [&](Place at, const float(&acc)[4], float2 bias) {
+    store_product(table, at, g, t, acc, bias);
+  };
+  walk_small<F, DEPTH>(table, ring, warp * gridDim.x + blockIdx.x, gridDim.x * warps<F>, num_shared,
                        shared_address(x_rows), x_row, where, ready, row, finish);
 }
 
@@ -202,7 +208,8 @@ template <int F, int DEPTH> __device__ __forceinline__ void sum_small(const MoeS
         const u32 to = shared_address(x_rows) + row(at, member) * x_row;
 #pragma unroll 1
         for (int j = lane; j < table.weight(at).num_steps * 16; j += 32)
-          copy16(to + j * 16, x + j * 8);
+          copy16_or_zero(to + j * 16, x + j * 8,
+                         j < table.weight(at).num_steps * 16 - table.weight(at).missing);
       }
     }
     commit();
@@ -210,8 +217,8 @@ template <int F, int DEPTH> __device__ __forceinline__ void sum_small(const MoeS
     __syncwarp();
     return num_units;
   };
-  auto finish = [&](Place at, const float(&acc)[4]) {
-    keep_product(table, at, products, num_pairs, g, t, acc);
+  auto finish = [&](Place at, const float(&acc)[4], float2 bias) {
+    keep_product(table, at, products, num_pairs, g, t, acc, bias);
   };
   walk_small<F, DEPTH>(table, ring, warp, SUM_WARPS, num_units, shared_address(x_rows), x_row,
                        where, ready, row, finish);
@@ -226,7 +233,7 @@ template <int F, int DEPTH> __device__ __forceinline__ void sum_small(const MoeS
 }
 
 #define LINEAR(name, F, DEPTH)                                                                    \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)                                     \
+  extern "C" __global__ void __launch_bounds__(warps<F> * 32, 1)                                  \
   expert_linear_small_##name##_##DEPTH(const MoeSmall p) { linear_small<F, DEPTH>(p); }
 #define SUM(name, F, DEPTH)                                                                       \
   extern "C" __global__ void __launch_bounds__(SUM_WARPS * 32, 1)                                 \
@@ -235,6 +242,8 @@ template <int F, int DEPTH> __device__ __forceinline__ void sum_small(const MoeS
 LINEAR(bf16, BF16, 4)
 LINEAR(bfp8, BFP8, 12)
 LINEAR(bfp4, BFP4, 12)
+LINEAR(mxfp4, MXFP4, 8)
 SUM(bf16, BF16, 3)
 SUM(bfp8, BFP8, 4)
 SUM(bfp4, BFP4, 4)
+SUM(mxfp4, MXFP4, 4)

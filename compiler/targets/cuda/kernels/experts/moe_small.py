@@ -1,6 +1,6 @@
-"""The kernels of moe_small.cu: which there are, and the memory that their blocks take.
+"""Kernels of moe_small.cu, and the memory of a block.
 
-Knows nothing of launches. Legend: T tokens, K experts for a token.
+Excludes launches. Legend: T tokens, K experts for a token.
 """
 
 from __future__ import annotations
@@ -9,36 +9,38 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
-    MOST_SHARED,
-    STEP_BYTES,
-    X_PADDING,
-)
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv import MOST_SHARED, X_PADDING
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
     TILE_COLUMNS,
     TILE_ROWS,
     PackedWeight,
+    tile_bytes,
 )
 
 MAX_TOKENS: int = tuning()["experts"]["few_rows"]
 MOST_CHOSEN_AMONG = 256
-"""Experts that a product chooses among by itself."""
+"""Maximum experts for selection within a matmul."""
 
-WARPS, SUM_WARPS = 5, 9
+SUM_WARPS = 9
 MOST_TILES = 32
-_TILE_BYTES = 8 * 2 + 4  # of the table: pairs and the expert
+_TILE_BYTES = 8 * 2 + 4  # pairs and the expert
 
 DEPTHS = {kind: tuple(each) for kind, each in tuning()["experts"]["few_depths"].items()}
-"""Steps of 128 columns that a warp of a product and one of a sum have in flight: for one token what
-leaves a block of each room on one multiprocessor, with Qwen3.5-35B-A3B's sizes.
+"""Steps of 128 columns in flight, in a warp of a matmul and of a sum. With one token and the sizes
+in Qwen3.5-35B-A3B, a block of each fits on one multiprocessor.
 """
 
 PATH = Path(__file__).with_name("moe_small.cu")
 
 
+def step_bytes(format_name: str) -> int:
+    """Return the size of a step: a tile of 16 rows and 128 columns."""
+    return 2 * TILE_ROWS * TILE_COLUMNS if format_name == "bf16" else tile_bytes(format_name)
+
+
 def kernel(kind: str, depth: int, *, is_sum: bool) -> str:
-    """The name of a kernel."""
+    """Return the name of a kernel."""
     return f"expert_{'sum' if is_sum else 'linear'}_small_{kind}_{depth}"
 
 
@@ -48,25 +50,25 @@ NAMES = tuple(
         r"^(LINEAR|SUM)\((\w+), \w+, (\d+)\)", PATH.read_text(), re.M
     )
 )
-"""What the last lines of the file ask for."""
+"""Kernels in the last lines of the file."""
 
 
-def num_threads(*, is_sum: bool) -> int:
-    """A block's threads."""
-    return 32 * (SUM_WARPS if is_sum else WARPS)
+def num_warps(format_name: str, *, is_sum: bool) -> int:
+    """Return the warps in a block, as moe_small.cu."""
+    return SUM_WARPS if is_sum else {"mxfp4": 11}.get(format_name, 5)
 
 
 def depth_of(
     packed: PackedWeight, shared: PackedWeight | None, *, num_tokens: int, top_k: int, is_sum: bool
 ) -> int:
-    """Steps in flight of the kernel that takes a product, along with that of an expert of all
-    tokens where there is one; 0 where none does.
+    """Return the steps in flight for a matmul, with the shared expert if there is one. 0: there is
+    no kernel for it.
     """
     if num_tokens > MAX_TOKENS or num_tokens * top_k > MOST_TILES:
         return 0
     if not is_sum and shared is not None and shared.num_columns != packed.num_columns:
         return 0
-    depth = DEPTHS[packed.kind][is_sum]
+    depth = DEPTHS[packed.format][is_sum]
     sizes = {"num_tokens": num_tokens, "top_k": top_k}
     return depth if room(packed, shared, **sizes, is_sum=is_sum, depth=depth) <= MOST_SHARED else 0
 
@@ -74,8 +76,8 @@ def depth_of(
 def takes_choice(
     products: Sequence[tuple[PackedWeight, PackedWeight | None]], num_experts: int, top_k: int
 ) -> bool:
-    """Whether a product and a sum, each with what runs along, find one token's experts themselves,
-    of so many on all ranks.
+    """Return whether a matmul and a sum select one token's experts from ``num_experts`` on all
+    ranks, each with its shared expert.
     """
     sizes = {"num_tokens": 1, "top_k": top_k}
     return num_experts <= MOST_CHOSEN_AMONG and all(
@@ -93,8 +95,8 @@ def room(
     is_sum: bool,
     depth: int,
 ) -> int:
-    """Bytes of shared memory of a block."""
-    ring = (SUM_WARPS if is_sum else WARPS) * depth * STEP_BYTES[packed.kind]
+    """Return the shared memory in a block in bytes."""
+    ring = num_warps(packed.format, is_sum=is_sum) * depth * step_bytes(packed.format)
     steps = max(each.num_column_tiles for each in (packed, shared) if each is not None)
     rows = num_tokens * (top_k + (shared is not None)) if is_sum else num_tokens
     x_bytes = rows * (steps * TILE_COLUMNS + X_PADDING) * 2

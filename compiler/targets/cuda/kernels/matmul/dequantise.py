@@ -17,6 +17,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
 )
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
     BIAS,
+    EXPERT_TILE_BYTES,
     TILE_BYTES,
     TILE_COLUMNS,
     TILE_ROWS,
@@ -26,6 +27,7 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import (
 # Triton kernels may only read constexpr globals.
 BFP8_BYTES = tl.constexpr(TILE_BYTES["bfp8"])
 BFP4_BYTES = tl.constexpr(TILE_BYTES["bfp4"])
+MXFP4_BYTES = tl.constexpr(EXPERT_TILE_BYTES["mxfp4"])
 BFP8_EXPONENTS = tl.constexpr(TILE_BYTES["bfp8"] - 128)
 BFP4_EXPONENTS = tl.constexpr(TILE_BYTES["bfp4"] - 128)
 
@@ -82,6 +84,27 @@ def bfp4_nibbles(words):
     is_negative = (words >> (half + (19 - 4 * part) % 16)) & 1
     signed = tl.where(is_negative != 0, 8 - magnitudes, 8 + magnitudes)
     return tl.where(part % 2 == 0, codes, signed)
+
+
+@triton.jit
+def mxfp4_codes(words):
+    """Return int32 codes ``[..., 8]`` from words ``[...]``: sign above magnitude, by column."""
+    column = tl.arange(0, 8)
+    half, pair = column % 2 * 16, column // 2
+    words = tl.expand_dims(words, -1)
+    fields = words >> (half + tl.where(pair == 3, 10, 6 - 3 * pair))
+    magnitudes = tl.where(pair == 3, fields & 3 | (fields >> 3 & 1) << 2, fields & 7)
+    return magnitudes | (words >> (half + tl.where(pair == 3, 14, 15 - 3 * pair)) & 1) << 3
+
+
+@triton.jit
+def mxfp4_values(codes, exponents):
+    """Return float32 values from 4-bit float codes and broadcast exponents."""
+    upper, lower = codes >> 1 & 3, codes & 1
+    doubled = tl.where(upper == 0, lower, (2 | lower) << (upper - tl.where(upper == 0, 0, 1)))
+    signed = tl.where(codes & 8 != 0, -doubled, doubled)
+    # A stored exponent is above 0: a subnormal scale could become 0.
+    return signed.to(tl.float32) * (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -22,10 +22,13 @@ from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import (
     BFP4_EXPONENTS,
     BFP8_BYTES,
     BFP8_EXPONENTS,
+    MXFP4_BYTES,
     bfp4_nibbles,
     bfp4_values,
     bfp8_codes,
     bfp8_values,
+    mxfp4_codes,
+    mxfp4_values,
     words_of,
 )
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, PackedWeight
@@ -38,7 +41,7 @@ _MIN_LARGE_ROWS = 8192  # weight rows from which a program has two tiles
 def tile_columns(IS_BFP4: tl.constexpr):
     """int32 ``[128]``: a tile's columns in memory order.
 
-    The order in bfp4 is t, half, word.
+    The order in bfp4 and mxfp4 is t, half, word.
     """
     column = tl.arange(0, 128)
     if IS_BFP4:
@@ -67,6 +70,13 @@ def tile_weights(
             exponents = tl.load(data_ptr + source[:, None] + block % 4 * 4 + block // 4 * 2)
             codes = bfp8_codes(words).reshape(feature.shape[0], 8, 16)
             values = bfp8_values(codes, exponents[:, :, None])
+        elif KIND == "mxfp4":
+            source = tile * (MXFP4_BYTES // 4) + side * 128 + group * 16
+            words = tl.load(words_ptr + source[:, None] + tl.arange(0, 16)[None, :])
+            source = tile * MXFP4_BYTES + 1024 + group * 8 + side
+            exponents = tl.load(data_ptr + source[:, None] + block // 4 * 4 + block % 2 * 2)
+            codes = mxfp4_codes(words).reshape(feature.shape[0], 8, 16)
+            values = mxfp4_values(codes, exponents[:, :, None])
         else:
             source = tile * (BFP4_BYTES // 4) + side * 128 + group * 16
             words = tl.load(words_ptr + source[:, None] + tl.arange(0, 16)[None, :])

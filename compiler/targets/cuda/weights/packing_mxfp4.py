@@ -1,0 +1,90 @@
+"""MXFP4 tiles: 4-bit float codes, and an exponent per block.
+
+Encodes values instead of a file's codes, so equal values have equal bytes. `packed_weight` defines
+the tile.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.formats.scaled_codes import E2M1
+from tilewright.compiler.targets.cuda.weights.packed_weight import EXPONENTS, TILE_ROWS
+from tilewright.errors import CompileError
+
+_BLOCK = 32
+_EMPTY = 64  # exponent of zeros
+_BIAS = 3  # from the exponent of the largest magnitude to the stored exponent
+_CODE_BYTES = 1024
+_DOUBLED = tuple(int(2 * value) for value in E2M1[:8])
+
+
+def tiles_mxfp4(x_NK: Tensor) -> Tensor:
+    """Return float32 values in whole tiles as uint8 ``[tiles along N, tiles along K, bytes]``.
+
+    Raises:
+        CompileError: A value is not a 4-bit float at its block's exponent, or is not finite.
+    """
+    blocks = x_NK.view(x_NK.shape[0], -1, _BLOCK)
+    exponents = blocks.abs().amax(-1).view(torch.int32) >> 23
+    exponents = exponents.masked_fill(exponents == 0, _EMPTY + _BIAS)
+    # The largest magnitude becomes eight or twelve halves.
+    halves = torch.ldexp(blocks.abs(), (130 - exponents).unsqueeze(-1))
+    codes = torch.zeros_like(halves, dtype=torch.uint8)
+    for code, value in enumerate(_DOUBLED):
+        codes.masked_fill_(halves == value, code)
+    doubled = torch.tensor(_DOUBLED, dtype=torch.float32, device=x_NK.device)
+    if not torch.equal(doubled[codes.long()], halves):
+        raise CompileError(
+            "mxfp4: a weight is not a 4-bit float; allowed: values of MXFP4, or bf16"
+        )
+    codes |= blocks.signbit().to(torch.uint8) << 3
+    low, high = EXPONENTS["mxfp4"]
+    if exponents.numel() and not bool(((exponents >= low) & (exponents <= high)).all()):
+        raise CompileError(f"mxfp4: a block has an exponent outside {low} to {high}; allowed: bf16")
+    stored = (exponents - _BIAS).to(torch.uint8)
+    return torch.cat((_words(codes.flatten(1)), _lay_exponents(stored)), dim=-1)
+
+
+def values_mxfp4(data: Tensor) -> Tensor:
+    """Return the values in tiles with padding, float32 ``[N, K]``."""
+    tiles, steps = data.shape[:2]
+    words = data[..., :_CODE_BYTES].contiguous().view(torch.int32)
+    # Tiles, then g + 8, g, t, half, word.
+    words = words.view(tiles, steps, 2, 8, 4, 2, 2).permute(0, 2, 3, 1, 5, 4, 6)
+    words = words.reshape(tiles * TILE_ROWS, -1, 1)
+    halves = torch.cat((words & 0xFFFF, words >> 16 & 0xFFFF), dim=-1)
+    columns = []
+    for pair in range(3):
+        columns.append(halves >> (6 - 3 * pair) & 7 | (halves >> (15 - 3 * pair) & 1) << 3)
+    columns.append(halves >> 10 & 3 | (halves >> 13 & 1) << 2 | (halves >> 14 & 1) << 3)
+    codes = torch.stack(columns, dim=2).reshape(tiles * TILE_ROWS, -1)
+    # Tiles, then g, t / 2, half, g + 8.
+    stored = data[..., _CODE_BYTES:].reshape(tiles, steps, 8, 2, 2, 2)
+    stored = stored.permute(0, 5, 2, 1, 4, 3).reshape(tiles * TILE_ROWS, -1)
+    values = torch.tensor(E2M1, device=data.device)[codes.long()]
+    exponents = stored.to(torch.int32).repeat_interleave(_BLOCK, dim=1) - 126
+    return torch.ldexp(values, exponents)
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Return the bytes for codes ``[N, K]`` by tile."""
+    pairs = codes.view(len(codes), -1, 4, 2).to(torch.int32)
+    magnitudes, signs = pairs & 7, pairs >> 3
+    halves = torch.zeros_like(pairs[:, :, 0])
+    for pair in range(3):
+        halves |= magnitudes[:, :, pair] << (6 - 3 * pair) | signs[:, :, pair] << (15 - 3 * pair)
+    last = magnitudes[:, :, 3]
+    halves |= (last & 3) << 10 | (last >> 2) << 13 | signs[:, :, 3] << 14
+    words = (halves[..., 0] | halves[..., 1] << 16).view(torch.uint8)
+    # Tile, g + 8, g, then tile, half, t, bytes.
+    parts = words.view(len(codes) // TILE_ROWS, 2, 8, -1, 2, 4, 8)
+    return parts.permute(0, 3, 1, 2, 5, 4, 6).flatten(2)
+
+
+def _lay_exponents(exponents: Tensor) -> Tensor:
+    """Return the bytes for exponents ``[N, K / 32]`` by tile."""
+    # Tile, g + 8, g, then tile, half, t / 2.
+    parts = exponents.view(len(exponents) // TILE_ROWS, 2, 8, -1, 2, 2)
+    return parts.permute(0, 3, 2, 5, 4, 1).flatten(2)
