@@ -1,4 +1,4 @@
-"""A server in processes of its own, on loopback, on a tiny random Llama."""
+"""A server in separate processes, on loopback, on a tiny random Llama."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PATIENCE = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Server(Asked):
-    """A running one; ``log`` holds what it has said."""
+    """A running server. ``log`` is the file with its output."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -36,7 +36,7 @@ class Server(Asked):
         return json.loads(self.ask("GET", path)[1])
 
     def gauge(self, name: str, **headers: str) -> float:
-        """A metric's value, all labels together."""
+        """Return the sum of a metric over all labels."""
         text = self.ask("GET", "/metrics", **headers)[1].decode()
         lines = [line for line in text.splitlines() if line.startswith(f"tilewright:{name}{{")]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
@@ -57,7 +57,7 @@ class Server(Asked):
         return self.engine_pids()[0]
 
     def engine_pids(self) -> list[int]:
-        """Of its engines, in the order in which they were started."""
+        """Return the engines' process ids, the oldest first."""
         found = subprocess.run(
             ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, check=True
         )
@@ -65,7 +65,7 @@ class Server(Asked):
 
 
 def post(server: Server, path: str, body: Any) -> tuple[int, Any]:
-    """A JSON body, and what is answered."""
+    """Post a JSON body. Return status and answer."""
     data = json.dumps(body).encode()
     status, answer, _ = server.ask("POST", path, data, content_type="application/json")
     return status, json.loads(answer)
@@ -119,15 +119,15 @@ def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="session")
 def server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One that all tests share which leave it as it was."""
+    """A shared server, for tests without lasting effects on it."""
     with _starting(tiny_gguf, tmp_path_factory) as start:
         yield _shared(start, "cpu", max_context=512)
 
 
 @pytest.fixture(scope="session")
 def slow_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The same on the reference target, whose answers last until somebody stops them: for more than
-    the second behind which an engine says again what it holds.
+    """A shared server on the reference target: a generation lasts until a client stops it, longer
+    than an engine's report period of one second.
     """
     with _starting(tiny_gguf, tmp_path_factory) as start:
         yield _shared(start, "reference", max_context=1536)
