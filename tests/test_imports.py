@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 
 WITHOUT_TORCH = (
@@ -75,40 +73,22 @@ print(json.dumps(results))
 """
 
 
-@pytest.fixture(scope="module")
-def imported() -> dict[str, tuple[list[str], bool]]:
-    """What each module brings in with it, in a process that has imported nothing before: heavy
-    libraries, and whether a device is initialised.
-
-    What all together do not bring in, none does; else one interpreter starts and forks for each.
-    """
-    light, heavy = " ".join(WITHOUT_TORCH), " ".join(WITH_TORCH)
-    together = bring_in(light, heavy)
-    if together == {light: [[], False], heavy: [["torch"], False]}:
-        return {
-            **dict.fromkeys(WITHOUT_TORCH, ([], False)),
-            **dict.fromkeys(WITH_TORCH, (["torch"], False)),
-        }
-    return bring_in(*WITHOUT_TORCH, *WITH_TORCH)
-
-
-def bring_in(*modules: str) -> dict[str, tuple[list[str], bool]]:
+def bring_in(*modules: str) -> dict[str, list[object]]:
     command = [sys.executable, "-c", IMPORT_EACH, *modules]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, tuple[list[str], bool]] = json.loads(done.stdout)
+    found: dict[str, list[object]] = json.loads(done.stdout)
     assert all(found.values()), f"{[name for name in found if not found[name]]}\n{done.stderr}"
     return found
 
 
-@pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_imports_without_torch(module: str, imported: dict[str, tuple[list[str], bool]]) -> None:
-    assert imported[module][0] == []
+def test_imports_bring_in_no_more_than_they_need() -> None:
+    """No torch and no initialised device. With torch, no sympy: it takes a quarter of a second.
 
-
-@pytest.mark.parametrize("module", WITH_TORCH)
-def test_initialises_no_device(module: str, imported: dict[str, tuple[list[str], bool]]) -> None:
-    """Nor is sympy imported, which a start from the cache has no use for: a quarter of a second."""
-    assert "torch" in imported[module][0]
-    assert "sympy" not in imported[module][0]
-    assert not imported[module][1]
+    A process imports all modules of a kind. If it differs, a process for each module names it.
+    """
+    light, heavy = " ".join(WITHOUT_TORCH), " ".join(WITH_TORCH)
+    without, torch = [[], False], [["torch"], False]
+    if bring_in(light, heavy) != {light: without, heavy: torch}:
+        expected = dict.fromkeys(WITHOUT_TORCH, without) | dict.fromkeys(WITH_TORCH, torch)
+        assert bring_in(*expected) == expected
