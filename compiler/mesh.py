@@ -241,9 +241,9 @@ class HeadSplit:
     query_of: tuple[tuple[int | None, ...], ...]
     kv_of: tuple[tuple[int | None, ...], ...]
 
-    def queries(self, head_dim: int, *, first: int = 0) -> Split:
-        """Return the query heads' columns, from ``first`` on the whole axis."""
-        return _columns(self.query_of, head_dim, first)
+    def queries(self, head_dim: int) -> Split:
+        """Return the query heads' columns."""
+        return _columns(self.query_of, head_dim, 0)
 
     def keys(self, head_dim: int, *, first: int = 0) -> Split:
         """Return the key (or value) heads' columns."""

@@ -70,11 +70,11 @@ class BlockFloat(DataFormat):
 
         return self._round_trip(x, axis, block_codec.encode_host)
 
-    def device_round_trip(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
+    def device_round_trip(self, x: torch.Tensor) -> torch.Tensor:
         """Encode and decode with the rounding of a Wormhole packer, as for kernel outputs."""
         from tilewright.compiler.formats import block_codec
 
-        return self._round_trip(x, axis, block_codec.encode_device)
+        return self._round_trip(x, -1, block_codec.encode_device)
 
     def _round_trip(self, x: torch.Tensor, axis: int, encoder: RowEncoder) -> torch.Tensor:
         from tilewright.compiler.formats import block_codec

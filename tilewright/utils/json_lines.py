@@ -109,7 +109,6 @@ class Located(Generic[T]):
 def read_records(
     path: str | os.PathLike[str],
     decode: Callable[[bytes], T],
-    what: str = "results file",
     *,
     expected: str = "not a record",
 ) -> list[Located[T]]:
@@ -118,7 +117,6 @@ def read_records(
     Args:
         path: The file.
         decode: Makes a record from a line, like `msgspec.json.Decoder.decode`.
-        what: The file's name in messages.
         expected: Message for an invalid line, for example "not a run".
 
     Raises:
@@ -126,7 +124,7 @@ def read_records(
     """
     return [
         Located(place, decode_record(line, decode, place=place, expected=expected))
-        for number, line in read_lines(path, what)
+        for number, line in read_lines(path, "results file")
         for place in (f"{path}:{number}",)
     ]
 

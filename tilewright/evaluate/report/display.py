@@ -22,14 +22,14 @@ def decimal(value: float | None, digits: int = 1, *, none: str = "", grouped: bo
     return f"{value:,.{digits}f}" if grouped else f"{value:.{digits}f}"
 
 
-def percent(share: float | None, digits: int = 1, *, none: str = "") -> str:
+def percent(share: float | None, digits: int = 1) -> str:
     """Return a fraction (0.5) as a percentage ("50.0"), without the sign."""
-    return none if share is None else decimal(100 * share, digits)
+    return "" if share is None else decimal(100 * share, digits)
 
 
-def significant(value: float | None, digits: int = 3, *, none: str = "") -> str:
+def significant(value: float | None, digits: int = 3) -> str:
     """Return a number with ``digits`` significant digits, for example a KL divergence in nats."""
-    return none if value is None else f"{value:.{digits}g}"
+    return "" if value is None else f"{value:.{digits}g}"
 
 
 def megabytes(

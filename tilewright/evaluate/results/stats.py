@@ -25,7 +25,7 @@ _T_95 = (
 )
 
 
-def wilson_interval(successes: int, n: int, *, z: float = Z_95) -> tuple[float, float]:
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
     """Return the Wilson score interval for a proportion, as fractions in ``[0, 1]``.
 
     Unlike the normal approximation, the interval stays in range and is correct at both
@@ -41,7 +41,7 @@ def wilson_interval(successes: int, n: int, *, z: float = Z_95) -> tuple[float, 
         raise ValueError(f"need 0 <= successes <= n, got {successes} of {n}")
     if n == 0:
         return 0.0, 1.0
-    share = successes / n
+    z, share = Z_95, successes / n
     shrink = 1.0 + z * z / n
     centre = (share + z * z / (2 * n)) / shrink
     half = z * math.sqrt(share * (1.0 - share) / n + z * z / (4 * n * n)) / shrink

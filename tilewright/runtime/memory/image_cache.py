@@ -35,13 +35,10 @@ class ImageCache:
         max_bytes: Maximum bytes for rows.
     """
 
-    def __init__(
-        self, hidden_size: int, max_bytes: int | None = None, *, cross_key_bytes: int = 0
-    ) -> None:
+    def __init__(self, hidden_size: int, *, cross_key_bytes: int = 0) -> None:
         """``cross_key_bytes``: Bytes of a key and value for cross-attention. 0: embeddings."""
         self._rows_bytes = cross_key_bytes or 4 * hidden_size
-        default = CROSS_CACHE_BYTES if cross_key_bytes else IMAGE_CACHE_BYTES
-        self.max_bytes = default if max_bytes is None else max_bytes
+        self.max_bytes = CROSS_CACHE_BYTES if cross_key_bytes else IMAGE_CACHE_BYTES
         self._images: OrderedDict[bytes, tuple[ImageId, int]] = OrderedDict()
         self._in_step: set[bytes] = set()
         self._num_bytes = self._number = 0
