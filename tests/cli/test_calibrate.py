@@ -321,6 +321,22 @@ def test_imatrix_of_llama_cpp_gives_the_importance(
     )
 
 
+def test_imatrix_of_another_model_is_refused_by_name(
+    tiny_gguf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import struct
+
+    name, size = "blk.0.ffn_gate.weight", load_model(tiny_gguf).config.hidden_size
+    path = tmp_path / "imatrix"
+    head = struct.pack("<ii", 1, len(name)) + name.encode() + struct.pack("<ii", 1, size * 2)
+    path.write_bytes(head + struct.pack("<f", 1.0) * size * 2)
+    argv = ["calibrate", str(tiny_gguf), "-o", str(tmp_path / "new"), "--imatrix", str(path)]
+    assert main(argv) == 2
+    said = capfd.readouterr().err
+    assert f"gate_proj.weight: importance of {size * 2} inputs; allowed: {size}" in said
+    assert not (tmp_path / "new" / MANIFEST).exists()
+
+
 def test_calibrate_on_a_full_disk_says_so_and_goes_on_later(
     tiny_gguf: Path,
     text: Path,
