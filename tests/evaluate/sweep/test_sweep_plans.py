@@ -360,6 +360,11 @@ def test_sensitivities_of_the_cache_are_listed_layer_by_layer_on_demand() -> Non
     one = cache[-1].precision.resolve(2)
     assert [one.format("kv_cache", layer=layer) for layer in (0, 1)] == ["bf16", "bfp8"]
     assert not any(cell.calibration for cell in plans.cells(found, Measures())), "8 bits: exact"
+    board = plans.sensitivity_entries(swept(), "n150", "N150", base=BASE, level=LEVEL, **by_layer)  # type: ignore[arg-type]
+    (only,) = [entry for entry in board if entry.part == "1.v_cache"]
+    state = only.precision.resolve(2)
+    formats = [state.format(group, layer=1) for group in ("kv_cache", "v_cache")]
+    assert formats == ["bf16", "bfp8"] and state.format("v_cache", layer=0) == "bf16"
     low = plans.sensitivity_entries(
         swept(), "cpu", "CPU", base=BASE, level=Level.parse("bfp4"), calibration="gptq"
     )

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from tilewright.compiler.devices import BOARDS, DEVICES
 from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.precision.names import VALUE_CACHE
 from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.cases.cases import CASES, PRECISIONS, check_case
 from tilewright.evaluate.results.record import check_plain
@@ -126,7 +127,8 @@ def sensitivity_entries(
     """Return the base, every group lowered to ``level``, all groups together, then single layers.
 
     Includes the cache and the activations as groups. ``cache_layers`` also lowers the cache in
-    single layers with attention. Only groups are timed, because a single layer is below the noise.
+    single layers with attention, and on boards its values only. Only groups are timed, because a
+    single layer is below the noise.
     """
     groups = [g for g in (*model.groups(), "kv_cache", "activation") if level.is_for(g)]
     products = [group for group in groups if group in model.groups() and group != "embedding"]
@@ -135,6 +137,8 @@ def sensitivity_entries(
     by_layer = {group: model.layers(group) for group in products}
     if cache_layers and "kv_cache" in groups:
         by_layer["kv_cache"] = model.layers("wqkv")
+        if target in BOARDS:  # all other targets store values in the format of keys
+            by_layer[VALUE_CACHE] = by_layer["kv_cache"]
     for layer in range(model.num_layers):
         parts = [SweepUnit(group, layer) for group, layers in by_layer.items() if layer in layers]
         chosen |= {str(part): {part: level} for part in parts}
