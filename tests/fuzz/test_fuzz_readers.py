@@ -235,8 +235,8 @@ def read_whole(values: Mapping[str, Any], tensors: Tensors, entries: Mapping[str
         if held is not None and get_format(held).block > 1:
             stored, data = weight.stored(read, 0, weight.shape[0])
             assert stored == STORED_NAMES[held]
-            values = get_format(held).unpack(torch.from_numpy(data).flatten(), weight.shape)
-            assert torch.equal(values.view(torch.int32), whole.view(torch.int32))
+            unpacked = get_format(held).unpack(torch.from_numpy(data).flatten(), weight.shape)
+            assert torch.equal(unpacked.view(torch.int32), whole.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", CASES)

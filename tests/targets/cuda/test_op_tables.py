@@ -149,7 +149,7 @@ def test_gpt_oss_has_kernels_for_its_stored_experts(monkeypatch: pytest.MonkeyPa
     """MXFP4 experts with biases and a clamp use CUDA C++ in decode steps, and Triton in prompts."""
     config = config_of_hf({**SHAPES["gpt-oss-20b"], "num_hidden_layers": 2}, where="gpt-oss")
     plan = plan_of(config, precision_of("bf16", experts_ff1_3="bfp8", experts_ff2="bfp8"))
-    plan = replace(plan, instructions=[*map(with_mxfp4, plan.instructions)])
+    plan = replace(plan, instructions=(*map(with_mxfp4, plan.instructions),))
     with recorded_gpu(monkeypatch, (9, 0)) as launches:
         steps = steps_of(plan, max_rows=64, max_context=4096)
         for count, names in (
