@@ -23,6 +23,7 @@ COMMANDS = {
     "compare-calibrated": ("bench.calibration", "calibrated weights and round to nearest"),
     "compare-drafts": ("bench.speculative", "decode speed with n-gram drafts and without"),
     "make-batch": ("bench.make_batch", "write a data set for tilewright batch"),
+    "random-files": ("bench.random_files", "write a quantized shape with random codes"),
     "bench-loop": ("bench.host_time", "host time of a scheduler step"),
     "bench-cuda": ("bench.cuda.command", "CUDA target with random weights"),
     "images": ("bench.cuda.images", "images in prompts with random weights"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     Chat = tuple[tuple[int, ...], tuple[PromptImage, ...]]
 
+Keep = Callable[[Mapping[str, Any]], None]
 
 PROGRAMS: Mapping[str, tuple[str, str]] = {
     "11b-performance": ("llama-3.2-11b-vision", "performance"),
