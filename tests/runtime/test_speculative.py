@@ -151,8 +151,11 @@ def test_the_length_follows_acceptance_and_cost() -> None:
     assert mixed.choose(1, [5]) == 1
     for _ in range(300):
         mixed.record(1, 0)
-    chosen = [mixed.choose(1, [5]) for _ in range(130)]
-    assert chosen.count(0) == 128 and chosen.count(1) == 2, "two steps measure again"
+    chosen = [mixed.choose(1, [5]) for _ in range(65 + 129 + 257)]
+    probes = [at for at, size in enumerate(chosen) if size]
+    assert probes == [64, 193, 450], "each rejected probe doubles the wait"
+    mixed.record(1, 1)
+    assert [mixed.choose(1, [5]) for _ in range(65)].index(1) == 64, "an accepted one ends it"
 
 
 def test_requests_with_images_have_no_drafts_of_a_model() -> None:

@@ -8,8 +8,9 @@ _KEPT = 0.99
 """Weight factor of an observation after each later observation."""
 _PRIOR, _PRIOR_WEIGHT = 0.8, 4.0
 """Assumed acceptance of a draft token before observations, and its weight in observations."""
-_PROBE, _PLAIN = 64, 256
-"""Steps without drafts until a draft token measures again, and the reverse."""
+_PROBE, _MAX_PROBE, _PLAIN = 64, 1024, 256
+"""Steps without drafts until a draft token measures again, after the first probe and after many
+rejected probes, and steps with drafts until a step without drafts."""
 
 
 class DraftLength:
@@ -32,19 +33,22 @@ class DraftLength:
         self._weights = [_PRIOR_WEIGHT] * max_drafts
         self._sums = [_PRIOR_WEIGHT * _PRIOR ** (at + 1) for at in range(max_drafts)]
         self._num_off = self._num_on = 0
+        self._probe = _PROBE
         self.length = max_drafts
 
     @property
     def is_on(self) -> bool:
         """Whether the next step may have drafts."""
-        return self.length > 0 or self._num_off >= _PROBE
+        return self.length > 0 or self._num_off >= self._probe
 
     def acceptance(self, position: int) -> float:
         """Return the share of drafts whose first ``position + 1`` tokens were accepted."""
         return self._sums[position] / self._weights[position]
 
     def record(self, num_drafts: int, num_accepted: int) -> None:
-        """Add a verified draft."""
+        """Add a verified draft. An accepted token makes the next probe early again."""
+        if num_accepted:
+            self._probe = _PROBE
         for at in range(num_drafts):
             self._weights[at] = _KEPT * self._weights[at] + 1.0
             self._sums[at] = _KEPT * self._sums[at] + (at < num_accepted)
@@ -68,8 +72,8 @@ class DraftLength:
             if self._num_on >= _PLAIN:
                 self._num_on = 0
                 return 0
-        elif self._num_off >= _PROBE:
-            self._num_off = 0
+        elif self._num_off >= self._probe:
+            self._num_off, self._probe = 0, min(2 * self._probe, _MAX_PROBE)
             return 1
         else:
             self._num_off += 1
