@@ -86,16 +86,20 @@ def test_a_file_of_mixed_types_is_a_model(mixed: Path) -> None:
     assert all(loaded.checkpoint.get(name).isfinite().all() for name in names)
 
 
-@pytest.mark.parametrize(("exponent", "is_wide"), [(26, True), (27, False), (228, True)])
+@pytest.mark.parametrize(
+    ("block", "is_wide"),
+    [(b"\x1a", True), (b"\x1b", False), (b"\xe4", True), (bytes(17), False)],
+    ids=["below", "lowest", "above", "zeros"],
+)
 def test_mxfp4_outside_the_range_of_kernels_has_another_type(
-    exponent: int, is_wide: bool, tmp_path: Path
+    block: bytes, is_wide: bool, tmp_path: Path
 ) -> None:
     types = dict.fromkeys(TENSORS, "MXFP4")
     path = write_llama(tmp_path / "four.gguf", types, embedding="Q6_K")
     (found,) = (t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
     with path.open("r+b") as file:
         file.seek(int(found.data_offset) + 17 * 8 * 100)
-        file.write(bytes([exponent]))
+        file.write(block)
     checkpoint = GGUFCheckpoint(path)
     label = checkpoint.stored_type("model.layers.0.mlp.up_proj.weight")
     assert label == ("MXFP4, wide exponents" if is_wide else "MXFP4")

@@ -52,7 +52,11 @@ def compile_program(
     else:
         compiled = _compile_ranks(source, resolved, options, progress, ends_process=ends_process)
     notes = (*compiled.notes, *compiled.executable.notes)
-    draft.attach_draft_layer(compiled, options, progress)
+    try:
+        draft.attach_draft_layer(compiled, options, progress)
+    except BaseException:
+        compiled.executable.close()  # also ends the other ranks
+        raise
     return replace(compiled, notes=notes)
 
 

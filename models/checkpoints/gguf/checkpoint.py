@@ -53,6 +53,8 @@ from tilewright.models.config import ModelConfig
 if TYPE_CHECKING:
     from tilewright.models.config import DeltaShape
 
+_LABEL_BYTES = 1 << 24
+"""Bytes of blocks in memory at once, to find a type's range of exponents."""
 _ROPE_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
 _CONSTANTS = (_ROPE_FACTORS, _SHORT_FACTORS, _LONG_FACTORS)
@@ -181,16 +183,20 @@ class GGUFCheckpoint:
 
     def _label_of_mxfp4(self, name: str) -> str:
         """Return the type with its range of exponents. Reads every block of the tensor."""
-        stop, low, high = self.names[name].shape[0], 255, 0
+        stop = self.names[name].shape[0]
         whole = name, self._tensors.get(name), 0, stop
         for _, tensor, start, end in (
             self._pieces(self._views[name], 0, stop) if name in self._views else [whole]
         ):
             assert tensor is not None
-            rows = self._rows(tensor, tensor.shape[0], slice(start, end))
-            exponents = rows.reshape(-1, SIZES["MXFP4"][1])[:, 0]
-            low, high = min(low, int(exponents.min())), max(high, int(exponents.max()))
-        return label_of("MXFP4", torch.tensor([low, high]))
+            count = max(1, _LABEL_BYTES * tensor.shape[0] // tensor.nbytes)
+            for at in range(start, end, count):
+                rows = self._rows(tensor, tensor.shape[0], slice(at, min(at + count, end)))
+                blocks = torch.from_numpy(rows.reshape(-1, SIZES["MXFP4"][1]))
+                label = label_of("MXFP4", blocks[:, 0], functools.partial(blocks.narrow, 1, 1, 16))
+                if label != "MXFP4":
+                    return label
+        return "MXFP4"
 
     def content_hash(self) -> str:
         tensors = [

@@ -88,7 +88,7 @@ class _AlternatingBlocks(_ExpertTensor):
         return (VALUES[pairs.long()] * scales)[..., columns]
 
     def stored_type(self, read: Read) -> str:
-        return label_of(self.label, read(self.names[1], ()))
+        return label_of(self.label, read(self.names[1], ()), lambda: read(self.names[0], ()))
 
 
 def read_mxfp4(config: Mapping[str, object], where: str, model: RawModel) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +46,7 @@ class Float4Tensor(QuantizedTensor):
 
     def stored_type(self, read: Read) -> str:
         if self.block == MXFP4:
-            return label_of(self.label, read(self.names[1], ()))
+            return label_of(self.label, read(self.names[1], ()), lambda: read(self.names[0], ()))
         scales = self._scales(read, WHOLE).abs()
         is_normal = (scales >= 2.0**-100) & (scales <= 2.0**100) | (scales == 0)
         return self.label if bool(is_normal.all()) else f"{self.label}, extreme scales"
@@ -80,10 +80,18 @@ class Float4Tensor(QuantizedTensor):
         return scales
 
 
-def label_of(label: str, exponents: Tensor) -> str:
-    """Return the MXFP4 weight label. Exponents within bfloat16's range have the plain label."""
-    is_normal = bool(((exponents >= 27) & (exponents <= 227)).all())  # including products
-    return label if is_normal else f"{label}, wide exponents"
+def label_of(label: str, exponents: Tensor, codes: Callable[[], Tensor]) -> str:
+    """Return the MXFP4 weight label. Exponents within bfloat16's range have the plain label.
+
+    Args:
+        label: The plain label.
+        exponents: The blocks' stored exponents.
+        codes: Returns the blocks' 16 bytes of codes. The exponent of zeros has no effect.
+    """
+    is_outside = ((exponents < 27) | (exponents > 227)).flatten()  # including products
+    if bool(is_outside.any()):
+        is_outside &= (codes().reshape(-1, MXFP4 // 2) & 0x77 != 0).any(1)
+    return f"{label}, wide exponents" if bool(is_outside.any()) else label
 
 
 def take_float4(

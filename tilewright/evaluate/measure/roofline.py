@@ -121,7 +121,8 @@ def state_shares(
             read = min(context, spec.window or context)
             reach = None if not spec.window else target.reach_back
             kept = context if reach is None else min(context, spec.window + reach)
-            yield TrafficShare(CACHE, (spec.format,), kinds, 0, size * kept, size * read)
+            formats = (spec.format, spec.value_format) if spec.value_format else (spec.format,)
+            yield TrafficShare(CACHE, formats, kinds, 0, size * kept, size * read)
         else:
             yield TrafficShare(MEMORY, (spec.format,), kinds, 0, size, 2 * size)
 

@@ -122,7 +122,8 @@ def _blackhole_prompt(
         start, moved, computed = prompt_seconds(work, BLACKHOLE, prompts)
         if is_host:
             return start, BOUND_START
-        seconds, bound = _parts(start if is_traced else 0.0, moved, computed)
+        start = start if is_traced else 0.0
+        seconds, bound = _parts(start, moved, computed)
         return seconds, BOUND_LINK if work.link_bytes and moved > start else bound
 
     return on_blackhole
