@@ -87,7 +87,11 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
     for count in (1, 2, 3, 4):
         for drawing in (None, *EVERY_DRAWING):
             for longest in (1, 2 * PAGE, 2 * PAGE + 1, 8 * PAGE):
-                made.decode(count).run(longest, drawing)
+                graph, reach = made.decode(count).bind(longest)
+                assert reach >= longest
+                graph()
+                if drawing is not None:
+                    made.decode(count).draw(drawing)
             made.decode(count).choose_again(drawing)
     for count in (1, 16, 17, 1024):
         for first in (0, 64):
