@@ -109,6 +109,11 @@ def test_a_reading_is_of_the_rows_it_waits_for_and_of_the_prompts_behind_the_las
     meter.read(0, 30, 1.012, are_prompts_read=False, is_read=False)
     meter.read(3, 0, 1.020, are_prompts_read=False, is_read=True)
     assert found == [(2, 0, 2.0), (2, 150, 10.0), (3, 30, 8.0)]
+    meter.read(0, 16, 6.0, are_prompts_read=False, is_read=False, has_capture=True)
+    meter.read(1, 16, 6.01, are_prompts_read=True, is_read=True)
+    assert len(found) == 3, "the capture was before an output was read"
+    meter.read(1, 0, 6.02, are_prompts_read=True, is_read=True)
+    assert found[3:] == [(1, 0, 10.0)]
 
 
 @pytest.mark.parametrize(("step_ms", "piece"), [(1.0, 4), (8.0, 8), (0.0, 40)])

@@ -159,7 +159,6 @@ def test_gpt_oss_has_kernels_for_its_stored_experts(monkeypatch: pytest.MonkeyPa
             launches.clear()
             steps.decode(rows_of(count), reach=steps.attention.reaches[0], captured=True)
             shown = launches.shown()
-            print(shown)
             assert shown.count("expert_") == 4
             assert [shown.count(f"expert_{name}") for name in names] == [2, 2]
 

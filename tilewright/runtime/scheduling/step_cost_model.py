@@ -138,10 +138,11 @@ class StepMeter:
         self.cost = cost
         self._began = 0.0
         self._num_behind = 0.0
+        self._has_capture = False
 
     def begin(self, now: float) -> None:
         """Record a launch without a step in flight."""
-        self._began, self._num_behind = now, 0.0
+        self._began, self._num_behind, self._has_capture = now, 0.0, False
 
     def read(
         self,
@@ -165,13 +166,15 @@ class StepMeter:
             is_read: Any result was read.
             is_mixed: Rows and tokens were a mixed batch.
             has_drafts: Some rows were drafts.
-            has_capture: A graph was captured since the previous read. The time is not measured.
+            has_capture: A graph was captured since the previous call. The time until the next read
+                is not measured.
         """
         tokens = self._num_behind + (num_tokens if are_prompts_read else 0)
         self._num_behind = 0 if are_prompts_read else num_tokens + (0 if is_read else tokens)
+        self._has_capture |= has_capture
         if not is_read:
             return
         ms, how = 1e3 * (now - self._began), {"is_mixed": is_mixed, "has_drafts": has_drafts}
-        if not has_capture:
+        if not self._has_capture:
             self.cost.measure(num_rows, tokens, ms, **how)
-        self._began = now
+        self._began, self._has_capture = now, False

@@ -103,7 +103,7 @@ __device__ __forceinline__ void walk_small(const Table &table, u32 ring, int fir
       wait_copies<DEPTH - 1>();
       if (F == BF16) __syncwarp();  // lanes read data copied by their peers
       multiply_tiles<F, 1, 1>(acc, from + place, from4 + place, x, 0);
-      if (F == BF16) __syncwarp();
+      if (F == BF16 || F == MXFP4) __syncwarp();  // lanes share copies, or exponents
       fetch(place);
       place = place == (DEPTH - 1) * STAGE ? 0 : place + STAGE;
       x += STEP * 2;
