@@ -35,7 +35,7 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices
 from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import random_weights
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
-from tilewright.evaluate.measure.engine_calls import Trace, cases
+from tilewright.evaluate.measure.engine_calls import EngineTrace, cases
 
 LIMIT_MB, LIMIT_SHARE = 200.0, 0.1
 MODEL: dict[str, Any] = {
@@ -92,7 +92,7 @@ def measure_case(options: dict[str, Any], case: str, results: Any) -> None:
     facts |= {"ms": [], "returned": [], "repeated": [], "paused": []}
     facts["without engine"] = []
 
-    def measure(trace: Trace, name: str, engine: Any = engine) -> None:
+    def measure(trace: EngineTrace, name: str, engine: Any = engine) -> None:
         torch.cuda.synchronize()
         begun = time.perf_counter()
         trace.run(engine)
@@ -103,8 +103,8 @@ def measure_case(options: dict[str, Any], case: str, results: Any) -> None:
             facts["returned"].append(1e3 * returned)
         engine.remove(trace.requests)
 
-    def new_trace() -> Trace:
-        return Trace(cases()[case], options["config"]["vocab_size"], options["tokens"])
+    def new_trace() -> EngineTrace:
+        return EngineTrace(cases()[case], options["config"]["vocab_size"], options["tokens"])
 
     measure(new_trace(), "without engine", _NoEngine())  # this process's first measurement
     for _ in range(options["repeats"]):

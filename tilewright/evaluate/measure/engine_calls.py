@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class EngineCall:
     """A call: ``prefill`` of prompts of these ``lengths``, so many ``decode`` steps, ``remove``."""
 
     method: str
@@ -30,15 +30,15 @@ class Call:
         return self.steps * len(self.requests) if self.method == "decode" else 0
 
 
-def _prefill(first: int, count: int, length: int) -> Call:
-    return Call("prefill", tuple(range(first, first + count)), (length,) * count)
+def _prefill(first: int, count: int, length: int) -> EngineCall:
+    return EngineCall("prefill", tuple(range(first, first + count)), (length,) * count)
 
 
-def _decode(requests: Sequence[int], steps: int) -> Call:
-    return Call("decode", tuple(requests), steps=steps)
+def _decode(requests: Sequence[int], steps: int) -> EngineCall:
+    return EngineCall("decode", tuple(requests), steps=steps)
 
 
-def cases(scale: int = 1) -> Mapping[str, tuple[Call, ...]]:
+def cases(scale: int = 1) -> Mapping[str, tuple[EngineCall, ...]]:
     """The cases by name, with prompts a ``scale``-th as long."""
     return {
         "prefill 4 x 128": (_prefill(0, 4, 128 // scale),),
@@ -49,19 +49,19 @@ def cases(scale: int = 1) -> Mapping[str, tuple[Call, ...]]:
             _decode((3, 1, 0, 2), 2),
             _prefill(4, 2, 128 // scale),
             _decode(range(6), 6),
-            Call("remove", (1, 3)),
+            EngineCall("remove", (1, 3)),
             _prefill(6, 4, 32 // scale),
             _decode((0, 2, 4, 5, 6, 7, 8, 9), 8),
             _decode((9, 8, 7, 6, 5, 4, 2, 0), 8),
-            Call("remove", (0, 2, 4, 5, 6, 7, 8, 9)),
+            EngineCall("remove", (0, 2, 4, 5, 6, 7, 8, 9)),
         ),
     }
 
 
-class Trace:
+class EngineTrace:
     """A case with its tokens, on a device: made before anything is timed."""
 
-    def __init__(self, calls: Sequence[Call], vocab_size: int, device: str) -> None:
+    def __init__(self, calls: Sequence[EngineCall], vocab_size: int, device: str) -> None:
         chosen = random.Random(0)
 
         def tokens(count: int) -> Tensor:

@@ -27,7 +27,7 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.settings import (
     read_settings,
 )
 from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
-from tilewright.evaluate.measure.engine_calls import Trace, cases
+from tilewright.evaluate.measure.engine_calls import EngineTrace, cases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def run_trial(trial: Trial) -> dict[str, Any]:
     found: dict[str, Any] = {"create_s": time.perf_counter() - begun, "cases": {}}
     expected = {} if trial.engine is None else torch.load(trial.expected, weights_only=True)
     for name, calls in cases(trial.scale).items():
-        trace = Trace(calls, settings.vocab_size, trial.device)
+        trace = EngineTrace(calls, settings.vocab_size, trial.device)
         begun = time.perf_counter()
         logits = [each.cpu() for each in trace.run(engine)]
         seconds = [] if trial.repeats else [time.perf_counter() - begun]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.targets.cuda.engine_generator.conftest import CONFIG, Folder
-from tilewright.evaluate.measure.engine_calls import Trace, cases
+from tilewright.evaluate.measure.engine_calls import EngineTrace, cases
 
 SIZES: dict[str, dict[str, Any]] = {
     "heads of 192, as the hidden model's": {"head_dim": 192, "num_attention_heads": 2},
@@ -71,7 +71,7 @@ def test_ten_thousand_calls(module: Any, folder: Folder) -> None:
 def test_every_case(name: str, module: Any, folder: Folder) -> None:
     device, made = torch.device("cpu"), folder()
     settings = module.read_settings(CONFIG, device)
-    trace = Trace(cases(4)[name], settings.vocab_size, "cpu")
+    trace = EngineTrace(cases(4)[name], settings.vocab_size, "cpu")
     reference = module.Reference(module.load_weights(made, settings), settings, device)
     ours = trace.run(module.create_engine(CONFIG, made, "cpu"))
     for logits, expected in zip(ours, trace.run(reference), strict=True):
