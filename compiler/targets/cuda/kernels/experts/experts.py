@@ -18,7 +18,6 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import num_processor
 from tilewright.compiler.targets.cuda.kernels.experts import moe_small
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import PLAIN, Finish
-from tilewright.compiler.targets.cuda.kernels.experts.moe_small import step_bytes
 from tilewright.compiler.targets.cuda.kernels.experts.route import (
     MAX_CHOSEN,
     MAX_EXPERTS,
@@ -32,6 +31,7 @@ from tilewright.compiler.targets.cuda.kernels.experts.route import (
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import most_tiles
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     MOST_SHARED,
+    STEP_BYTES,
     STORE,
     SWIGLU,
     X_PADDING,
@@ -128,7 +128,7 @@ def _num_warps(format_name: str, *, is_sum: bool) -> int:
 def _room(packed: PackedWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth: int) -> int:
     """Return a block's shared memory in bytes."""
     num_pairs = num_tokens * top_k
-    ring = _num_warps(packed.format, is_sum=is_sum) * depth * (step_bytes(packed.format) + _X_BYTES)
+    ring = _num_warps(packed.format, is_sum=is_sum) * depth * (STEP_BYTES[packed.format] + _X_BYTES)
     products = (num_pairs + num_tokens) * TILE_ROWS * 4 + -(-num_pairs // 4) * 16
     table = most_tiles(num_pairs, packed.num_experts, TILE_PAIRS) * (TILE_PAIRS * 2 + 4) + 4
     return ring + table + (products if is_sum else 0)

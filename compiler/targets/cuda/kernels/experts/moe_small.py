@@ -9,13 +9,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tilewright.compiler.targets.cuda.kernels.matmul.gemv import MOST_SHARED, X_PADDING
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv import MOST_SHARED, STEP_BYTES, X_PADDING
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
     TILE_COLUMNS,
     TILE_ROWS,
     PackedWeight,
-    tile_bytes,
 )
 
 MAX_TOKENS: int = tuning()["experts"]["few_rows"]
@@ -32,11 +31,6 @@ in Qwen3.5-35B-A3B, a block of each fits on one multiprocessor.
 """
 
 PATH = Path(__file__).with_name("moe_small.cu")
-
-
-def step_bytes(format_name: str) -> int:
-    """Return the size of a step: a tile of 16 rows and 128 columns."""
-    return 2 * TILE_ROWS * TILE_COLUMNS if format_name == "bf16" else tile_bytes(format_name)
 
 
 def kernel(kind: str, depth: int, *, is_sum: bool) -> str:
@@ -96,7 +90,7 @@ def room(
     depth: int,
 ) -> int:
     """Return the shared memory in a block in bytes."""
-    ring = num_warps(packed.format, is_sum=is_sum) * depth * step_bytes(packed.format)
+    ring = num_warps(packed.format, is_sum=is_sum) * depth * STEP_BYTES[packed.format]
     steps = max(each.num_column_tiles for each in (packed, shared) if each is not None)
     rows = num_tokens * (top_k + (shared is not None)) if is_sum else num_tokens
     x_bytes = rows * (steps * TILE_COLUMNS + X_PADDING) * 2

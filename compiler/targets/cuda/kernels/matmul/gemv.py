@@ -19,6 +19,7 @@ from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
+    EXPERT_TILE_BYTES,
     TILE_BYTES,
     PackedWeight,
     tile_bytes,
@@ -47,7 +48,8 @@ LIKE = dict(zip(CODED, ("bfp4", "bfp8", "bfp8"), strict=True))
 _UNITS = {"q40": 64.0, "q80": 64.0}
 """Divisor of codes in `decode_pair`, see `tiles.cuh`."""
 
-STEP_BYTES = {"bf16": 4096, **TILE_BYTES} | {name: tile_bytes(name) for name in CODED}
+STEP_BYTES = {"bf16": 4096, **TILE_BYTES, **EXPERT_TILE_BYTES}
+STEP_BYTES |= {name: tile_bytes(name) for name in CODED}
 X_PADDING = 8
 _CODED_X_PADDING = 32
 _NUM_THREADS = 256
