@@ -168,3 +168,23 @@ def setting(
         names = ", ".join(str(each) for each in allowed)
         raise CheckpointError(f"{where}: quantization_config.{key} = {value!r}; allowed: {names}")
     return value
+
+
+def read_finite(read: Read, name: str) -> Tensor:
+    """Return a whole float tensor.
+
+    Raises:
+        CheckpointError: A value is inf or NaN.
+    """
+    return check_finite(name, read(name, ()).float())
+
+
+def check_finite(name: str, numbers: Tensor) -> Tensor:
+    """Return a tensor's values.
+
+    Raises:
+        CheckpointError: A value is inf or NaN.
+    """
+    if not bool(numbers.isfinite().all()):
+        raise CheckpointError(f"tensor {name} has inf or NaN; allowed: finite values")
+    return numbers

@@ -14,8 +14,14 @@ from torch import Tensor
 
 from tilewright.compiler.formats import NF4, STORED_NAMES, ScaledEncoded
 from tilewright.compiler.formats.scaled_codes import NF4_VALUES
-from tilewright.errors import CheckpointError
-from tilewright.models.checkpoints.quantized.base import WHOLE, QuantizedTensor, RawModel, Read
+from tilewright.models.checkpoints.quantized.base import (
+    WHOLE,
+    QuantizedTensor,
+    RawModel,
+    Read,
+    check_finite,
+    read_finite,
+)
 
 _LABEL = "bitsandbytes"
 _STATE = "weight.quant_state.bitsandbytes__"
@@ -94,26 +100,6 @@ class ByteTensor(QuantizedTensor):
         codes = read(self.names[0], (slice(start, stop), WHOLE)).float()
         scales = read_finite(read, self.names[1])[start:stop].unsqueeze(1)
         return codes * scales * torch.tensor(1 / 127)
-
-
-def read_finite(read: Read, name: str) -> Tensor:
-    """Return a whole float tensor.
-
-    Raises:
-        CheckpointError: A value is inf or NaN.
-    """
-    return check_finite(name, read(name, ()).float())
-
-
-def check_finite(name: str, numbers: Tensor) -> Tensor:
-    """Return a tensor's values.
-
-    Raises:
-        CheckpointError: A value is inf or NaN.
-    """
-    if not bool(numbers.isfinite().all()):
-        raise CheckpointError(f"tensor {name} has inf or NaN; allowed: finite values")
-    return numbers
 
 
 def read_bitsandbytes(config: Mapping[str, object], where: str, model: RawModel) -> None:

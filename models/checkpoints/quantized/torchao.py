@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 from tilewright.errors import CheckpointError
-from tilewright.models.checkpoints.quantized.base import WHOLE, QuantizedTensor, RawModel, Read
-from tilewright.models.checkpoints.quantized.bitsandbytes import check_finite
+from tilewright.models.checkpoints.quantized.base import (
+    WHOLE,
+    QuantizedTensor,
+    RawModel,
+    Read,
+    check_finite,
+)
 from tilewright.models.checkpoints.quantized.float8 import CODES, Float8Tensor
 from tilewright.models.checkpoints.quantized.integers import Codes, IntegerTensor
 
