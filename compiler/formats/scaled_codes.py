@@ -1,9 +1,9 @@
 """Scaled codes: small float codes with a scale per block of columns.
 
 A value is the float32 product of a code's value and its block's scale. The scale of MXFP4 is its
-exponent in a byte, with a bias of 127. Files with square blocks
-(128 x 128) have the same values here: rows repeat the scale. Files with a second scale (NVFP4) have
-the same values, too: a block's scale is the float32 result. File layouts are not defined here.
+exponent in a byte, with a bias of 127. Files with square blocks (128 x 128) have the same values
+here: rows repeat the scale. Files with a second scale (NVFP4) have the same values, too: a block's
+scale is the float32 result. File layouts are not defined here.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _at_least(rows: Tensor, count: int) -> Tensor:
 
 
 def epilogue_of(each: LinearOp) -> int:
-    """Return a matmul's epilogue for :func:`.native.linear`."""
+    """Return a matmul's epilogue for :func:`.gemv.linear`."""
     return gemv.ADD if each.residual else gemv.SWIGLU if each.swiglu else gemv.STORE
 
 

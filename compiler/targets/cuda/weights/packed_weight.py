@@ -62,7 +62,8 @@ class PackedWeight:
     """A packed weight ``[num_rows, num_columns]``, or one for each expert, in separate tiles.
 
     Attributes:
-        kind: Storage format: ``bf16``, ``bfp8``, ``bfp4``, or a key of `CODED_TILES`.
+        kind: Storage format: ``bf16``, ``bfp8``, ``bfp4``, a key of `CODED_TILES` or, for experts,
+            of `EXPERT_TILE_BYTES`.
         data: bfloat16 ``[rows, columns]`` padded with zeros to whole tiles, or uint8 ``[row tiles,
             column tiles, tile_bytes(name)]``.
         is_paired: Rows alternate: 8 gate, 8 up. Rows g and g + 8 of a tile are a gate and its up.

@@ -136,7 +136,7 @@ __device__ __forceinline__ void decode_mxfp4(u32 (&a)[8], u32 w0, u32 w1, u32 sc
   }
 }
 // Decode a pair of codes from a word, exactly; see coded_tiles.py. A bfloat16 with eight bits at its
-// end is linear in them, because subnormal. Integers are in units that `linear.py` multiplies by.
+// end is linear in them, because subnormal. Integers are in units that `gemv.py` multiplies by.
 template <int F> __device__ __forceinline__ u32 decode_pair(u32 w, int i) {
   if (F == Q40) {
     const u32 v = (i & 2 ? w >> 8 : w) & (i & 1 ? 0x00F000F0u : 0x000F000Fu);

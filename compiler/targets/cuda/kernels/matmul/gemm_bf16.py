@@ -230,7 +230,7 @@ def linear(
     feeds: int = 0,
     alone: bool = False,
 ) -> None:
-    """Run :func:`.native.linear` for ``x [M, K]``, bfloat16 or codes, with up to 128 rows.
+    """Run :func:`.gemv.linear` for ``x [M, K]``, bfloat16 or codes, with up to 128 rows.
 
     Rows are aligned to 16 bytes. With codes, ``packed`` may have any format. ``feeds``: see
     :func:`.gemm_block.linear`.

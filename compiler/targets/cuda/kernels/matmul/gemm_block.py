@@ -292,16 +292,16 @@ def linear(
     feeds: int = 0,
     alone: bool = False,
 ) -> None:
-    """Run :func:`.native.linear` for ``x [M, K]`` with M in :func:`rows_of`.
+    """Run :func:`.gemv.linear` for ``x [M, K]`` with M in :func:`rows_of`.
 
     The bits are equal, unless ``way`` leaves K unsplit. ``x`` is bfloat16, or fp32 with ``norm``
     (weight fp32, eps).
 
     Args:
-        out: as in :func:`.native.linear`.
+        out: as in :func:`.gemv.linear`.
         x: ``[M, K]``.
         packed: the weight.
-        epilogue: as in :func:`.native.linear`.
+        epilogue: as in :func:`.gemv.linear`.
         arranged: memory from :func:`scratch`, overwritten by x.
         bias: fp32 ``[N]``.
         norm: RMSNorm before the matmul.

@@ -189,7 +189,7 @@ def swiglu(
         packed: the packed weight.
         bias: ``[N]``, also in pairs.
         way: tile sizes. None: automatic.
-        alone: see :func:`.native.linear`.
+        alone: see :func:`.gemv.linear`.
     """
     num_tokens, processors = len(x), num_processors(out.device)
     assert packed.is_paired and has_room(out) and out.dtype == x.dtype == weight.dtype
