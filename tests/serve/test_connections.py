@@ -133,11 +133,11 @@ def test_one_connection_too_many_is_503_and_closed() -> None:
 
 
 def accepted(running: Running) -> socket.socket:
-    """A connection that the server keeps: it may refuse until it sees that an earlier one ended."""
+    """Return a connection that the server keeps. One that ended may still count."""
     while True:
         client = running.connect()
         client.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        with contextlib.suppress(ConnectionError):  # reset: what we sent was not read
+        with contextlib.suppress(ConnectionError):
             if client.recv(1 << 16).startswith(b"HTTP/1.1 200"):
                 return client
         client.close()
