@@ -321,12 +321,16 @@ def test_ranks_of_a_batch_are_part_of_what_it_is(
     out = triples.with_name("out.jsonl")
     stop_at(command(triples, out, tiny_gguf), 900)
     for more, said in (
-        (["--tensor-parallel", "2", "--wire", "bf16"],
-         "was begun with ranks nothing, not 2, bf16 sent; allowed"),
+        (
+            ["--tensor-parallel", "2", "--wire", "bf16"],
+            "was begun with ranks nothing, not 2, bf16 sent; allowed",
+        ),
         (["--tensor-parallel", "2", "--shares", "1"], "1 shares for 2 ranks; allowed: one a rank"),
-        (["--engine", "ray", "--tensor-parallel", "2", "--nnodes", "2", "--master-addr", "h"],
-         "--engine ray in a group that others start too; allowed: --tensor-parallel-size"),
-    ):  # fmt: skip
+        (
+            ["--engine", "ray", "--tensor-parallel", "2", "--nnodes", "2", "--master-addr", "h"],
+            "--engine ray in a group that others start too; allowed: --tensor-parallel-size",
+        ),
+    ):
         assert main(["batch", *command(triples, out, tiny_gguf), "--resume", *more]) == 2
         assert said in capfd.readouterr().err
 

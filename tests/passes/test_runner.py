@@ -83,8 +83,13 @@ def test_dead_nodes_and_dead_weights_go_and_inputs_stay(
 
     run_passes(graph_module, [cut_the_head], ctx)
     left = [info(node).fqn or str(node.target) for node in graph_module.graph.nodes]
-    assert left == ["tokens", "positions", "model.embed_tokens.weight", "model.embed_tokens",
-                    "output"]  # fmt: skip
+    assert left == [
+        "tokens",
+        "positions",
+        "model.embed_tokens.weight",
+        "model.embed_tokens",
+        "output",
+    ]
     assert cut_the_head.name == "cut_the_head"
 
 

@@ -154,9 +154,13 @@ def test_the_next_turn_of_a_chat_finds_the_answer_before_it(state: int, shares: 
 def test_a_cancelled_answer_leaves_what_is_known_of_it_while_a_step_runs_ahead() -> None:
     """The unread token and its page are not reused."""
     limits = Capabilities(
-        max_num_seqs=1, max_context=64, page_size=4, num_pages=16,
-        has_sequence_state=True, num_snapshots=4,
-    )  # fmt: skip
+        max_num_seqs=1,
+        max_context=64,
+        page_size=4,
+        num_pages=16,
+        has_sequence_state=True,
+        num_snapshots=4,
+    )
     scheduler = Scheduler(limits, policy=SchedulerConfig(cache_replies=True))
     first = RequestState(0, (1,) * 6, SamplingParams(max_tokens=30))
     scheduler.add(first)

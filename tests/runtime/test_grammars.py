@@ -246,10 +246,14 @@ def test_text_behind_the_mark_in_its_last_token_counts(compiler: Grammars) -> No
     matcher.follow([ord("x"), ord("=")])
     assert matcher.is_free and not matcher.is_met
     matcher._heard = b"x="
-    matcher._tokens = type("T", (), {  # a token with three characters
-        "decode_bytes": staticmethod(lambda ids: b"> a"),
-        "tokenize_bytes": staticmethod(lambda raw: list(raw)),
-    })()  # fmt: skip
+    matcher._tokens = type(
+        "T",
+        (),
+        {  # a token with three characters
+            "decode_bytes": staticmethod(lambda ids: b"> a"),
+            "tokenize_bytes": staticmethod(lambda raw: list(raw)),
+        },
+    )()
     matcher.follow([ord("x"), ord("="), 0])
     assert not matcher.is_free and not matcher.error
     one = request(None)

@@ -130,10 +130,14 @@ def test_a_rank_s_experts_are_held_alike_however_many_are_converted_together(
     """
     dense = torch.randn(5, 2 * rows, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     dense[2] *= 2.0**5
-    source = weight_source(SimpleNamespace(  # type: ignore[arg-type]
-        checkpoint=FakeCheckpoint({"w": dense}),
-        module=SimpleNamespace(sources=dict, constants=lambda most: {}),
-    ), None, Parallel(tensor=2))  # fmt: skip
+    source = weight_source(
+        SimpleNamespace(  # type: ignore[arg-type]
+            checkpoint=FakeCheckpoint({"w": dense}),
+            module=SimpleNamespace(sources=dict, constants=lambda most: {}),
+        ),
+        None,
+        Parallel(tensor=2),
+    )
     whole = WeightRecipe((Segment("w", 10 * rows),), (5, 2 * rows, 64), kind)
     halves = (IndexRange(rows // 2, rows // 2), IndexRange(rows + rows // 2, rows // 2))
     part = take(whole, {1: halves} if paired else {2: (IndexRange(32, 32),)})

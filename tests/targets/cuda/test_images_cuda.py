@@ -57,8 +57,9 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 def test_a_batch_of_text_and_images_gives_the_tokens_of_transformers(model: Any, llm: LLM) -> None:
     """Two slots for four chats: text runs with images, and after them in their slots."""
-    answers = llm.chat([chat_of(*parts) for parts in CHATS.values()], max_tokens=COUNT,
-                       stop_token_ids=())  # fmt: skip
+    answers = llm.chat(
+        [chat_of(*parts) for parts in CHATS.values()], max_tokens=COUNT, stop_token_ids=()
+    )
     for answer, parts in zip(answers, CHATS.values(), strict=True):
         assert list(answer.tokens) == expected(model, llm, parts, COUNT)
 

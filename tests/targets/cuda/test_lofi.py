@@ -62,9 +62,14 @@ def products_of(
     plan: KernelProgram, weights: Weights, kinds: Kinds, *, strict: bool = False
 ) -> Products:
     return Products(
-        plan, weights, HERE, max_rows=256, gpu=ADA, arithmetic=STRICT if strict else FAST,
+        plan,
+        weights,
+        HERE,
+        max_rows=256,
+        gpu=ADA,
+        arithmetic=STRICT if strict else FAST,
         copies=DequantizedCopies(plan, weights, kinds),
-    )  # fmt: skip
+    )
 
 
 def bfp4(dense: Tensor) -> Tensor:

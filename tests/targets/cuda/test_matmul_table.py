@@ -135,9 +135,14 @@ def matmul_of(
 ) -> tuple[Products, LinearOp]:
     recipe = WeightRecipe((Segment("w", rows),), (rows, columns), kind)
     each = LinearOp(
-        "w", BufferView(1, rows), BufferView(0, columns), recipe, residual=epilogue == "residual",
-        swiglu=epilogue == "swiglu", compute=Compute("lofi", "lofi"),
-    )  # fmt: skip
+        "w",
+        BufferView(1, rows),
+        BufferView(0, columns),
+        recipe,
+        residual=epilogue == "residual",
+        swiglu=epilogue == "swiglu",
+        compute=Compute("lofi", "lofi"),
+    )
     held = PackedWeight(kind, rows, columns, torch.empty(1, device=META), each.swiglu)
     data = torch.empty(held.data_shape, dtype=held.data_type, device=META)
     held = PackedWeight(kind, rows, columns, data, each.swiglu)

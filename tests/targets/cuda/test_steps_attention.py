@@ -26,10 +26,15 @@ from tilewright.compiler.targets.cuda.steps.attention import AttentionRunner
 from tilewright.compiler.targets.program.instructions import AttentionOp, BufferView
 
 LAYER = AttentionOp(
-    BufferView(0, 4), BufferView(1, 4), StateSpec("cache", PER_TOKEN, (2, 2, 64), "bf16"),
-    WeightRecipe((Segment("inv_freq", 8),), (8,), "fp32"), num_heads=2, scale=1.0, window=0,
+    BufferView(0, 4),
+    BufferView(1, 4),
+    StateSpec("cache", PER_TOKEN, (2, 2, 64), "bf16"),
+    WeightRecipe((Segment("inv_freq", 8),), (8,), "fp32"),
+    num_heads=2,
+    scale=1.0,
+    window=0,
     interleaved=False,
-)  # fmt: skip
+)
 
 
 def attention_over(

@@ -101,8 +101,11 @@ def test_what_the_launch_is_handed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one is other for one, other in zip(what[:-1], wanted, strict=True))
     assert what[-1] is routing.tiles[0]
     assert how == {
-        "renormalise": each.renormalise, "num_experts": each.logits.width, "first": 1, "count": 2,
-    }  # fmt: skip
+        "renormalise": each.renormalise,
+        "num_experts": each.logits.width,
+        "first": 1,
+        "count": 2,
+    }
     logits = torch.randn(4, each.logits.width)
     experts._route_native(each, holding(logits), positions[:4], CPP)
     assert seen == ["route"]

@@ -287,9 +287,14 @@ def test_every_chip_gets_the_weights_that_the_emulator_has(
     device = {1: "n150", 2: "n300", 8: "t3k"}[mesh.num_chips]
     changes: dict[str, Any] = {} if mesh.columns > 1 else QWEN2
     model = tiny_model(
-        hidden_size=128, intermediate_size=288, num_heads=12, num_kv_heads=3, head_dim=32,
-        tie_embeddings=False, **changes,
-    )  # fmt: skip
+        hidden_size=128,
+        intermediate_size=288,
+        num_heads=12,
+        num_kv_heads=3,
+        head_dim=32,
+        tie_embeddings=False,
+        **changes,
+    )
     precision = board_precision("bfp8", ff1_3="bfp4", wo="bf16", layers="1: {ff2: bfp4}")
     options = CompileOptions(max_context=64)
     made = programs(model, mesh, precision=precision, options=options, name=device)

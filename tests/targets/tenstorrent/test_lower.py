@@ -47,9 +47,16 @@ def test_a_layer_on_one_chip() -> None:
     """Nothing is sent; merged q, k and v, and gate and up apart."""
     one, two = (programs(tiny_model(num_layers=n))[1] for n in (1, 2))
     assert counts(two) - counts(one) == Counter(
-        RmsNorm=2, Matmul=5, CreateHeads=1, Rotate=2, UpdateCache=2, Attention=1, ConcatHeads=1,
-        SwiGLU=1, Add=2,
-    )  # fmt: skip
+        RmsNorm=2,
+        Matmul=5,
+        CreateHeads=1,
+        Rotate=2,
+        UpdateCache=2,
+        Attention=1,
+        ConcatHeads=1,
+        SwiGLU=1,
+        Add=2,
+    )
     groups = [each.group for each in of(one, Matmul)]
     assert groups == ["wqkv", "wo", "ff1_3", "ff1_3", "ff2", "lm_head"]
 

@@ -164,9 +164,10 @@ def attention(program: DeviceProgram) -> InstructionCost:
 def test_a_bias_costs_its_own() -> None:
     program = decode(model="Qwen2.5-7B")
     (bias,) = {
-        line.seconds for line in price(program)
+        line.seconds
+        for line in price(program)
         if isinstance(line.instruction, Matmul) and line.instruction.bias is not None
-    }  # fmt: skip
+    }
     without = dataclasses.replace(FITTED, bias_seconds=0.0)
     saved = step_seconds(program) - step_seconds(program, without)
     assert bias > FITTED.bias_seconds

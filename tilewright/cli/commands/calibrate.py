@@ -44,9 +44,11 @@ class _CalibrateArgs:
         metavar="NAME",
     )
     output: str | None = option(
-        "a new or empty folder, or an interrupted calibration's", "-o", "--output",
+        "a new or empty folder, or an interrupted calibration's",
+        "-o",
+        "--output",
         metavar="DIR",
-    )  # fmt: skip
+    )
     text: str | None = option(
         f"UTF-8 text file to calibrate on (default: {_DEFAULT_TEXT} of several domains)",
         metavar="FILE",

@@ -302,9 +302,16 @@ class ExpertsRunner:
                 shared_x, shared_out = step.view(given.x)[part], step.view(given.out)[part]
                 shared = native_experts.Shared(shared_x, weight, shared_out)
             native_experts.expert_linear(
-                out[part], x[part], packed, tiles, top_k=top_k, swiglu=swiglu, shared=shared,
-                choice=routing.choice, finish=finish,
-            )  # fmt: skip
+                out[part],
+                x[part],
+                packed,
+                tiles,
+                top_k=top_k,
+                swiglu=swiglu,
+                shared=shared,
+                choice=routing.choice,
+                finish=finish,
+            )
         for part, groups in routing.parts():
             expert_linear(
                 out[part], x[part], packed, groups, top_k=top_k, swiglu=swiglu, finish=finish

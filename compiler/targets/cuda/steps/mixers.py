@@ -283,9 +283,16 @@ class Mixers:
         keeps, exact = self._keeps(rows), self._exact
         is_native = self._rules[id(instruction)].solve == SOLVE
         delta_rule_prompt(
-            out, inputs, z, norm, keeps=keeps, starts=starts, exact=exact, is_native=is_native,
+            out,
+            inputs,
+            z,
+            norm,
+            keeps=keeps,
+            starts=starts,
+            exact=exact,
+            is_native=is_native,
             **where,
-        )  # fmt: skip
+        )
 
 
 def _where(rows: TokenBatch) -> dict[str, Any]:

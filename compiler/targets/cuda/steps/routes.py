@@ -92,9 +92,15 @@ def routed(each: TopKRouteOp, logits: Tensor, positions: Tensor) -> Routing:
     routing = _empty(each, logits)
     for part, some in routing.native_parts():
         native_route.route(
-            routing.weights[part], routing.experts[part], logits[part], positions[part], some,
-            renormalise=each.renormalise, first=each.first, count=each.num_experts,
-        )  # fmt: skip
+            routing.weights[part],
+            routing.experts[part],
+            logits[part],
+            positions[part],
+            some,
+            renormalise=each.renormalise,
+            first=each.first,
+            count=each.num_experts,
+        )
     return routing
 
 
@@ -104,10 +110,18 @@ def routed_with_product(
     """Compute router logits and select experts with router.cu."""
     routing = _empty(each, logits)
     native_router.router(
-        routing.weights, routing.experts, logits, x, packed, positions, routing.tiles[0],
-        renormalise=each.renormalise, num_experts=each.logits.width, first=each.first,
+        routing.weights,
+        routing.experts,
+        logits,
+        x,
+        packed,
+        positions,
+        routing.tiles[0],
+        renormalise=each.renormalise,
+        num_experts=each.logits.width,
+        first=each.first,
         count=each.num_experts,
-    )  # fmt: skip
+    )
     return routing
 
 

@@ -30,9 +30,14 @@ VISIBLE = [(0, 3), (1, 2), (0, 0), (2, 3), (0, 1)]
     ],
 )
 def test_cross_attention_equals_the_operator(
-    heads: int, groups: int, dim: int, keys: int, dtype: torch.dtype, decodes: bool,
+    heads: int,
+    groups: int,
+    dim: int,
+    keys: int,
+    dtype: torch.dtype,
+    decodes: bool,
     device: torch.device,
-) -> None:  # fmt: skip
+) -> None:
     torch.manual_seed(0)
     width = 2 * 2 * groups * dim
     values = torch.randn(3 * keys, width, device=device).to(dtype)
@@ -45,10 +50,16 @@ def test_cross_attention_equals_the_operator(
     offsets = offsets.repeat(len(VISIBLE) if decodes else 1, 1)
     out = torch.full((len(VISIBLE), heads * dim + 8), float("nan"), dtype=dtype, device=device)
     cross_attend(
-        out[:, : heads * dim], whole[:, : heads * dim],
-        ImageTiles(anchor, offsets, visible, keys, width), norm,
-        eps=EPS, num_kv_heads=groups, first=width // 2, scale=SCALE, decodes=decodes,
-    )  # fmt: skip
+        out[:, : heads * dim],
+        whole[:, : heads * dim],
+        ImageTiles(anchor, offsets, visible, keys, width),
+        norm,
+        eps=EPS,
+        num_kv_heads=groups,
+        first=width // 2,
+        scale=SCALE,
+        decodes=decodes,
+    )
     expected = ops.cross_attention.reference(
         whole[:, : heads * dim], values.float(), visible * keys, norm, EPS, groups, 1, SCALE
     )
@@ -75,9 +86,16 @@ def test_scratch_bytes_are_allocated(
     q, norm = torch.ones(num_rows, 4 * 12, device=device), torch.ones(12, device=device)
     monkeypatch.setattr(torch, "empty", counted)
     cross_attend(
-        torch.zeros_like(q), q, ImageTiles(values, offsets, visible, 5, 24), norm,
-        eps=EPS, num_kv_heads=1, first=0, scale=SCALE, decodes=True,
-    )  # fmt: skip
+        torch.zeros_like(q),
+        q,
+        ImageTiles(values, offsets, visible, 5, 24),
+        norm,
+        eps=EPS,
+        num_kv_heads=1,
+        first=0,
+        scale=SCALE,
+        decodes=True,
+    )
     assert sum(sizes) == scratch_bytes(num_rows, 4, 12)
     assert scratch_bytes(256, 32, 128) == 272_629_760
 

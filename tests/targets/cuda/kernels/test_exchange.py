@@ -190,9 +190,13 @@ def test_the_best_key_of_all_ranks_is_chosen_by_all() -> None:
     torch.cuda.synchronize()
     for rank, each in group:
         each.choose_best(
-            found[rank], found_why[rank], keys[rank], end_tokens=ends, first_column=rank * width,
+            found[rank],
+            found_why[rank],
+            keys[rank],
+            end_tokens=ends,
+            first_column=rank * width,
             positions=positions[rank],
-        )  # fmt: skip
+        )
         each.end_step()
     group.check()
     for rank in range(2):

@@ -241,9 +241,15 @@ def test_a_window_over_several_groups(
     head_dim: int, paged: Callable[..., Any], device: torch.device
 ) -> None:
     step = Step(
-        paged, device, kind="bfp8", heads=(8, 1), head_dim=head_dim,
-        positions=[8191, 330, 5000], num_pages=130, window=3000,
-    )  # fmt: skip
+        paged,
+        device,
+        kind="bfp8",
+        heads=(8, 1),
+        head_dim=head_dim,
+        positions=[8191, 330, 5000],
+        num_pages=130,
+        window=3000,
+    )
     got = step.run()
     step.check(got)
     assert torch.equal(got, step.run(early=True, share=SplitKV(16, 2, 4, 3)))

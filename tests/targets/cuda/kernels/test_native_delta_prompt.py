@@ -86,11 +86,20 @@ class Prompt:
             for other in ("delta_states", "_outputs_kernel"):
                 patch.setattr(prompts, other, Nothing())
             prompts._run_span(
-                z, self.inputs, z, (torch.ones(D, device=device), 1e-6),
-                scratch=[state, *left], state=state, positions=self.positions,
-                slots=torch.zeros_like(self.positions), keeps=None, starts=None, first=0,
-                exact=False, is_native=False,
-            )  # fmt: skip
+                z,
+                self.inputs,
+                z,
+                (torch.ones(D, device=device), 1e-6),
+                scratch=[state, *left],
+                state=state,
+                positions=self.positions,
+                slots=torch.zeros_like(self.positions),
+                keeps=None,
+                starts=None,
+                first=0,
+                exact=False,
+                is_native=False,
+            )
         return left
 
     def run(self, state: Tensor, *, is_native: bool = True) -> Tensor:
@@ -101,9 +110,16 @@ class Prompt:
         out, norm = out.to(device), (torch.ones(D, device=device), 1e-2)
         slots = torch.zeros_like(self.positions)
         prompts.delta_rule_prompt(
-            out, inputs, z, norm, state=state, positions=self.positions, slots=slots, exact=False,
+            out,
+            inputs,
+            z,
+            norm,
+            state=state,
+            positions=self.positions,
+            slots=slots,
+            exact=False,
             is_native=is_native,
-        )  # fmt: skip
+        )
         return out
 
     def expected(self) -> list[Tensor]:

@@ -312,9 +312,15 @@ def test_biases_and_a_clamp_with_columns_that_are_no_whole_tiles(
         inners.append(y)
         out = torch.full((num_tokens, columns), NAN, device=CUDA)
         native_experts.expert_sum(
-            out, y, down, step.tiles, step.weights, residual=False, finish=Finish(down_bias),
+            out,
+            y,
+            down,
+            step.tiles,
+            step.weights,
+            residual=False,
+            finish=Finish(down_bias),
             small_depth=depth,
-        )  # fmt: skip
+        )
         outs.append(out)
     found = inners[0].double().view(num_tokens, top_k, inner)
     torch.testing.assert_close(found[there], expected[there], rtol=2.0**-7, atol=1e-3)

@@ -52,9 +52,17 @@ class Routed(Step):
 
     def run(self, **given: Any) -> None:
         native_router.router(
-            self.weights, self.experts, self.all, self.x, self.packed, self.positions, self.tiles,
-            renormalise=True, num_experts=self.logits.shape[1], **given,
-        )  # fmt: skip
+            self.weights,
+            self.experts,
+            self.all,
+            self.x,
+            self.packed,
+            self.positions,
+            self.tiles,
+            renormalise=True,
+            num_experts=self.logits.shape[1],
+            **given,
+        )
 
 
 @pytest.mark.gpu

@@ -15,10 +15,17 @@ from tilewright.compiler.targets.cuda.kernels.attention.kv_cache import cos_sin
 
 @triton.jit
 def _rotate_offsets_kernel(
-    qkv, offsets, inv_freq, qkv_stride, offset_stride,
-    D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, BY_PAIR: tl.constexpr,
+    qkv,
+    offsets,
+    inv_freq,
+    qkv_stride,
+    offset_stride,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_PAIR: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+):
     """Program (t, h) rotates head h of token t."""
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)

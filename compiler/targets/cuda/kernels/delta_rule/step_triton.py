@@ -73,12 +73,31 @@ def decay_of(a, a_log, dt_bias):
 
 @triton.jit
 def _step_kernel(
-    out_ptr, qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, z_ptr, norm_ptr,
-    state_ptr, positions_ptr, slots_ptr,
-    out_stride, qkv_stride, a_stride, b_stride, z_stride, eps,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    qkv_ptr,
+    a_ptr,
+    b_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    z_ptr,
+    norm_ptr,
+    state_ptr,
+    positions_ptr,
+    slots_ptr,
+    out_stride,
+    qkv_stride,
+    a_stride,
+    b_stride,
+    z_stride,
+    eps,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -132,10 +151,30 @@ def delta_rule_step(
     assert out.shape == z.shape and z.stride(1) == out.stride(1) == 1
     keys, values = block_of(inputs.key_dim), block_of(inputs.value_dim)
     _step_kernel[(len(out), inputs.num_heads)](
-        out, inputs.qkv, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, z, weight,
-        state, positions, slots,
-        out.stride(0), inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0), z.stride(0),
-        eps, H=inputs.num_heads, G=inputs.num_key_heads, K=inputs.key_dim, V=inputs.value_dim,
-        KEYS=keys, VALUES=values, num_warps=min(16, max(1, keys * values // 2048)),
-        enable_fp_fusion=FUSES, **chained(out),
-    )  # fmt: skip
+        out,
+        inputs.qkv,
+        inputs.a,
+        inputs.b,
+        inputs.a_log,
+        inputs.dt_bias,
+        z,
+        weight,
+        state,
+        positions,
+        slots,
+        out.stride(0),
+        inputs.qkv.stride(0),
+        inputs.a.stride(0),
+        inputs.b.stride(0),
+        z.stride(0),
+        eps,
+        H=inputs.num_heads,
+        G=inputs.num_key_heads,
+        K=inputs.key_dim,
+        V=inputs.value_dim,
+        KEYS=keys,
+        VALUES=values,
+        num_warps=min(16, max(1, keys * values // 2048)),
+        enable_fp_fusion=FUSES,
+        **chained(out),
+    )

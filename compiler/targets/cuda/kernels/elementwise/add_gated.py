@@ -19,9 +19,16 @@ _MAX_BLOCK: int = tuning()["elementwise"]["max_block"]
 
 @triton.jit
 def _add_gated_kernel(
-    out_ptr, x_ptr, gate_ptr, visible, width, out_stride, x_stride,
-    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    x_ptr,
+    gate_ptr,
+    visible,
+    width,
+    out_stride,
+    x_stride,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     token = tl.program_id(0).to(tl.int64)

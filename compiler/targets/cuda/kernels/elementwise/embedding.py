@@ -19,9 +19,15 @@ _MAX_BLOCK: int = tuning()["elementwise"]["max_block"]
 
 @triton.jit
 def _embed_kernel(
-    out_ptr, tokens_ptr, table_ptr, width, out_stride, table_stride,
-    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    tokens_ptr,
+    table_ptr,
+    width,
+    out_stride,
+    table_stride,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)

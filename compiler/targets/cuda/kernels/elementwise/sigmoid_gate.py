@@ -20,9 +20,17 @@ _MAX_BLOCK: int = tuning()["elementwise"]["max_block"]
 
 @triton.jit
 def _sigmoid_gate_kernel(
-    out_ptr, x_ptr, gate_ptr, width, out_stride, x_stride, gate_stride,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    x_ptr,
+    gate_ptr,
+    width,
+    out_stride,
+    x_stride,
+    gate_stride,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -47,6 +55,14 @@ def sigmoid_gate(out: Tensor, x: Tensor, gate: Tensor) -> None:
     assert gate.stride(1) == 1 or gate.shape[1] == 1
     block = min(_MAX_BLOCK, block_of(width))
     _sigmoid_gate_kernel[(num_rows, triton.cdiv(width, block))](
-        out, x, gate, width, out.stride(0), x.stride(0), gate.stride(0),
-        WIDE=gate.shape[1] == width, BLOCK=block, **chained(out),
-    )  # fmt: skip
+        out,
+        x,
+        gate,
+        width,
+        out.stride(0),
+        x.stride(0),
+        gate.stride(0),
+        WIDE=gate.shape[1] == width,
+        BLOCK=block,
+        **chained(out),
+    )

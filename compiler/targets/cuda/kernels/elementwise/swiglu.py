@@ -21,9 +21,17 @@ _MAX_BLOCK: int = tuning()["elementwise"]["max_block"]
 
 @triton.jit
 def _swiglu_kernel(
-    out_ptr, gate_ptr, up_ptr, width, out_stride, gate_stride, up_stride,
-    PAIRED: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    gate_ptr,
+    up_ptr,
+    width,
+    out_stride,
+    gate_stride,
+    up_stride,
+    PAIRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -43,9 +51,17 @@ def _launch(out: Tensor, gate: Tensor, up: Tensor, paired: bool) -> None:
     assert out.stride(1) == 1 and gate.stride(1) == 1 and up.stride(1) == 1
     block = min(_MAX_BLOCK, block_of(width))
     _swiglu_kernel[(num_rows, triton.cdiv(width, block))](
-        out, gate, up, width, out.stride(0), gate.stride(0), up.stride(0),
-        PAIRED=paired, BLOCK=block, **chained(out),
-    )  # fmt: skip
+        out,
+        gate,
+        up,
+        width,
+        out.stride(0),
+        gate.stride(0),
+        up.stride(0),
+        PAIRED=paired,
+        BLOCK=block,
+        **chained(out),
+    )
 
 
 def swiglu(out: Tensor, gate_up: Tensor, *, paired: bool) -> None:

@@ -26,14 +26,36 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 @triton.jit
 def _decode_kernel(
-    out_ptr, rows_ptr, data_ptr, words_ptr, halves_ptr, half_words_ptr, floats_ptr, values_ptr,
-    num_columns, num_steps, out_stride,
-    LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr,
-    GROUP: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, MINIMUMS: tl.constexpr,
-    UNIT: tl.constexpr, SUBTRACTS: tl.constexpr,
-    EXTRAS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr, MINIMA: tl.constexpr,
-    MINIMA_FACTORS: tl.constexpr, BYTES: tl.constexpr, WORDS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    rows_ptr,
+    data_ptr,
+    words_ptr,
+    halves_ptr,
+    half_words_ptr,
+    floats_ptr,
+    values_ptr,
+    num_columns,
+    num_steps,
+    out_stride,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    ZERO: tl.constexpr,
+    VALUES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    MINIMUMS: tl.constexpr,
+    UNIT: tl.constexpr,
+    SUBTRACTS: tl.constexpr,
+    EXTRAS: tl.constexpr,
+    SCALES: tl.constexpr,
+    FACTORS: tl.constexpr,
+    MINIMA: tl.constexpr,
+    MINIMA_FACTORS: tl.constexpr,
+    BYTES: tl.constexpr,
+    WORDS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     line, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -76,7 +98,18 @@ def decode_rows(out: Tensor, weight: PackedWeight, rows: Tensor | None = None) -
     if tile.values == CODEBOOK:
         values = torch.tensor(CODEBOOKS[weight.format], device=data.device)
     _decode_kernel[(len(out), weight.num_column_tiles)](
-        out, rows, data, data.view(torch.int32), data.view(torch.float16), data.view(torch.int16),
-        data.view(torch.float32), values, weight.num_columns, weight.num_column_tiles,
-        out.stride(0), **layout_arguments(tile), num_warps=4, **chained(out),
-    )  # fmt: skip
+        out,
+        rows,
+        data,
+        data.view(torch.int32),
+        data.view(torch.float16),
+        data.view(torch.int16),
+        data.view(torch.float32),
+        values,
+        weight.num_columns,
+        weight.num_column_tiles,
+        out.stride(0),
+        **layout_arguments(tile),
+        num_warps=4,
+        **chained(out),
+    )

@@ -29,14 +29,22 @@ def _combined(pairs, factor, addend, IS_SUM: tl.constexpr, CHAINED: tl.constexpr
     if CHAINED:
         if IS_SUM:
             result = tl.inline_asm_elementwise(
-                "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, addend],
-                dtype=tl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
+                "add.rn.bf16x2 $0, $1, $2;",
+                "=r,r,r",
+                [pairs, addend],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
         else:
             result = tl.inline_asm_elementwise(
-                "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pairs, factor],
-                dtype=tl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
+                "mul.rn.bf16x2 $0, $1, $2;",
+                "=r,r,r",
+                [pairs, factor],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
         return result
     low, high = pairs << 16, pairs & -0x10000
     low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
@@ -54,10 +62,16 @@ def _combined(pairs, factor, addend, IS_SUM: tl.constexpr, CHAINED: tl.constexpr
 
 @triton.jit
 def pairs(
-    words, high_bits, pairs_ptr, LANE: tl.constexpr,
-    LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr,
+    words,
+    high_bits,
+    pairs_ptr,
+    LANE: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    ZERO: tl.constexpr,
+    VALUES: tl.constexpr,
     CHAINED: tl.constexpr,
-):  # fmt: skip
+):
     """Return int32 bfloat16 pairs: columns ``2 w`` and ``2 w + 1`` in a lane.
 
     Integer codes are divided by ``128`` (8 bits) or by ``2 ** (LOW + HIGH)``.
@@ -134,9 +148,15 @@ def spread(data_ptr, half_words_ptr, lane, HIGH: tl.constexpr):
 
 @triton.jit
 def scales_of(
-    data_ptr, halves_ptr, floats_ptr, lane, index, factors,
-    TYPE: tl.constexpr, FACTOR: tl.constexpr,
-):  # fmt: skip
+    data_ptr,
+    halves_ptr,
+    floats_ptr,
+    lane,
+    index,
+    factors,
+    TYPE: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
     """Return float32 scales ``index`` from a ``TYPE`` array at byte ``lane``."""
     scales = numbers(data_ptr, halves_ptr, floats_ptr, lane, index, TYPE)
     if FACTOR:
@@ -145,9 +165,7 @@ def scales_of(
 
 
 @triton.jit
-def code_values(
-    codes, values_ptr, LOW: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr
-):  # fmt: skip
+def code_values(codes, values_ptr, LOW: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr):
     """Return the exact float32 values before scales."""
     if VALUES == _INTEGER:
         values = ((codes ^ 0x80) - 0x80 if LOW == 8 else codes - ZERO).to(tl.float32)
@@ -161,9 +179,17 @@ def code_values(
 
 @triton.jit
 def codes_of(
-    data_ptr, words_ptr, half_words_ptr, source, lane, column,
-    LOW: tl.constexpr, HIGH: tl.constexpr, VALUES: tl.constexpr, EXTRAS: tl.constexpr,
-):  # fmt: skip
+    data_ptr,
+    words_ptr,
+    half_words_ptr,
+    source,
+    lane,
+    column,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    VALUES: tl.constexpr,
+    EXTRAS: tl.constexpr,
+):
     """Return the int32 codes at some columns. The tile begins at byte ``source``."""
     word, second = column % 32 // 2, column % 2
     if LOW == 8:
@@ -189,11 +215,21 @@ def layout_arguments(tile: CodedTile) -> dict[str, int | float]:
     if tile.values == "integer":
         unit = 128.0 if tile.low_bits == 8 else float(1 << tile.low_bits + tile.high_bits)
     return {
-        "LOW": tile.low_bits, "HIGH": tile.high_bits, "ZERO": tile.zero,
-        "VALUES": _VALUES[tile.values], "GROUP": tile.group,
-        "SCALE": _SCALES[tile.scale], "FACTOR": _SCALES[tile.factor],
-        "MINIMUMS": tile.has_minimums, "UNIT": unit, "SUBTRACTS": tile.subtracts,
-        "EXTRAS": extras, "SCALES": scales, "FACTORS": factors, "MINIMA": minima,
-        "MINIMA_FACTORS": minima_factors, "BYTES": num_bytes,
+        "LOW": tile.low_bits,
+        "HIGH": tile.high_bits,
+        "ZERO": tile.zero,
+        "VALUES": _VALUES[tile.values],
+        "GROUP": tile.group,
+        "SCALE": _SCALES[tile.scale],
+        "FACTOR": _SCALES[tile.factor],
+        "MINIMUMS": tile.has_minimums,
+        "UNIT": unit,
+        "SUBTRACTS": tile.subtracts,
+        "EXTRAS": extras,
+        "SCALES": scales,
+        "FACTORS": factors,
+        "MINIMA": minima,
+        "MINIMA_FACTORS": minima_factors,
+        "BYTES": num_bytes,
         "WORDS": 16 if tile.group >= 32 else 8,
-    }  # fmt: skip
+    }

@@ -109,9 +109,16 @@ def mxfp4_values(codes, exponents):
 
 @triton.jit
 def _bf16_kernel(
-    out_ptr, data_ptr, num_rows, num_columns, data_stride, out_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    data_ptr,
+    num_rows,
+    num_columns,
+    data_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -124,9 +131,17 @@ def _bf16_kernel(
 
 @triton.jit
 def _bfp8_kernel(
-    out_ptr, data_ptr, words_ptr, num_rows, num_columns, num_column_tiles, out_stride, scale,
-    TILES: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    data_ptr,
+    words_ptr,
+    num_rows,
+    num_columns,
+    num_column_tiles,
+    out_stride,
+    scale,
+    TILES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     # An entry per exponent block: words of a lane's (half, row), then lanes, then (half, row).
@@ -151,9 +166,17 @@ def _bfp8_kernel(
 
 @triton.jit
 def _bfp4_kernel(
-    out_ptr, data_ptr, words_ptr, num_rows, num_columns, num_column_tiles, out_stride, scale,
-    TILES: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    data_ptr,
+    words_ptr,
+    num_rows,
+    num_columns,
+    num_column_tiles,
+    out_stride,
+    scale,
+    TILES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     # An entry per word with eight nibbles: words (half, word) of a lane, then lanes, then rows.
@@ -190,9 +213,15 @@ def dequantise(out: Tensor, packed: PackedWeight) -> None:
     if packed.kind == "bf16":
         grid = (packed.num_row_tiles, triton.cdiv(packed.num_columns, _TILES * TILE_COLUMNS))
         _bf16_kernel[grid](
-            out, packed.data, *out.shape, packed.data.stride(0), out.stride(0),
-            ROWS=TILE_ROWS, COLUMNS=_TILES * TILE_COLUMNS, **chained(out),
-        )  # fmt: skip
+            out,
+            packed.data,
+            *out.shape,
+            packed.data.stride(0),
+            out.stride(0),
+            ROWS=TILE_ROWS,
+            COLUMNS=_TILES * TILE_COLUMNS,
+            **chained(out),
+        )
         return
     grid = (packed.num_row_tiles, triton.cdiv(packed.num_column_tiles, _TILES))
     sizes = (*out.shape, packed.num_column_tiles, out.stride(0), packed.scale)

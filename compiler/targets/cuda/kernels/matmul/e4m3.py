@@ -37,9 +37,15 @@ def e4m3_codes(x):
 
 @triton.jit
 def _round_rows_kernel(
-    out_ptr, scales_ptr, x_ptr, width, out_stride, x_stride,
-    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    scales_ptr,
+    x_ptr,
+    width,
+    out_stride,
+    x_stride,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -66,17 +72,33 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     block = block_of(width)
     _round_rows_kernel[(num_rows,)](
-        codes, scales, x, width, codes.stride(0), x.stride(0),
-        BLOCK=block, num_warps=min(16, max(1, block // 512)), **chained(x),
-    )  # fmt: skip
+        codes,
+        scales,
+        x,
+        width,
+        codes.stride(0),
+        x.stride(0),
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+        **chained(x),
+    )
     return codes.view(CODES), scales
 
 
 @triton.jit
 def _scale_rows_kernel(
-    out_ptr, found_ptr, x_scales_ptr, scales_ptr, bias_ptr, width, out_stride,
-    ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    found_ptr,
+    x_scales_ptr,
+    scales_ptr,
+    bias_ptr,
+    width,
+    out_stride,
+    ADDS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -115,6 +137,15 @@ def scale_rows(
     assert out.shape == found.shape and out.stride(1) == 1 and found.is_contiguous()
     block = min(_MOST_BLOCK, block_of(width))
     _scale_rows_kernel[(num_rows, triton.cdiv(width, block))](
-        out, found, x_scales, scales, scales if bias is None else bias, width, out.stride(0),
-        ADDS=adds, HAS_BIAS=bias is not None, BLOCK=block, **chained(out),
-    )  # fmt: skip
+        out,
+        found,
+        x_scales,
+        scales,
+        scales if bias is None else bias,
+        width,
+        out.stride(0),
+        ADDS=adds,
+        HAS_BIAS=bias is not None,
+        BLOCK=block,
+        **chained(out),
+    )

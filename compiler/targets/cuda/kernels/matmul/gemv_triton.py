@@ -113,9 +113,16 @@ def product(weights, x, sums, CHAINED: tl.constexpr):
 
 @triton.jit
 def _store(
-    out_ptr, values, feature, token, num_rows, num_tokens, out_stride,
-    RESIDUAL: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    values,
+    feature,
+    token,
+    num_rows,
+    num_tokens,
+    out_stride,
+    RESIDUAL: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """``values [rows, tokens]`` to ``out [tokens, rows]``."""
     target = out_ptr + token[None, :].to(tl.int64) * out_stride + feature[:, None]
     inside = (feature < num_rows)[:, None] & (token < num_tokens)[None, :]
@@ -126,10 +133,20 @@ def _store(
 
 @triton.jit
 def store_rows(
-    out_ptr, bias_ptr, sums, feature, token, num_rows, num_tokens, out_stride,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr,
+    out_ptr,
+    bias_ptr,
+    sums,
+    feature,
+    token,
+    num_rows,
+    num_tokens,
+    out_stride,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SWIGLU: tl.constexpr,
     CHAINED: tl.constexpr,
-):  # fmt: skip
+):
     """Write ``sums [rows, tokens]`` after the fused epilogue."""
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + feature, mask=feature < num_rows, other=0.0)[:, None]
@@ -146,11 +163,28 @@ def store_rows(
 
 @triton.jit
 def _linear_kernel(
-    out_ptr, x_ptr, data_ptr, words_ptr, bias_ptr, norm_ptr,
-    num_tokens, num_rows, num_columns, num_row_tiles, out_stride, x_stride, eps, scale,
-    KIND: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    x_ptr,
+    data_ptr,
+    words_ptr,
+    bias_ptr,
+    norm_ptr,
+    num_tokens,
+    num_rows,
+    num_columns,
+    num_row_tiles,
+    out_stride,
+    x_stride,
+    eps,
+    scale,
+    KIND: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     feature = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -171,9 +205,20 @@ def _linear_kernel(
         sums = product(weights, x, sums, CHAINED)
     sums *= scale
     store_rows(
-        out_ptr, bias_ptr, sums, feature, token, num_rows, num_tokens, out_stride,
-        ROWS, TOKENS, RESIDUAL, SWIGLU, CHAINED,
-    )  # fmt: skip
+        out_ptr,
+        bias_ptr,
+        sums,
+        feature,
+        token,
+        num_rows,
+        num_tokens,
+        out_stride,
+        ROWS,
+        TOKENS,
+        RESIDUAL,
+        SWIGLU,
+        CHAINED,
+    )
 
 
 def linear(
@@ -205,10 +250,27 @@ def linear(
     tokens = min(_MAX_TOKENS, block_of(num_tokens))
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_tokens, tokens))
     _linear_kernel[grid](
-        out, x, packed.data, None if packed.kind == "bf16" else words_of(packed), bias, weight,
-        num_tokens, num_rows, packed.num_columns, packed.num_row_tiles,
-        out.stride(0), x.stride(0), eps, packed.scale,
-        KIND=packed.kind, STEPS=packed.num_column_tiles, ROWS=rows, TOKENS=tokens,
-        RESIDUAL=residual, SWIGLU=swiglu,
-        num_warps=4, num_stages=4 if norm is None else 3, **chained(out),
-    )  # fmt: skip
+        out,
+        x,
+        packed.data,
+        None if packed.kind == "bf16" else words_of(packed),
+        bias,
+        weight,
+        num_tokens,
+        num_rows,
+        packed.num_columns,
+        packed.num_row_tiles,
+        out.stride(0),
+        x.stride(0),
+        eps,
+        packed.scale,
+        KIND=packed.kind,
+        STEPS=packed.num_column_tiles,
+        ROWS=rows,
+        TOKENS=tokens,
+        RESIDUAL=residual,
+        SWIGLU=swiglu,
+        num_warps=4,
+        num_stages=4 if norm is None else 3,
+        **chained(out),
+    )
