@@ -131,6 +131,22 @@ def weight_of(key):
 
 
 @triton.jit
+def _has_filter(numbers, SUMS: tl.constexpr):
+    """Return whether a row uses top-k or, with SUMS, top-p."""
+    is_used = tl.load(numbers + SHARE) < 1.0 if SUMS else tl.load(numbers + TOP_K) > 0.0
+    return is_used & (tl.load(numbers + HEAT) > 0.0)
+
+
+@triton.jit
+def _shift_of(num_keys, BITS: tl.constexpr):
+    """Return the shift to the highest BITS bits of the offsets in a key range."""
+    shift = num_keys * 0
+    for bit in tl.static_range(BITS, 31):
+        shift += (num_keys > (1 << bit)).to(tl.int32)
+    return shift
+
+
+@triton.jit
 def _measure(
     row_ptr,
     numbers,
@@ -165,11 +181,24 @@ def _measure(
 
 @triton.jit
 def _search_kernel(
-    keys_ptr, numbers_ptr, counts_ptr, sums_ptr, arrived_ptr, logits_ptr,
-    vocabulary, num_chunks, logits_stride,
-    SUMS: tl.constexpr, FIRST: tl.constexpr, RANGES: tl.constexpr, PARTS: tl.constexpr,
-    BITS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    keys_ptr,
+    numbers_ptr,
+    counts_ptr,
+    sums_ptr,
+    arrived_ptr,
+    logits_ptr,
+    vocabulary,
+    num_chunks,
+    logits_stride,
+    SUMS: tl.constexpr,
+    FIRST: tl.constexpr,
+    RANGES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Find the next digit in a cutoff key, for top-k or, with SUMS, for top-p.
 
     The last program of a row narrows the range for the next launch.
@@ -179,8 +208,7 @@ def _search_kernel(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys, numbers = keys_ptr + row * 8, numbers_ptr + row * 8
     if FIRST:
-        wanted = tl.load(numbers + SHARE) < 1.0 if SUMS else tl.load(numbers + TOP_K) > 0.0
-        if not (wanted & (tl.load(numbers + HEAT) > 0.0)):
+        if not _has_filter(numbers, SUMS):
             tl.store(keys + BUSY, 0)
             return
         start, stop = 0, tl.load(keys + LOW)
@@ -188,9 +216,7 @@ def _search_kernel(
         if tl.load(keys + BUSY) == 0:
             return
         start, stop = tl.load(keys + FROM), tl.load(keys + UPTO)
-    shift = (stop - start) * 0
-    for bit in tl.static_range(BITS, 31):
-        shift += (stop - start > (1 << bit)).to(tl.int32)
+    shift = _shift_of(stop - start, BITS)
     own = (row * num_chunks + chunk) * _MOST_RANGES
     is_empty = stop < 0
     if not FIRST:  # an empty range remains empty in all later launches

@@ -193,29 +193,39 @@ def draw(
     assert logits.dtype == torch.float32 and logits.stride(1) == words.stride(1) == 1
     assert scratch.weights.shape[0] >= num_rows and scratch.weights.shape[1] == count
     assert tokens.is_contiguous() and why.is_contiguous() and positions.is_contiguous()
-    stride, options = logits.stride(0), chained(logits)
+    strides = logits.stride(0), words.stride(0)
     _begin_kernel[(num_rows,)](
-        keys, numbers, logits, tokens, why, words, positions, stride, words.stride(0), **options
+        keys, numbers, logits, tokens, why, words, positions, *strides, **chained(logits)
     )
     for how in [BY_COUNTS] * has_top_k + [BY_SUMS] * has_top_p:
         search(logits, scratch, how)
+    _draw_by_weight(tokens, why, logits, end_tokens, scratch)
+
+
+def _draw_by_weight(
+    tokens: Tensor, why: Tensor, logits: Tensor, end_tokens: Tensor, scratch: SearchScratch
+) -> None:
+    """Sample from the tokens up to the cutoffs: sum the weights by chunk, then find the token."""
+    num_rows, vocabulary = logits.shape
+    count, options = scratch.weights.shape[1], chained(logits)
+    state = scratch.keys, scratch.numbers, scratch.weights, scratch.ties
+    sizes = vocabulary, count, logits.stride(0)
     _sum_kernel[(num_rows, count)](
-        keys,
-        numbers,
-        scratch.weights,
-        scratch.ties,
-        logits,
-        vocabulary,
-        count,
-        stride,
-        CHUNK=scratch.chunk,
-        num_warps=4,
-        **options,
+        *state, logits, *sizes, CHUNK=scratch.chunk, num_warps=4, **options
     )
     num_ends = end_tokens.shape[1]
     _draw_kernel[(num_rows,)](
-        tokens, why, keys, numbers, scratch.weights, scratch.ties, logits, end_tokens,
-        vocabulary, count, stride, num_ends, end_tokens.stride(0),
-        CHUNK=scratch.chunk, CHUNKS=block_of(count, least=2), ENDS=block_of(num_ends),
-        num_warps=8, **options,
-    )  # fmt: skip
+        tokens,
+        why,
+        *state,
+        logits,
+        end_tokens,
+        *sizes,
+        num_ends,
+        end_tokens.stride(0),
+        CHUNK=scratch.chunk,
+        CHUNKS=block_of(count, least=2),
+        ENDS=block_of(num_ends),
+        num_warps=8,
+        **options,
+    )
