@@ -28,7 +28,7 @@ from tilewright.compiler.targets.cuda.memory_budget import (
 )
 from tilewright.compiler.targets.cuda.numerics import EXACT_IN_BF16
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now, needs_host
-from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
+from tilewright.compiler.targets.cuda.outputs.sampled_tokens import SampledTokenReader
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingBatch, drawing_of
 from tilewright.compiler.targets.cuda.state.encoded_images import EncodedImages
 from tilewright.compiler.targets.cuda.state.final_states import FinalStates
@@ -132,7 +132,7 @@ class CudaExecutable(Executable):
         self._images, self._is_exact = EncodedImages(device), exact
         self._away = Away(self._slot_states, self._state, self._device_slots)
         self._captured_slots: CapturedSlots | None = None
-        self._answers = Answers(
+        self._answers = SampledTokenReader(
             self._device_slots, self._slot_states, leave=self._leave,
             width=lambda: self.num_choosable, max_rows=max(options.max_batch, rows[-1]),
         )  # fmt: skip

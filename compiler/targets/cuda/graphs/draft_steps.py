@@ -11,7 +11,7 @@ import numpy as np
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
 from tilewright.compiler.targets.cuda.graphs.draft_bucket import OWN_TOKEN, DraftBucket, DraftRows
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import needs_host
-from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
+from tilewright.compiler.targets.cuda.outputs.sampled_tokens import SampledTokenReader
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import drawing_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.tables import PagedState
@@ -67,7 +67,7 @@ class DraftSteps:
         state: PagedState,
         device_slots: SlotTable,
         buckets: Buckets,
-        answers: Answers,
+        answers: SampledTokenReader,
         slot_states: Mapping[Slot, SlotState],
         *,
         has_states: bool,

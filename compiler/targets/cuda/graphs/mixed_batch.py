@@ -8,7 +8,7 @@ import numpy as np
 
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now
-from tilewright.compiler.targets.cuda.outputs.sampled_tokens import Answers
+from tilewright.compiler.targets.cuda.outputs.sampled_tokens import SampledTokenReader
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import drawing_of
 from tilewright.compiler.targets.cuda.state.ragged import SHORT_BLOCK, join, num_tokens_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
@@ -29,7 +29,7 @@ class Joined:
         state: PagedState,
         table: SlotTable,
         buckets: Buckets,
-        answers: Answers,
+        answers: SampledTokenReader,
         slot_states: Mapping[Slot, SlotState],
         *,
         check: Callable[[PrefillChunk], SlotState],

@@ -49,7 +49,7 @@ class _LeaderChoice:
     slots: tuple[Slot, ...]
 
 
-class Answers:
+class SampledTokenReader:
     """Collects a step's outputs.
 
     Args:
