@@ -39,7 +39,7 @@ from tilewright.compiler.targets.cuda.state.snapshot_positions import cut
 from tilewright.compiler.targets.cuda.state.swap import Away
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
-from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes
 from tilewright.compiler.targets.cuda.weights.stream import Weights
 from tilewright.compiler.targets.host.batch import visible_ends
@@ -115,7 +115,7 @@ class CudaExecutable(Executable):
         exact = options.compute == "exact"
         is_free = not (exact or options.is_strict or options.parallel.wire)
         prompt_wire = PROMPT_WIRE if is_free else None
-        self._steps = Steps(
+        self._steps = StepRunner(
             plan, weights, self._state, max_rows=rows[-1], exact=exact, prompt_wire=prompt_wire,
             strict_rows=self.capabilities.max_invariant_rows, copies=copies,
             max_drafts=self.capabilities.max_drafts,
@@ -154,7 +154,7 @@ class CudaExecutable(Executable):
         if layer is None or weights is None:
             return None
         self._joined.after = self._read_prompts
-        steps = Steps(layer, weights, self._state, max_rows=sizes[-1], exact=self._is_exact)
+        steps = StepRunner(layer, weights, self._state, max_rows=sizes[-1], exact=self._is_exact)
         kept = FinalStates(
             options.max_batch,
             prompt_sizes(program, options)[1],

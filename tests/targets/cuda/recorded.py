@@ -29,7 +29,7 @@ from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps import attention as steps_attention
 from tilewright.compiler.targets.cuda.steps import matmul as steps_matmul
-from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.cuda.weights.experts import packed_sizes
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.stream import (
@@ -212,7 +212,7 @@ def _placed(wanted: CudaTensorSpec) -> Placed:
     return PackedWeight(*given, data, *rest)
 
 
-def steps_of(plan: KernelProgram, *, max_rows: int, max_context: int, **how: Any) -> Steps:
+def steps_of(plan: KernelProgram, *, max_rows: int, max_context: int, **how: Any) -> StepRunner:
     """Return the steps of a plan whose tensors have no memory."""
     compute = "exact" if how.get("exact") else "fast"
     options = CompileOptions(max_batch=max_rows, max_context=max_context, compute=compute)
@@ -220,7 +220,7 @@ def steps_of(plan: KernelProgram, *, max_rows: int, max_context: int, **how: Any
         plan.states, options, CUDA, num_pages=64, sequence_specs=plan.sequence_states, num_marks=2
     )
     how = {"exact": False, **how}
-    return Steps(plan, _weights(plan), state, max_rows=max_rows, **how)
+    return StepRunner(plan, _weights(plan), state, max_rows=max_rows, **how)
 
 
 def rows_of(num_rows: int) -> TokenBatch:

@@ -16,7 +16,7 @@ import torch
 
 from tests.targets.cuda.recorded import CUDA, Launches, plan_of, recorded_gpu, rows_of, steps_of
 from tests.tiny import check_golden, precision_of
-from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.program.instructions import (
     ExpertLinearOp,
     ExpertSum,
@@ -84,7 +84,7 @@ GOLDEN_PROMPTS = (1, 65, 513, 2049)
 
 
 def runs(
-    steps: Steps, decodes: Sequence[int], prompts: Sequence[int]
+    steps: StepRunner, decodes: Sequence[int], prompts: Sequence[int]
 ) -> Iterator[tuple[str, int, Any]]:
     """Yield the steps of a plan: what they are, the number of rows, and a call that runs one."""
     for reach in steps.attention.reaches:
@@ -111,7 +111,7 @@ def runs(
         )
 
 
-def selections(steps: Steps, launches: Launches, *counts: Sequence[int]) -> Iterator[str]:
+def selections(steps: StepRunner, launches: Launches, *counts: Sequence[int]) -> Iterator[str]:
     """Yield a line for every range of rows with the same kernels."""
     found: list[tuple[str, int, str, list[int]]] = []
     for what, count, call in runs(steps, *counts):

@@ -18,7 +18,7 @@ from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
 from tilewright.compiler.targets.cuda.plan import has_mixers
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
-from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.step import Slot
 from tilewright.compiler.targets.interface.token_masks import num_words
@@ -53,7 +53,7 @@ class Buckets:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: StepRunner,
         *,
         rows: Sequence[int],
         tokens: Sequence[int],

@@ -34,7 +34,7 @@ from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send, s
 from tilewright.compiler.targets.cuda.state.snapshot_positions import NO_MARKS, Marks
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
-from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.step import ImageId, PrefillChunk, Slot, Step
 from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram
@@ -218,7 +218,9 @@ class DecodeBucket(Bucket):
     There is a graph for each captured context length; the longest row selects it.
     """
 
-    def __init__(self, steps: Steps, num_rows: int, width: int, num_ends: int, pool: Any) -> None:
+    def __init__(
+        self, steps: StepRunner, num_rows: int, width: int, num_ends: int, pool: Any
+    ) -> None:
         self.num_rows, device, first = num_rows, steps.device, num_why_words(num_rows)
         words = torch.zeros(first + 4 * num_rows, dtype=torch.int64, device=device)
         self.rows = TokenBatch.over(words[first:].view(4, num_rows))
@@ -400,7 +402,7 @@ class PromptBucket(Bucket):
 
     def __init__(
         self,
-        steps: Steps,
+        steps: StepRunner,
         device_slots: SlotTable,
         num_tokens: int,
         width: int,

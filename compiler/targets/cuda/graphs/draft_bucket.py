@@ -13,7 +13,7 @@ from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send_into
 from tilewright.compiler.targets.cuda.state.token_batch import SlotRows, TokenBatch
-from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.interface.step import Slot
 
 _NUM_WORDS = 8
@@ -87,7 +87,7 @@ class DraftBucket:
     """
 
     def __init__(
-        self, bucket: DecodeBucket, steps: Steps, device_slots: SlotTable, *, has_states: bool
+        self, bucket: DecodeBucket, steps: StepRunner, device_slots: SlotTable, *, has_states: bool
     ) -> None:
         """``has_states``: Whether sequences have state in addition to pages."""
         self.bucket, self._steps, self._device_slots = bucket, steps, device_slots

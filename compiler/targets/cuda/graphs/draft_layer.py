@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send, send_into
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
-from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.step import (
     CloseSlot,
@@ -67,7 +67,7 @@ class CudaDraftLayer:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: StepRunner,
         final_states: FinalStates,
         state: PagedState,
         device_slots: SlotTable,

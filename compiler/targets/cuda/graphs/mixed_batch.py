@@ -13,7 +13,7 @@ from tilewright.compiler.targets.cuda.outputs.sampling_batch import drawing_of
 from tilewright.compiler.targets.cuda.state.ragged import SHORT_BLOCK, join, num_tokens_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.step import PrefillChunk, SamplerOutput, Slot, Step
 
@@ -25,7 +25,7 @@ class Joined:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: StepRunner,
         state: PagedState,
         table: SlotTable,
         buckets: Buckets,

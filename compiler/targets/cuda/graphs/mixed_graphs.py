@@ -18,7 +18,7 @@ from tilewright.compiler.targets.cuda.state.ragged import SHORT_BLOCK, lay_out
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send_into
 from tilewright.compiler.targets.cuda.state.snapshot_positions import NO_MARKS, Marks
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
-from tilewright.compiler.targets.cuda.steps.run import Steps
+from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 
 _TOTALS = (128, 256, 384, 512, 640, 896, 1024)
@@ -134,7 +134,7 @@ class BatchBucket(Bucket):
 
     def __init__(
         self,
-        steps: Steps,
+        steps: StepRunner,
         table: SlotTable,
         width: int,
         sizes: Sequence[int],

@@ -185,7 +185,7 @@ class AttentionRunner:
         has_drafts: bool = False,
     ) -> None:
         """Run a token for each of B sequences with up to ``reach`` pages. None: any number. See
-        :meth:`.steps.Steps.decode` for ``captured`` and ``has_drafts``.
+        :meth:`.runner.StepRunner.decode` for ``captured`` and ``has_drafts``.
         """
         bound, qkv = self._bound[id(each)], step.view(each.qkv)
         self._add_offsets(each, qkv, rows)
@@ -215,7 +215,7 @@ class AttentionRunner:
     def prompt(
         self, each: AttentionOp, step: Buffers, rows: TokenBatch, *, from_start: bool, block: int
     ) -> None:
-        """Run T prompt tokens. See :meth:`.steps.Steps.prefill` for ``from_start`` and
+        """Run T prompt tokens. See :meth:`.runner.StepRunner.prefill` for ``from_start`` and
         ``block``.
         """
         bound, qkv = self._bound[id(each)], step.view(each.qkv)

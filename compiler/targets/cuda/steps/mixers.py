@@ -152,8 +152,8 @@ class Mixers:
         captured: bool = False,
         starts: Tensor | None = None,
     ) -> None:
-        """Run an instruction. See :meth:`.steps.Steps.decode` for ``captured`` and
-        :meth:`.steps.Steps.prefill` for ``starts``.
+        """Run an instruction. See :meth:`.runner.StepRunner.decode` for ``captured`` and
+        :meth:`.runner.StepRunner.prefill` for ``starts``.
         """
         if isinstance(instruction, TopKRouteOp | ExpertLinearOp | ExpertSum):
             self.experts.run(instruction, step, rows.positions, decodes=decodes)

@@ -72,7 +72,7 @@ class _Kernels:
     is_strict: bool
 
 
-class Steps:
+class StepRunner:
     """A program with its weights and state. CUDA graphs can capture every method.
 
     Args:
