@@ -19,7 +19,7 @@ from tilewright.compiler.targets.cuda.graphs.buckets import Buckets, prepared_ro
 from tilewright.compiler.targets.cuda.graphs.capture import CapturedSlots, prompt_buckets
 from tilewright.compiler.targets.cuda.graphs.draft_layer import CudaDraftLayer
 from tilewright.compiler.targets.cuda.graphs.draft_steps import DraftSteps
-from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
+from tilewright.compiler.targets.cuda.graphs.mixed_batch import MixedBatchRunner
 from tilewright.compiler.targets.cuda.memory_budget import (
     capabilities_of,
     decode_rows,
@@ -137,7 +137,7 @@ class CudaExecutable(Executable):
             width=lambda: self.num_choosable, max_rows=max(options.max_batch, rows[-1]),
         )  # fmt: skip
         shared = self._state, self._device_slots, self._buckets, self._answers, self._slot_states
-        self._joined = Joined(self._steps, *shared, check=self._check, leave=self._leave)
+        self._joined = MixedBatchRunner(self._steps, *shared, check=self._check, leave=self._leave)
         has_states = self.capabilities.has_sequence_state
         self._drafts = DraftSteps(*shared, has_states=has_states, leave=self._leave)
         self._draft_weights = draft_weights

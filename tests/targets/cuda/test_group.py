@@ -22,7 +22,7 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.collectives.gathered import GatheredExchange
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
-from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
+from tilewright.compiler.targets.cuda.graphs.mixed_batch import MixedBatchRunner
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.target import CudaTarget
 from tilewright.compiler.targets.interface.base import CompileOptions
@@ -253,13 +253,15 @@ def test_rows_ride_along_on_two_ranks_as_on_one(
 ) -> None:
     """Masked steps are excluded: ranks wait outside of captured graphs."""
     set_sharing(monkeypatch)
-    rode, run_joined = list[int](), Joined.run
+    rode, run_joined = list[int](), MixedBatchRunner.run
 
-    def spied(self: Joined, chunks: Any, step: Step, riding: tuple[Slot, ...] = ()) -> Any:
+    def spied(
+        self: MixedBatchRunner, chunks: Any, step: Step, riding: tuple[Slot, ...] = ()
+    ) -> Any:
         rode.append(len(riding))
         return run_joined(self, chunks, step, riding)
 
-    monkeypatch.setattr(Joined, "run", spied)
+    monkeypatch.setattr(MixedBatchRunner, "run", spied)
     how = {"max_batch": 4, "compute": "fast"}
     Two(model_type, Parallel(2), how, num_layers=1, **changes).check(riding_steps(), 2e-2)
     assert rode[:4] == [0, 2, 2, 2] and sorted(rode[4:]) == sorted([0, 2, 2] * 2)

@@ -31,7 +31,7 @@ from tests.tiny import (
 )
 from tilewright.compiler.targets.cuda import memory_budget as device
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
-from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
+from tilewright.compiler.targets.cuda.graphs.mixed_batch import MixedBatchRunner
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
@@ -242,7 +242,7 @@ def several_beside(
 
 def test_several_pieces_of_a_hybrid_share_a_captured_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uneven chunks from the start and from later positions, with snapshots inside."""
-    monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
+    monkeypatch.setattr(MixedBatchRunner, "_uncaptured", uncaptured)
     model, found = tiny_model(std=0.2, model_type="qwen3_5_moe", **HYBRID), []
     pieces: list[Piece] = [(0, 70, (64,)), (64, 66, ()), (3, 8, (8,)), (0, 1, ())]
     for is_on in (False, True):
@@ -274,7 +274,7 @@ def test_several_pieces_of_a_hybrid_share_a_pass_on_the_device(
     totals: int, pieces: list[Piece], num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captured graphs of several sizes. Separate steps differ by bfloat16 rounding only."""
-    monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
+    monkeypatch.setattr(MixedBatchRunner, "_uncaptured", uncaptured)
     model = tiny_model(std=0.05, model_type="qwen3_5_moe", max_positions=2048, **ON_DEVICE)
     options = {"compute": "fast", "max_batch": num_rows + 8, "max_context": 1152}
     found, most = [], 4 if totals == 2048 else 8

@@ -24,7 +24,7 @@ from tests.tiny import (
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda import memory_budget as device
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
-from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
+from tilewright.compiler.targets.cuda.graphs.mixed_batch import MixedBatchRunner
 from tilewright.compiler.targets.cuda.plan import far_of, make_plan
 from tilewright.compiler.targets.cuda.state.ragged import can_join, join, one, split
 from tilewright.compiler.targets.cuda.steps.overlap import Beside
@@ -227,7 +227,7 @@ def test_rows_ride_along_only_where_all_pieces_may_end_in_a_captured_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device, "passes_for", lambda *_, **__: ((3, (64, 128)),))
-    monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
+    monkeypatch.setattr(MixedBatchRunner, "_uncaptured", uncaptured)
     executable = made("llama", monkeypatch)
     a, b, c, d = (take_slot(executable, 12) for _ in range(4))
     for slot in (a, b):

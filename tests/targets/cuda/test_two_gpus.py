@@ -27,7 +27,7 @@ from tests.utils.test_child_process import gone
 from tilewright.api import load
 from tilewright.cli.arguments.bench import read_options
 from tilewright.compiler.sampling.params import SamplingParams
-from tilewright.compiler.targets.cuda.graphs.mixed_batch import Joined
+from tilewright.compiler.targets.cuda.graphs.mixed_batch import MixedBatchRunner
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.ranks.sharded import ShardedExecutable
@@ -149,7 +149,7 @@ def test_rows_ride_along_with_pieces_of_prompts(
     Separate steps differ by bfloat16 rounding. All experts are selected, so that near ties cannot
     differ.
     """
-    monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
+    monkeypatch.setattr(MixedBatchRunner, "_uncaptured", uncaptured)
     model, found = shallow(tmp_path, shape, **changes), []
     for is_on, exchange in ((False, "peers"), *((True, each) for each in EXCHANGES)):
         set_sharing(monkeypatch, is_on)

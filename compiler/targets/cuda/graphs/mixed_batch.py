@@ -18,7 +18,7 @@ from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.step import PrefillChunk, SamplerOutput, Slot, Step
 
 
-class Joined:
+class MixedBatchRunner:
     """Runs pieces of several prompts as one batch, for an executable. ``check`` finds who sits
     where a piece belongs; ``leave`` takes back what a bucket holds of its slots.
     """
