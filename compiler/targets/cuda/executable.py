@@ -36,7 +36,7 @@ from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.ragged import can_join, one, split
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send
 from tilewright.compiler.targets.cuda.state.snapshot_positions import cut
-from tilewright.compiler.targets.cuda.state.swap import Away
+from tilewright.compiler.targets.cuda.state.swap import SwappedSlots
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner
@@ -130,7 +130,7 @@ class CudaExecutable(Executable):
         self._buckets = self._make_buckets(plan, rows, options)
         self._slot_states: dict[Slot, SlotState] = {}
         self._images, self._is_exact = EncodedImages(device), exact
-        self._away = Away(self._slot_states, self._state, self._device_slots)
+        self._away = SwappedSlots(self._slot_states, self._state, self._device_slots)
         self._captured_slots: CapturedSlots | None = None
         self._answers = SampledTokenReader(
             self._device_slots, self._slot_states, leave=self._leave,

@@ -13,7 +13,7 @@ from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.step import DropSwapped, HostPlace, Slot, SwapIn, SwapOut
 
 
-class Away:
+class SwappedSlots:
     """State of slots that were swapped out, by place; ``slot_states``: the executable's.
 
     The tokens they hold stay on the device, where the step that chooses them may still be queued.
