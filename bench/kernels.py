@@ -282,18 +282,18 @@ def _sampling(rows: int, *, vocabulary: int) -> Iterator[Variant]:
     import torch
 
     from tilewright.compiler.sampling.params import SamplingParams
-    from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing, make_choice
+    from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingFilters, make_choice
     from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
     from tilewright.compiler.targets.interface.step import Slot
 
     device = torch.device("cuda")
     logits = torch.randn(rows, vocabulary, device=device)
     drawn = SamplingParams(temperature=0.7, top_k=20, top_p=0.8, min_p=0.01)
-    kinds: dict[str, tuple[SamplingParams, Drawing | None]] = {
+    kinds: dict[str, tuple[SamplingParams, SamplingFilters | None]] = {
         "greedy": (SamplingParams(), None),
-        "temperature": (SamplingParams(temperature=1.0), Drawing(False, False)),
-        "top-p": (SamplingParams(temperature=1.0, top_p=0.95), Drawing(False, True)),
-        "top-k and top-p": (drawn, Drawing(True, True)),
+        "temperature": (SamplingParams(temperature=1.0), SamplingFilters(False, False)),
+        "top-p": (SamplingParams(temperature=1.0, top_p=0.95), SamplingFilters(False, True)),
+        "top-k and top-p": (drawn, SamplingFilters(True, True)),
     }
     slots = [Slot(row) for row in range(rows)]
     for name, (params, drawing) in kinds.items():

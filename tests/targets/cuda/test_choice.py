@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewright.compiler.sampling.params import SamplingParams
-from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing, make_choice
+from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingFilters, make_choice
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.interface.step import END_TOKEN, NOT_A_NUMBER, Slot
 
@@ -42,5 +42,5 @@ def test_a_choice_without_a_number_says_so(is_greedy: bool, device: torch.device
     choice.parameters.end_tokens[3, 1] = 11
     if not is_greedy:
         choice.parameters.temperature.fill_(0.7)
-    choice.apply(logits, None if is_greedy else Drawing(True, True))
+    choice.apply(logits, None if is_greedy else SamplingFilters(True, True))
     assert choice.why.tolist() == [NOT_A_NUMBER] * 3 + [END_TOKEN]

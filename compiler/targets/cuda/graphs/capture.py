@@ -21,8 +21,8 @@ from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import ImageTiles
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
     EVERY_DRAWING,
-    Drawing,
     SamplingBatch,
+    SamplingFilters,
     make_choice,
     num_why_words,
 )
@@ -159,7 +159,7 @@ class Bucket:
     """A captured forward and the token selection from its logits.
 
     Greedy selection is part of the forward. Sampling is captured separately for each kind of
-    :class:`Drawing`. Greedy selection from masked logits is also separate.
+    :class:`SamplingFilters`. Greedy selection from masked logits is also separate.
     """
 
     def __init__(self, choice: SamplingBatch, device: torch.device, pool: Any) -> None:
@@ -167,10 +167,10 @@ class Bucket:
         self.logits = torch.empty(0)
         self._device, self._pool = device, pool
         self.num_captures = 0
-        self._draws: dict[Drawing, CapturedGraph] = {}
+        self._draws: dict[SamplingFilters, CapturedGraph] = {}
         self._again: CapturedGraph | None = None
 
-    def choose_again(self, drawing: Drawing | None) -> None:
+    def choose_again(self, drawing: SamplingFilters | None) -> None:
         """Select again from the previous forward's logits, after masks have changed them."""
         self._capture_again()()
         if drawing is not None:
@@ -195,14 +195,14 @@ class Bucket:
         self.num_captures += 1
         return CapturedGraph(run, self._device, self._pool, self.choice.group)
 
-    def draw(self, drawing: Drawing) -> None:
+    def draw(self, drawing: SamplingFilters) -> None:
         """Replace the likeliest tokens, which the last pass chose, where rows draw."""
         if drawing not in self._draws:
             self._capture_draw(drawing)
         self._draws[drawing]()
 
     @torch.no_grad()
-    def _capture_draw(self, drawing: Drawing) -> None:
+    def _capture_draw(self, drawing: SamplingFilters) -> None:
         if drawing in self._draws:
             return
         kept = [(each, each.clone()) for each in (self.choice.tokens, self.choice.why)]
@@ -349,7 +349,7 @@ class CapturedSlots:
     slots: tuple[Slot, ...]
     bucket: DecodeBucket
     at: Tensor
-    drawing: Drawing | None
+    drawing: SamplingFilters | None
     is_late: bool
     lengths: np.ndarray
     num_steps: int = 0
@@ -428,7 +428,7 @@ class PromptBucket(Bucket):
             self._capture_draw(drawing)
 
     def run(
-        self, chunk: PrefillChunk, drawing: Drawing | None = None, marks: Marks = NO_MARKS
+        self, chunk: PrefillChunk, drawing: SamplingFilters | None = None, marks: Marks = NO_MARKS
     ) -> None:
         """Run a chunk and save its snapshots. Select its next token by the slot's table entry."""
         captured = self._capture(self._from_start(chunk.start))

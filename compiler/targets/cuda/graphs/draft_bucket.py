@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tilewright.compiler.targets.cuda.graphs.capture import CapturedGraph, DecodeBucket
-from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing
+from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingFilters
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send_into
 from tilewright.compiler.targets.cuda.state.token_batch import SlotRows, TokenBatch
@@ -104,7 +104,7 @@ class DraftBucket:
         if self._has_states:
             self._capture_replay()
 
-    def run(self, rows: DraftRows, drawing: Drawing | None) -> None:
+    def run(self, rows: DraftRows, drawing: SamplingFilters | None) -> None:
         """Run a step. Slots without drafts store their sampled token in the table."""
         counts = rows.counts
         num_pages = pages_of(int((rows.lengths + counts).max()))

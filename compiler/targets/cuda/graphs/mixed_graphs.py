@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tilewright.compiler.targets.cuda.graphs.capture import Bucket, CapturedGraph
-from tilewright.compiler.targets.cuda.outputs.sampling_batch import Drawing, make_choice
+from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingFilters, make_choice
 from tilewright.compiler.targets.cuda.state.ragged import SHORT_BLOCK, lay_out
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send_into
 from tilewright.compiler.targets.cuda.state.snapshot_positions import NO_MARKS, Marks
@@ -170,7 +170,7 @@ class BatchBucket(Bucket):
         chunks: Sequence[PrefillChunk],
         positions: Mapping[Slot, int],
         ends: Mapping[Slot, int],
-        drawing: Drawing | None,
+        drawing: SamplingFilters | None,
         marks: Marks = NO_MARKS,
     ) -> None:
         """Run a mixed batch with a captured token count; see :meth:`_MixedGraph.upload`.
@@ -186,7 +186,7 @@ class BatchBucket(Bucket):
         self._at = found.at
         self._table.give_back(self._at, self.choice.tokens)
 
-    def choose_again(self, drawing: Drawing | None) -> None:
+    def choose_again(self, drawing: SamplingFilters | None) -> None:
         super().choose_again(drawing)
         self._table.give_back(self._at, self.choice.tokens)
 

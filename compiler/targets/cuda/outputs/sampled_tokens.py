@@ -26,8 +26,8 @@ from tilewright.compiler.targets.cuda.outputs.deferred_sampling import (
 from tilewright.compiler.targets.cuda.outputs.pinned_ring import Ends, PinnedRing
 from tilewright.compiler.targets.cuda.outputs.pooled_states import read_pooled
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
-    Drawing,
     SamplingBatch,
+    SamplingFilters,
     drawing_of,
 )
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
@@ -201,7 +201,7 @@ class SampledTokenReader:
         slots: tuple[Slot, ...],
         bucket: Bucket,
         step: Step,
-        drawing: Drawing | None,
+        drawing: SamplingFilters | None,
     ) -> SamplerOutput:
         """Return an output that waits for masks, then selects again from a bucket's logits.
 

@@ -17,7 +17,7 @@ from tilewright.compiler.targets.cuda.kernels.sampling.argmax import choose, num
 from tilewright.compiler.targets.cuda.state.slot_table import Parameters, SlotTable
 
 
-class Drawing(NamedTuple):
+class SamplingFilters(NamedTuple):
     """Sampling filters in use. Unused filters are not launched."""
 
     has_top_k: bool
@@ -27,15 +27,17 @@ class Drawing(NamedTuple):
 _WHY_ROWS = 128
 """Finish states are padded to a multiple of these rows, so that tokens are aligned."""
 
-EVERY_DRAWING = tuple(Drawing(k, p) for k in (False, True) for p in (False, True))
+EVERY_DRAWING = tuple(SamplingFilters(k, p) for k in (False, True) for p in (False, True))
 
 
-def drawing_of(rows: Iterable[SamplingParams]) -> Drawing | None:
+def drawing_of(rows: Iterable[SamplingParams]) -> SamplingFilters | None:
     """Return the filters for the sampled rows. None: all rows are greedy."""
     drawn = [each for each in rows if not each.is_greedy]
     if not drawn:
         return None
-    return Drawing(any(each.top_k > 0 for each in drawn), any(each.top_p < 1.0 for each in drawn))
+    return SamplingFilters(
+        any(each.top_k > 0 for each in drawn), any(each.top_p < 1.0 for each in drawn)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class SamplingBatch:
         logits = logits[:, : self.width]
         choose(*to, logits, end_tokens=ends, scratch=self.keys, positions=advancing)
 
-    def draw(self, logits: Tensor, drawing: Drawing) -> None:
+    def draw(self, logits: Tensor, drawing: SamplingFilters) -> None:
         """Sample from the same logits after :meth:`take_likeliest`. Greedy rows keep their
         tokens.
         """
@@ -105,7 +107,7 @@ class SamplingBatch:
             self._draw(whole, drawing)
         self.group.share(self.tokens, self.why)
 
-    def _draw(self, logits: Tensor, drawing: Drawing) -> None:
+    def _draw(self, logits: Tensor, drawing: SamplingFilters) -> None:
         sample.draw(
             self.tokens,
             self.why,
@@ -118,7 +120,7 @@ class SamplingBatch:
             has_top_p=drawing.has_top_p,
         )
 
-    def apply(self, logits: Tensor, drawing: Drawing | None) -> None:
+    def apply(self, logits: Tensor, drawing: SamplingFilters | None) -> None:
         """Select from ``logits [B, V]``. Sample if ``drawing`` is not None."""
         self.take_likeliest(logits)
         if drawing is not None:

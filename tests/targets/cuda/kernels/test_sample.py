@@ -19,8 +19,8 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.kernels.sampling import cutoff as search
 from tilewright.compiler.targets.cuda.kernels.sampling import sample
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
-    Drawing,
     SamplingBatch,
+    SamplingFilters,
     drawing_of,
     make_choice,
 )
@@ -171,15 +171,17 @@ def test_greedy_rows_and_those_without_a_number_are_let_be() -> None:
 def test_what_nobody_asks_for_is_not_searched_for() -> None:
     warm = SamplingParams(temperature=0.5)
     assert drawing_of([SamplingParams(top_k=3), SamplingParams()]) is None
-    assert drawing_of([SamplingParams(), warm]) == Drawing(False, False)
-    assert drawing_of([warm, SamplingParams(temperature=1.0, top_p=0.9)]) == Drawing(False, True)
+    assert drawing_of([SamplingParams(), warm]) == SamplingFilters(False, False)
+    assert drawing_of([warm, SamplingParams(temperature=1.0, top_p=0.9)]) == SamplingFilters(
+        False, True
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocabulary", [128_256, 248_320])
 def test_rows_of_real_vocabularies(vocabulary: int, device: torch.device) -> None:
     """10,000 sampled rows, in graphs, with and without other rows."""
-    count, drawing = 64, Drawing(True, True)
+    count, drawing = 64, SamplingFilters(True, True)
     differ = 0
     for at in range(20):
         generator = torch.Generator(device).manual_seed(at)
@@ -218,6 +220,6 @@ def test_random_numbers_are_the_operators() -> None:
     pairs = [(0, 0), (-1, 2**40), (-5, 3), (-(2**63), 2**33 + 1), (123456789, 7)]
     rows = [SamplingParams(temperature=1.0, seed=seed) for seed, _ in pairs]
     choice = choice_of(rows, [position for _, position in pairs], 2)
-    choice.apply(torch.zeros(len(pairs), 2), Drawing(False, False))
+    choice.apply(torch.zeros(len(pairs), 2), SamplingFilters(False, False))
     numbers = choice.scratch.numbers[:, search.RANDOM.value].tolist()
     assert numbers == [uniform(seed, position) for seed, position in pairs]
