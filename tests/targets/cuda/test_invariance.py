@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cuda import memory_budget as device
 from tilewright.compiler.targets.cuda.invariance import can_promise, invariant_of
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import ADA, HOPPER, Gpu
-from tilewright.compiler.targets.cuda.steps.matmul import Products
+from tilewright.compiler.targets.cuda.steps.matmul import MatmulOps
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState
@@ -85,13 +85,13 @@ def test_steps_select_strict_kernels_by_the_number_of_open_sequences(
     monkeypatch.setattr(device, "invariant_of", lambda *_: "rows")
     set_sharing(monkeypatch)
     seen: list[tuple[bool, bool]] = []
-    run_product = Products.run
+    run_product = MatmulOps.run
 
-    def spied(self: Products, each: Any, out: Any, x: Any, *, decodes: bool) -> None:
+    def spied(self: MatmulOps, each: Any, out: Any, x: Any, *, decodes: bool) -> None:
         seen.append((decodes, self._strict))
         run_product(self, each, out, x, decodes=decodes)
 
-    monkeypatch.setattr(Products, "run", spied)
+    monkeypatch.setattr(MatmulOps, "run", spied)
     size: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
     options = {"compute": "fast", "max_batch": 12, "max_context": 64, "is_strict": is_strict}
     executable = compiled(

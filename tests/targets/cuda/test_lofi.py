@@ -23,7 +23,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.table import CUBLAS
 from tilewright.compiler.targets.cuda.memory_budget import state_bytes, weight_bytes, work_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps.cublas import codes_product, scaled_product
-from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, Products
+from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, MatmulOps
 from tilewright.compiler.targets.cuda.weights import copies as copies_module
 from tilewright.compiler.targets.cuda.weights.copies import (
     NO_COPIES,
@@ -60,8 +60,8 @@ def made(
 
 def products_of(
     plan: KernelProgram, weights: Weights, kinds: Kinds, *, strict: bool = False
-) -> Products:
-    return Products(
+) -> MatmulOps:
+    return MatmulOps(
         plan,
         weights,
         HERE,

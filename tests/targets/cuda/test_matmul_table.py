@@ -31,7 +31,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul import (
 )
 from tilewright.compiler.targets.cuda.kernels.matmul import table as matmul_table
 from tilewright.compiler.targets.cuda.steps import matmul
-from tilewright.compiler.targets.cuda.steps.matmul import Products
+from tilewright.compiler.targets.cuda.steps.matmul import MatmulOps
 from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopies, DequantizedCopy
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.stream import product_of
@@ -78,8 +78,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for function in ("swiglu", "scale_rows"):
         monkeypatch.setattr(matmul, function, lambda *_, **__: None)
     monkeypatch.setattr(matmul, "dequantise", recorded("dequantize"))
-    monkeypatch.setattr(Products, "_norm", lambda self, x, norm, decodes: x)
-    monkeypatch.setattr(Products, "_codes", lambda self, x, norm, decodes: (x, x))
+    monkeypatch.setattr(MatmulOps, "_norm", lambda self, x, norm, decodes: x)
+    monkeypatch.setattr(MatmulOps, "_codes", lambda self, x, norm, decodes: (x, x))
     return seen
 
 
@@ -132,7 +132,7 @@ def _short(value: Any) -> str:
 
 def matmul_of(
     kind: str, rows: int, columns: int, epilogue: str, *, copies: str, **how: Any
-) -> tuple[Products, LinearOp]:
+) -> tuple[MatmulOps, LinearOp]:
     recipe = WeightRecipe((Segment("w", rows),), (rows, columns), kind)
     each = LinearOp(
         "w",
@@ -155,10 +155,10 @@ def matmul_of(
     given: dict[str, Any] = {"max_rows": 256, "gpu": HOPPER, "arithmetic": FAST, **how}
     if given["arithmetic"] == STRICT:
         given["max_rows"] = 16 if epilogue == "residual" else 256
-    return Products(plan, weights, META, copies=made, **given), each
+    return MatmulOps(plan, weights, META, copies=made, **given), each
 
 
-def run(products: Products, each: LinearOp, count: int, *, decodes: bool) -> None:
+def run(products: MatmulOps, each: LinearOp, count: int, *, decodes: bool) -> None:
     rows, columns = each.weight.shape
     width = rows // 2 if each.swiglu else rows
     kind = torch.bfloat16 if each.swiglu else torch.float32

@@ -37,7 +37,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.table import (
 from tilewright.compiler.targets.cuda.memory_budget import work_bytes
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps import matmul as steps_products
-from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, Products
+from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, MatmulOps
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, DequantizedCopies, Kinds
 from tilewright.compiler.targets.cuda.weights.stream import Weights, load_weights, product_of
@@ -92,14 +92,14 @@ def products_of(
     fidelity: str = "hifi4",
     make: Callable[[], Any] = lambda: tiny_model(**SMALL),
     **changes: Any,
-) -> tuple[KernelProgram, Weights, Products]:
+) -> tuple[KernelProgram, Weights, MatmulOps]:
     model, precision = make(), precision_of(name, fidelity)
     plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
     kept: dict[str, Any] = {"max_rows": max_rows, "gpu": gpu, "arithmetic": FAST}
     kept |= {"copies": NO_COPIES, **changes}
     kept["copies"] = DequantizedCopies(plan, weights, kept["copies"])
-    return plan, weights, Products(plan, weights, CPU, **kept)
+    return plan, weights, MatmulOps(plan, weights, CPU, **kept)
 
 
 def take_no_rows(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
@@ -108,7 +108,7 @@ def take_no_rows(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
         monkeypatch.setattr(module, "rows_of", lambda held, **_: range(0))
 
 
-def watched(products: Products, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def watched(products: MatmulOps, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record kernels and row counts without computation."""
     seen: list[str] = []
 
@@ -146,7 +146,7 @@ def test_which_product_takes_so_many_rows(
 
     monkeypatch.setattr(gemv, "linear", product)
     rows = f"library {num_rows}"
-    monkeypatch.setattr(Products, "_library_product", lambda *_: seen.append(rows))
+    monkeypatch.setattr(MatmulOps, "_library_product", lambda *_: seen.append(rows))
     x = torch.zeros(num_rows, each.weight.shape[1], dtype=torch.bfloat16)
     products.run(each, torch.zeros(num_rows, each.weight.shape[0]), x, decodes=decodes)
     assert seen == expected

@@ -73,7 +73,7 @@ def epilogue_of(each: LinearOp) -> int:
     return gemv.ADD if each.residual else gemv.SWIGLU if each.swiglu else gemv.STORE
 
 
-class Products:
+class MatmulOps:
     """Matmuls with their weights. Capturable in a CUDA graph.
 
     Strict prefill uses cuBLAS. Strict decode uses our kernels if they take ``max_rows``, else

@@ -18,7 +18,7 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.table import (
 )
 from tilewright.compiler.targets.cuda.kernels.matmul import gemv
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, is_aligned
-from tilewright.compiler.targets.cuda.steps.matmul import Products, epilogue_of
+from tilewright.compiler.targets.cuda.steps.matmul import MatmulOps, epilogue_of
 from tilewright.compiler.targets.cuda.steps.plan_readers import norms_before
 from tilewright.compiler.targets.cuda.weights.stream import Weights, product_of
 from tilewright.compiler.targets.program.instructions import (
@@ -52,7 +52,7 @@ class Norms:
         self,
         plan: KernelProgram,
         weights: Weights,
-        products: Products,
+        products: MatmulOps,
         *,
         gpu: Gpu,
         arithmetic: str,

@@ -29,7 +29,7 @@ from tilewright.compiler.targets.cuda.steps.attention import AttentionRunner
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, padded
 from tilewright.compiler.targets.cuda.steps.cross_layers import CrossLayers
 from tilewright.compiler.targets.cuda.steps.cublas import apply_function
-from tilewright.compiler.targets.cuda.steps.matmul import Products
+from tilewright.compiler.targets.cuda.steps.matmul import MatmulOps
 from tilewright.compiler.targets.cuda.steps.mixers import Mixers
 from tilewright.compiler.targets.cuda.steps.norms import Norms
 from tilewright.compiler.targets.cuda.steps.overlap import Beside
@@ -66,7 +66,7 @@ from tilewright.compiler.targets.program.instructions import (
 class _Kernels:
     """Kernels for strict (batch-invariant) or fast arithmetic."""
 
-    products: Products
+    products: MatmulOps
     norms: Norms
     attention: AttentionRunner
     is_strict: bool
@@ -131,7 +131,7 @@ class StepRunner:
     def _make_kernels(self, max_rows: int, *, is_strict: bool) -> _Kernels:
         plan, weights, arithmetic = self._plan, self._weights, self._arithmetic(is_strict)
         how: dict[str, Any] = {"gpu": self._gpu, "arithmetic": arithmetic}
-        products = Products(
+        products = MatmulOps(
             plan, weights, self.device, max_rows=max_rows, copies=self.copies, **how
         )
         return _Kernels(
