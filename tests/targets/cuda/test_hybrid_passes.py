@@ -35,7 +35,7 @@ from tilewright.compiler.targets.cuda.graphs.mixed_batch import MixedBatchRunner
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
-from tilewright.compiler.targets.cuda.steps.overlap import Beside
+from tilewright.compiler.targets.cuda.steps.overlap import SideStream
 from tilewright.compiler.targets.cuda.weights.copies import copy_bytes, kinds_for
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.step import PrefillChunk, Snapshot, Step
@@ -172,7 +172,7 @@ def test_a_hybrid_s_rows_beside_prompts_have_the_bits_of_rows_behind_them(
     found = []
     for is_beside in (False, True, True):
         if not is_beside:
-            monkeypatch.setattr(Beside, "run", one_after_the_other)
+            monkeypatch.setattr(SideStream, "run", one_after_the_other)
         executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
         assert isinstance(executable, CudaExecutable)
         found.append(several_beside(executable, 20, pieces))

@@ -27,7 +27,7 @@ from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import MixedBatchRunner
 from tilewright.compiler.targets.cuda.plan import far_of, make_plan
 from tilewright.compiler.targets.cuda.state.ragged import can_join, join, one, split
-from tilewright.compiler.targets.cuda.steps.overlap import Beside
+from tilewright.compiler.targets.cuda.steps.overlap import SideStream
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, Executable
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot, Snapshot, Step
 from tilewright.compiler.targets.program.instructions import AttentionOp
@@ -346,7 +346,7 @@ def test_rows_ride_along_on_the_device(
     check_alike(*found)
 
 
-def one_after_the_other(self: Beside, first: Any, second: Any) -> None:
+def one_after_the_other(self: SideStream, first: Any, second: Any) -> None:
     first()
     second()
 
@@ -363,9 +363,9 @@ def test_rows_beside_prompts_have_the_bits_of_rows_behind_them(
     options = {"compute": "fast", "max_batch": 23, "max_context": 512}
     if not is_captured:
         monkeypatch.setattr(Buckets, "batch", lambda *_: None)
-    run_beside = Beside.run
+    run_beside = SideStream.run
     for run in (one_after_the_other, run_beside):
-        monkeypatch.setattr(Beside, "run", run)
+        monkeypatch.setattr(SideStream, "run", run)
         executable = compiled(model, "cuda", precision=precision_of(weights), **options)
         for _ in range(3):
             found.append(logits_beside(executable, 20, context=200, count=300))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 
-class Beside:
+class SideStream:
     """A second stream of a device: what reads memory there runs beside what multiplies here.
 
     On a CPU, one runs after the other.

@@ -32,7 +32,7 @@ from tilewright.compiler.targets.cuda.steps.cublas import apply_function
 from tilewright.compiler.targets.cuda.steps.matmul import MatmulOps
 from tilewright.compiler.targets.cuda.steps.mixers import Mixers
 from tilewright.compiler.targets.cuda.steps.norms import Norms
-from tilewright.compiler.targets.cuda.steps.overlap import Beside
+from tilewright.compiler.targets.cuda.steps.overlap import SideStream
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, DequantizedCopies, Kinds
 from tilewright.compiler.targets.cuda.weights.stream import Weights
@@ -111,7 +111,7 @@ class StepRunner:
         self._mixers = Mixers(
             plan, weights, state, gpu=gpu, arithmetic=self._arithmetic(is_strict), **how
         )
-        self._beside = Beside(self.device)
+        self._beside = SideStream(self.device)
         self._cross = CrossLayers(plan, weights)
         self._operand = torch.float32 if exact else torch.bfloat16
         self._num_rows = rows = gemv.room_for(max_rows) if self.is_native else max_rows

@@ -7,14 +7,14 @@ from functools import partial
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.steps.overlap import Beside
+from tilewright.compiler.targets.cuda.steps.overlap import SideStream
 
 _ROWS = 2048
 
 
 def test_without_a_gpu_one_runs_behind_the_other() -> None:
     ran: list[str] = []
-    Beside(torch.device("cpu")).run(partial(ran.append, "first"), partial(ran.append, "second"))
+    SideStream(torch.device("cpu")).run(partial(ran.append, "first"), partial(ran.append, "second"))
     assert ran == ["first", "second"]
 
 
@@ -23,7 +23,7 @@ def test_without_a_gpu_one_runs_behind_the_other() -> None:
 def test_both_see_what_was_before_and_are_seen_behind(is_captured: bool) -> None:
     """Long products before, in both parts and between them, with memory of their own."""
     device = torch.device("cuda")
-    beside = Beside(device)
+    beside = SideStream(device)
     x = torch.eye(_ROWS, device=device)
     y, left, right, total = (torch.zeros_like(x) for _ in range(4))
 
