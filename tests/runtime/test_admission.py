@@ -15,7 +15,7 @@ from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.prefill_scheduler import PrefillScheduler
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 from tilewright.runtime.scheduling.scheduler import HOLD_SECONDS, Scheduler
-from tilewright.runtime.scheduling.waiting_queue import WaitingLine
+from tilewright.runtime.scheduling.waiting_queue import WaitingQueue
 
 
 def asked(number: int, length: int = 4, wanted: int = 2, **facts: Any) -> RequestState:
@@ -23,12 +23,12 @@ def asked(number: int, length: int = 4, wanted: int = 2, **facts: Any) -> Reques
     return RequestState(number, prompt, SamplingParams(max_tokens=wanted), order=number, **facts)
 
 
-def ids(line: WaitingLine) -> list[int]:
+def ids(line: WaitingQueue) -> list[int]:
     return [request.request_id for request in line]
 
 
 def test_clients_take_turns_within_a_priority() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     clients = {1: "a", 2: "a", 3: "a", 4: "b", 5: "c", 6: "b"}
     made = {number: asked(number, client=client) for number, client in clients.items()}
     for request in made.values():

@@ -34,7 +34,7 @@ from tilewright.runtime.scheduling.request_state import (
     SchedulerOutput,
 )
 from tilewright.runtime.scheduling.step_cost_model import StepCost
-from tilewright.runtime.scheduling.waiting_queue import WaitingLine
+from tilewright.runtime.scheduling.waiting_queue import WaitingQueue
 from tilewright.runtime.speculative.draft_layer import DraftLayerClient
 from tilewright.runtime.speculative.draft_model import DraftModel
 from tilewright.runtime.speculative.speculator import Speculator
@@ -82,7 +82,7 @@ class Scheduler:
             PagedCacheManager if capabilities.page_size else ContiguousCacheManager
         )
         self.cache_manager = kind(capabilities, self.policy, state_bytes)
-        self.line = WaitingLine()
+        self.line = WaitingQueue()
         self.places = HostPlaces(self.policy.host_bytes)
         self.images = ImageCache(capabilities.hidden_size, cross_key_bytes=cross_key_bytes)
         self.num_arrived = self.num_preemptions = self.num_preempted = 0

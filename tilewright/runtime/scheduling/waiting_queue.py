@@ -19,7 +19,7 @@ class _PriorityQueue:
     clients: OrderedDict[str, deque[RequestState]] = field(default_factory=OrderedDict)
 
 
-class WaitingLine:
+class WaitingQueue:
     """Requests without a slot, iterated in the order of admission.
 
     Lower priority numbers are first. Within a priority, preempted requests are first, by arrival.
