@@ -23,7 +23,6 @@ from tilewright.compiler.targets.interface.step import (
     CloseSlot,
     CopyState,
     DropSwapped,
-    HostPlace,
     LoadState,
     OpenSlot,
     PrefillChunk,
@@ -34,6 +33,7 @@ from tilewright.compiler.targets.interface.step import (
     StateUpdate,
     Step,
     StepOutput,
+    SwapHandle,
     SwapIn,
     SwapOut,
 )
@@ -120,7 +120,7 @@ class QueuedExecutable(Executable):
         self._slots: dict[Slot, _Held] = {}
         self._memory: dict[int, dict[int, int]] = {}
         self._snapshots: dict[Snapshot, tuple[int, int]] = {}
-        self._places: dict[HostPlace, tuple[_Held, list[int]]] = {}
+        self._places: dict[SwapHandle, tuple[_Held, list[int]]] = {}
         self._opened: set[Slot] = set()
 
     def step(self, step: Step) -> StepOutput:

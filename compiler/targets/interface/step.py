@@ -24,7 +24,7 @@ Slot = NewType("Slot", int)
 Snapshot = NewType("Snapshot", int)
 """Number of a snapshot, chosen by the runtime. A snapshot has per-sequence state at a position."""
 
-HostPlace = NewType("HostPlace", int)
+SwapHandle = NewType("SwapHandle", int)
 """Number of a host buffer for the whole state of a preempted sequence."""
 
 ImageId = NewType("ImageId", int)
@@ -107,7 +107,7 @@ class SwapOut:
     """Copy a slot's whole state to host memory, before other sequences take its pages."""
 
     slot: Slot
-    place: HostPlace
+    place: SwapHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +117,14 @@ class SwapIn:
     """
 
     slot: Slot
-    place: HostPlace
+    place: SwapHandle
 
 
 @dataclass(frozen=True, slots=True)
 class DropSwapped:
     """Free the host copy of :class:`SwapOut`, because its sequence has finished."""
 
-    place: HostPlace
+    place: SwapHandle
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.interface.step import (
     Chosen,
-    HostPlace,
     PrefillChunk,
     Slot,
     Step,
+    SwapHandle,
     SwapIn,
     SwapOut,
 )
@@ -105,7 +105,7 @@ class Requests:
 
     def swap(self, request: int) -> None:
         """Move the state of a request to the host and back, into another slot."""
-        slot, place = self.slots[request], HostPlace(0)
+        slot, place = self.slots[request], SwapHandle(0)
         self.executable.step(Step(edits=(SwapOut(slot, place),)))
         other = take_slot(self.executable, 0, self.samplings[request])
         leave_slot(self.executable, slot)

@@ -33,11 +33,11 @@ from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     AssignPages,
     CloseSlot,
-    HostPlace,
     OpenSlot,
     PrefillChunk,
     Slot,
     Step,
+    SwapHandle,
     SwapIn,
     SwapOut,
 )
@@ -350,7 +350,7 @@ def test_a_hundred_rows_are_near_each_alone(name: str) -> None:
 def test_state_goes_to_pinned_memory_and_back_while_steps_run() -> None:
     """Other sequences overwrite the pages without synchronization."""
     executable = on_device("bfp8")
-    tokens, place = tuple(random_tokens(200, vocab_size=VOCABULARY)), HostPlace(0)
+    tokens, place = tuple(random_tokens(200, vocab_size=VOCABULARY)), SwapHandle(0)
     a, b, c = Slot(0), Slot(1), Slot(2)
     begins = (OpenSlot(a, SamplingParams()), AssignPages(a, 0, (3, 2, 1, 0)))
     executable.step(Step(edits=begins, prompts=(PrefillChunk(a, 0, tokens, chooses=True),)))

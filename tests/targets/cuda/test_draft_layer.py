@@ -31,9 +31,9 @@ from tilewright.compiler.targets.cuda.state.final_states import FinalStates
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, LoweredLayer
 from tilewright.compiler.targets.interface.step import (
-    HostPlace,
     PrefillChunk,
     Step,
+    SwapHandle,
     SwapIn,
     SwapOut,
 )
@@ -138,7 +138,7 @@ def test_a_swapped_or_closed_slot_leaves_its_draft_keys_in_its_pages(
     executable.step(Step(proposes={slot: 1}))
     decode(slot)
     monkeypatch.setattr(executable._layer, "_read", recorded)
-    home = HostPlace(0)
+    home = SwapHandle(0)
     executable.step(Step(edits=(SwapOut(slot, home), SwapIn(fresh, home))))
     assert [position for _, position in entries] == [3, 4, 5]
     drafts = executable.step(Step(proposes={fresh: 2})).parts[0].read().tokens

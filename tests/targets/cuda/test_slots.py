@@ -42,11 +42,11 @@ from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     AssignPages,
     CloseSlot,
-    HostPlace,
     OpenSlot,
     PrefillChunk,
     Slot,
     Step,
+    SwapHandle,
     SwapIn,
     SwapOut,
 )
@@ -204,7 +204,7 @@ def test_a_slot_that_went_to_the_host_and_back_goes_on(row: SamplingParams, hybr
     changes = {"model_type": "qwen3_5", **ON_CUDA} if hybrid else SMALL
     options: dict[str, Any] = {"compute": "fast", "max_context": 128}
     found = compiled(tiny_model(std=0.2, **changes), "cuda", precision=BF16, **options)
-    a, b, place = Slot(0), Slot(3), HostPlace(5)
+    a, b, place = Slot(0), Slot(3), SwapHandle(5)
     prompt = tuple(random_tokens(70 if not hybrid else 9))
     begins = (
         OpenSlot(a, row, prompt),

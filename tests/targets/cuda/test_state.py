@@ -9,7 +9,7 @@ from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
 from tilewright.compiler.targets.cuda.state import tables as state_module
 from tilewright.compiler.targets.cuda.state.tables import PagedState, sequence_bytes
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.interface.step import AssignPages, HostPlace, Slot, Snapshot
+from tilewright.compiler.targets.interface.step import AssignPages, Slot, Snapshot, SwapHandle
 
 A, B, C = Slot(0), Slot(1), Slot(2)
 KV = StateSpec("kv", PER_TOKEN, (2, 1, 16), "bf16")
@@ -140,15 +140,15 @@ def test_what_went_to_the_host_comes_back_into_other_pages() -> None:
     scribble(state)
     pools = [pool[4].clone() for pool in state._pools()]
     own = [each[A].clone() for each in state.sequences.values()]
-    state.put_out(A, HostPlace(1), 64)
+    state.put_out(A, SwapHandle(1), 64)
     state.clear(A)
     deal(state, AssignPages(C, 0, (0, 3)))
     scribble(state)
     others = [pool[3].clone() for pool in state._pools()]
-    state.take_back(HostPlace(1), C, 64)
+    state.take_back(SwapHandle(1), C, 64)
     for pool, kept, other in zip(state._pools(), pools, others, strict=True):
         assert torch.equal(pool[0], kept) and torch.equal(pool[3], other)
     for each, kept in zip(state.sequences.values(), own, strict=True):
         assert torch.equal(each[C], kept)
     with pytest.raises(KeyError):
-        state.take_back(HostPlace(1), C, 64)
+        state.take_back(SwapHandle(1), C, 64)

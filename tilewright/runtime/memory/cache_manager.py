@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import (
     CloseSlot,
-    HostPlace,
     LoadState,
     OpenSlot,
     Slot,
     Snapshot,
     StateUpdate,
+    SwapHandle,
     SwapIn,
     SwapOut,
 )
@@ -138,12 +138,12 @@ class CacheManager(ABC):
         """Return whether a swapped request fits."""
         raise AssertionError(f"{running}: slots without pages are not given up")
 
-    def put_out(self, running: RequestState, place: HostPlace) -> None:
+    def put_out(self, running: RequestState, place: SwapHandle) -> None:
         """Swap a slot's state to host memory, and free the slot."""
         self.edits.append(SwapOut(running.slot, place))
         self.leave(running, may_keep=False)
 
-    def take_back(self, running: RequestState, place: HostPlace) -> None:
+    def take_back(self, running: RequestState, place: SwapHandle) -> None:
         """Swap a request in. It must fit."""
         running.slot = self._take_slot()
         self._open(running.slot, running)

@@ -13,11 +13,11 @@ from typing import TypeAlias
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import (
     DropSwapped,
-    HostPlace,
     OpenSlot,
     PrefillChunk,
     Slot,
     Step,
+    SwapHandle,
 )
 from tilewright.errors import RequestError
 from tilewright.images.prompt import PromptImage
@@ -25,7 +25,7 @@ from tilewright.runtime.memory.cache_manager import CacheManager, StateBytes
 from tilewright.runtime.memory.contiguous_cache import ContiguousCacheManager
 from tilewright.runtime.memory.image_cache import ImageCache
 from tilewright.runtime.memory.paged_cache import PagedCacheManager
-from tilewright.runtime.memory.swap_space import HostPlaces
+from tilewright.runtime.memory.swap_space import SwapSpace
 from tilewright.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED
 from tilewright.runtime.scheduling.prefill_scheduler import PrefillScheduler
 from tilewright.runtime.scheduling.request_state import (
@@ -83,7 +83,7 @@ class Scheduler:
         )
         self.cache_manager = kind(capabilities, self.policy, state_bytes)
         self.line = WaitingQueue()
-        self.places = HostPlaces(self.policy.host_bytes)
+        self.places = SwapSpace(self.policy.host_bytes)
         self.images = ImageCache(capabilities.hidden_size, cross_key_bytes=cross_key_bytes)
         self.num_arrived = self.num_preemptions = self.num_preempted = 0
         cost = cost or StepCost()
@@ -418,7 +418,7 @@ class Scheduler:
             self._swapped.add(request)
         self.line.put_back(request)
 
-    def _give_place_back(self, request: RequestState) -> HostPlace:
+    def _give_place_back(self, request: RequestState) -> SwapHandle:
         handle, request.place = request.place, None
         assert handle is not None
         self._swapped.remove(request)

@@ -10,7 +10,13 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.host.choice import SlotState
-from tilewright.compiler.targets.interface.step import DropSwapped, HostPlace, Slot, SwapIn, SwapOut
+from tilewright.compiler.targets.interface.step import (
+    DropSwapped,
+    Slot,
+    SwapHandle,
+    SwapIn,
+    SwapOut,
+)
 
 
 class SwappedSlots:
@@ -23,7 +29,7 @@ class SwappedSlots:
         self, slot_states: MutableMapping[Slot, SlotState], state: PagedState, table: SlotTable
     ) -> None:
         self._slot_states, self._state, self._table = slot_states, state, table
-        self._kept: dict[HostPlace, tuple[SlotState, Tensor]] = {}
+        self._kept: dict[SwapHandle, tuple[SlotState, Tensor]] = {}
 
     def apply(self, edit: SwapOut | SwapIn | DropSwapped) -> None:
         """Put a slot out, take one back, or forget one."""

@@ -22,10 +22,10 @@ from tilewright.compiler.targets.cuda.state.snapshot_positions import Marks, mar
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.step import (
     AssignPages,
-    HostPlace,
     PrefillChunk,
     Slot,
     Snapshot,
+    SwapHandle,
 )
 
 
@@ -75,7 +75,7 @@ class PagedState:
         # capacity of a slot's pages in positions
         self._room = np.zeros(options.max_batch, dtype=np.int64)
         self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
-        self._places: dict[HostPlace, list[Tensor]] = {}
+        self._places: dict[SwapHandle, list[Tensor]] = {}
 
     def note(self, edit: AssignPages) -> None:
         """Record a slot's pages. :meth:`deal` writes them to the device."""
@@ -176,14 +176,14 @@ class PagedState:
         _copy_all(kept, self._own(slot))
         return position
 
-    def put_out(self, slot: Slot, place: HostPlace, num_positions: int) -> None:
+    def put_out(self, slot: Slot, place: SwapHandle, num_positions: int) -> None:
         """Copy the pages of a slot's first positions, and its fixed-size state, to host memory."""
         ids = self._ids(self._pages_of_slot[slot][: pages_of(num_positions)])
         kept = [_to_host(each.index_select(0, ids)) for each in self._pools()]
         kept += [_to_host(state) for state in self._own(slot)]
         self._places[place] = kept
 
-    def take_back(self, place: HostPlace, slot: Slot, num_positions: int) -> None:
+    def take_back(self, place: SwapHandle, slot: Slot, num_positions: int) -> None:
         """Copy the state from :meth:`put_out` back to a slot and free the host memory."""
         kept = iter(self._places.pop(place))
         ids = self._ids(self._pages_of_slot[slot][: pages_of(num_positions)])
@@ -192,7 +192,7 @@ class PagedState:
         for state in self._own(slot):
             state.copy_(next(kept), non_blocking=True)
 
-    def drop(self, place: HostPlace) -> None:
+    def drop(self, place: SwapHandle) -> None:
         """Free host memory from :meth:`put_out`."""
         del self._places[place]
 
