@@ -13,7 +13,7 @@ from tilewright.compiler.targets.interface.step import Step, StepOutput
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
-from tilewright.runtime.scheduling.step_cost_model import StepCost
+from tilewright.runtime.scheduling.step_cost_model import StepCostModel
 from tilewright.runtime.speculative.config import SpeculativeConfig
 
 
@@ -52,7 +52,7 @@ def test_cost_step_with_a_capture_is_not_measured(
     monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
 ) -> None:
     executable, times = Capturing(clock=(clock := Clock()), runs_ahead=runs_ahead), list[float]()
-    monkeypatch.setattr(StepCost, "measure", lambda *values, **facts: times.append(values[3]))
+    monkeypatch.setattr(StepCostModel, "measure", lambda *values, **facts: times.append(values[3]))
     monkeypatch.setattr(loop_module.time, "perf_counter", clock)
     loop = EngineLoop(executable, policy=SchedulerConfig(reuses=False))
     loop.warm_up()

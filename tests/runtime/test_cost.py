@@ -9,11 +9,11 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
-from tilewright.runtime.scheduling.step_cost_model import StepCost, StepMeter
+from tilewright.runtime.scheduling.step_cost_model import StepCostModel, StepTimer
 
 
 def test_two_lines_are_found_and_a_slower_machine_is_believed_soon() -> None:
-    cost = StepCost()
+    cost = StepCostModel()
     assert cost.decode(4) == 0.0 and cost.tokens_within(20.0) is None
     for rows, tokens in ((1, 0), (8, 0), (0, 128), (0, 512), (4, 256), (8, 64)):
         cost.measure(
@@ -31,7 +31,7 @@ def test_two_lines_are_found_and_a_slower_machine_is_believed_soon() -> None:
 
 
 def test_of_counts_that_are_alike_nothing_is_promised_of_others() -> None:
-    cost = StepCost()
+    cost = StepCostModel()
     for _ in range(5):
         cost.measure(2, 0, 6.0)
         cost.measure(0, 100, 10.0)
@@ -40,7 +40,7 @@ def test_of_counts_that_are_alike_nothing_is_promised_of_others() -> None:
 
 def test_counts_that_all_take_as_long_promise_nothing_of_larger_ones() -> None:
     """What the host is slow to launch takes 28 ms whether it is of 64 tokens or of 512."""
-    cost = StepCost()
+    cost = StepCostModel()
     for _ in range(20):
         for tokens in (64, 256, 512):
             cost.measure(0, tokens, 28.0)
@@ -48,7 +48,7 @@ def test_counts_that_all_take_as_long_promise_nothing_of_larger_ones() -> None:
 
 
 def test_a_pass_that_rows_share_takes_the_median_of_such_passes() -> None:
-    passes = StepCost().passes
+    passes = StepCostModel().passes
     assert passes.at(64, 256) is None
     for _ in range(5):
         for tokens in (128, 256, 1024):
@@ -67,7 +67,7 @@ def test_a_pass_that_nobody_tried_is_expected_to_take_what_its_tokens_add() -> N
     """8B on an H200: 11.3 ms beside 77 rows are the weights' time, of which 128 tokens say little.
     In proportion 384 of them take 25 ms, so they would never be tried; they do take 16.4.
     """
-    cost = StepCost()
+    cost = StepCostModel()
     for rows, tokens in ((1, 0), (64, 0), (0, 256), (0, 1024)):
         cost.measure(rows, tokens, (4.2 + 0.045 * rows) * (rows > 0) + 0.025 * tokens)
     for _ in range(5):
@@ -81,7 +81,7 @@ def test_a_pass_that_nobody_tried_is_expected_to_take_what_its_tokens_add() -> N
 
 def test_one_measurement_of_a_size_that_nobody_tries_again_does_not_stand() -> None:
     """The first pass of a size compiled something: it may be chosen again all the same."""
-    passes = StepCost().passes
+    passes = StepCostModel().passes
     passes.measure(64, 1024, 400.0)
     passes.measure(64, 256, 8.0)
     assert passes.at(64, 1024) == pytest.approx(8.0 * 1088 / 320)
@@ -90,7 +90,7 @@ def test_one_measurement_of_a_size_that_nobody_tries_again_does_not_stand() -> N
 def test_a_reading_is_of_the_rows_it_waits_for_and_of_the_prompts_behind_the_last_ones() -> None:
     found: list[tuple[int, int, float]] = []
 
-    class Heard(StepCost):
+    class Heard(StepCostModel):
         def measure(
             self,
             num_rows: int,
@@ -102,7 +102,7 @@ def test_a_reading_is_of_the_rows_it_waits_for_and_of_the_prompts_behind_the_las
         ) -> None:
             found.append((num_rows, num_tokens, round(ms, 3)))
 
-    meter = StepMeter(Heard())
+    meter = StepTimer(Heard())
     meter.begin(1.0)
     meter.read(2, 100, 1.002, are_prompts_read=False, is_read=True)
     meter.read(2, 50, 1.012, are_prompts_read=True, is_read=True)

@@ -23,7 +23,7 @@ from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.prefill_scheduler import PrefillScheduler
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
-from tilewright.runtime.scheduling.step_cost_model import StepCost
+from tilewright.runtime.scheduling.step_cost_model import StepCostModel
 
 LIKE_CUDA: dict[str, Any] = {
     "max_num_seqs": 256,
@@ -39,9 +39,9 @@ PASSES = tuple((rows, (64, 128, 256, 512, 768, 1024)) for rows in (16, 64, 272))
 A_TOKEN, A_ROW, A_PASS = 0.0235, 0.0575, 1.0
 
 
-def known_cost() -> StepCost:
+def known_cost() -> StepCostModel:
     """Return the time of an 8B model on a large GPU, for decode rows only and in mixed batches."""
-    cost = StepCost()
+    cost = StepCostModel()
     for _ in range(3):
         for rows in (1, 64, 256):
             cost.measure(rows, 0, 4.0 + 0.055 * rows)

@@ -17,7 +17,7 @@ from tilewright.errors import ConfigError
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import CANCELLED
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
-from tilewright.runtime.scheduling.step_cost_model import StepCost
+from tilewright.runtime.scheduling.step_cost_model import StepCostModel
 from tilewright.runtime.speculative.config import SpeculativeConfig, read_speculative_config
 from tilewright.runtime.speculative.draft_length import DraftLength
 from tilewright.runtime.speculative.ngram import NgramIndex
@@ -259,7 +259,7 @@ def test_wrong_options_are_errors_of_a_line(text: str, message: str) -> None:
 
 
 def test_drafts_stop_if_their_steps_cost_more_than_plain_steps() -> None:
-    cost = StepCost()
+    cost = StepCostModel()
     length = DraftLength(3, cost.decode, partial(cost.decode, has_drafts=True))
     times = {False: 0, True: 0}
     for _ in range(600):

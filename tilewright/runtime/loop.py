@@ -29,7 +29,7 @@ from tilewright.runtime.scheduling.request_state import (
     SchedulerOutput,
 )
 from tilewright.runtime.scheduling.scheduler import Scheduler
-from tilewright.runtime.scheduling.step_cost_model import StepCost, StepMeter
+from tilewright.runtime.scheduling.step_cost_model import StepCostModel, StepTimer
 from tilewright.runtime.speculative.config import MTP
 from tilewright.runtime.speculative.draft_layer import DraftLayerClient
 from tilewright.runtime.speculative.draft_model import DraftModel
@@ -95,8 +95,8 @@ class EngineLoop:
         self.executable = executable
         self.masks = Masks(grammars)
         executable.reset()
-        self.cost = StepCost()
-        self._meter, self._num_captures = StepMeter(self.cost), 0
+        self.cost = StepCostModel()
+        self._meter, self._num_captures = StepTimer(self.cost), 0
         self._needs_mixed_times = False
         self.scheduler = Scheduler(
             executable.capabilities,

@@ -30,7 +30,7 @@ class _Size:
         return self.rows + self.tokens
 
 
-class PassCost:
+class MixedBatchCost:
     """Mixed batch milliseconds by decode rows and weighted prefill tokens."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import PrefillChunk
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
-from tilewright.runtime.scheduling.step_cost_model import StepCost
+from tilewright.runtime.scheduling.step_cost_model import StepCostModel
 
 _MAX_ECHOED = 512
 """Maximum tokens of a chunk with logits for all rows: 64 MB for a vocabulary of 32k."""
@@ -36,7 +36,9 @@ class PrefillScheduler:
     Short prompts overtake long prompts, and long prompts still get every second chunk.
     """
 
-    def __init__(self, capabilities: Capabilities, policy: SchedulerConfig, cost: StepCost) -> None:
+    def __init__(
+        self, capabilities: Capabilities, policy: SchedulerConfig, cost: StepCostModel
+    ) -> None:
         self._limits, self._policy, self._cost = capabilities, policy, cost
         most = capabilities.max_step_tokens
         self._most = min(policy.step_tokens or most, most)

@@ -33,7 +33,7 @@ from tilewright.runtime.scheduling.request_state import (
     SchedulerConfig,
     SchedulerOutput,
 )
-from tilewright.runtime.scheduling.step_cost_model import StepCost
+from tilewright.runtime.scheduling.step_cost_model import StepCostModel
 from tilewright.runtime.scheduling.waiting_queue import WaitingQueue
 from tilewright.runtime.speculative.draft_layer import DraftLayerClient
 from tilewright.runtime.speculative.draft_model import DraftModel
@@ -70,7 +70,7 @@ class Scheduler:
         capabilities: Capabilities,
         *,
         policy: SchedulerConfig | None = None,
-        cost: StepCost | None = None,
+        cost: StepCostModel | None = None,
         state_bytes: StateBytes = lambda num_positions, num_sequences: 0,
         cross_key_bytes: int = 0,
         draft_model: DraftModel | DraftLayerClient | None = None,
@@ -86,7 +86,7 @@ class Scheduler:
         self.places = SwapSpace(self.policy.host_bytes)
         self.images = ImageCache(capabilities.hidden_size, cross_key_bytes=cross_key_bytes)
         self.num_arrived = self.num_preemptions = self.num_preempted = 0
-        cost = cost or StepCost()
+        cost = cost or StepCostModel()
         self._prefill = PrefillScheduler(capabilities, self.policy, cost)
         self.speculator = Speculator(self.policy.speculative, capabilities, cost, draft_model)
         self._now = now

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright.runtime.scheduling.mixed_batch_cost import PassCost
+from tilewright.runtime.scheduling.mixed_batch_cost import MixedBatchCost
 
 _KEPT = 0.98
 """Weight factor of a measurement after each later measurement."""
@@ -57,7 +57,7 @@ class _LinearFit:
         self.first = mean_y - self.each * mean_x
 
 
-class StepCost:
+class StepCostModel:
     """Predicted milliseconds for the two parts of a step: decode rows and prefill tokens.
 
     Steps with drafts have a separate fit: they do not start before the previous output is read.
@@ -71,7 +71,7 @@ class StepCost:
         """Discard all measured step times."""
         self._decode, self._prompts = _LinearFit(is_careful=False), _LinearFit(is_careful=True)
         self._drafted = _LinearFit(is_careful=False)
-        self.passes = PassCost()
+        self.passes = MixedBatchCost()
 
     def decode(self, num_rows: int, *, has_drafts: bool = False) -> float:
         """Return milliseconds for ``num_rows`` decode rows. 0 without measurements."""
@@ -127,14 +127,14 @@ class StepCost:
             fit.measure(num_rows, ms)
 
 
-class StepMeter:
-    """Measures steps for a :class:`StepCost`, from their launch and read times.
+class StepTimer:
+    """Measures steps for a :class:`StepCostModel`, from their launch and read times.
 
     With async scheduling, the time between two reads belongs to the work waited for between them:
     rows of the later step, and prefill tokens launched after the previously read rows.
     """
 
-    def __init__(self, cost: StepCost) -> None:
+    def __init__(self, cost: StepCostModel) -> None:
         self.cost = cost
         self._began = 0.0
         self._num_behind = 0.0

@@ -12,7 +12,7 @@ from typing import Any
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.errors import one_line
 from tilewright.runtime.scheduling.request_state import RequestState
-from tilewright.runtime.scheduling.step_cost_model import StepCost
+from tilewright.runtime.scheduling.step_cost_model import StepCostModel
 from tilewright.runtime.speculative.config import MTP, NGRAM, SpeculativeConfig
 from tilewright.runtime.speculative.counts import (
     GRAMMAR,
@@ -43,7 +43,7 @@ class Speculator:
         self,
         config: SpeculativeConfig | None,
         capabilities: Capabilities,
-        cost: StepCost,
+        cost: StepCostModel,
         model: DraftModel | DraftLayerClient | None = None,
     ) -> None:
         """``model``: Draft model or draft layer. None: drafts come from n-grams."""
