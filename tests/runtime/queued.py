@@ -37,7 +37,7 @@ from tilewright.compiler.targets.interface.step import (
     SwapIn,
     SwapOut,
 )
-from tilewright.compiler.targets.interface.token_masks import Allowed
+from tilewright.compiler.targets.interface.token_masks import TokenMask
 
 VOCAB = 23
 
@@ -162,7 +162,7 @@ class QueuedExecutable(Executable):
         parts = [SamplerOutput(slots, lambda i=i: read(i)) for i, slots in enumerate(groups)]
         return StepOutput(tuple(parts))
 
-    def choose(self, output: StepOutput, allowed: Allowed) -> None:
+    def choose(self, output: StepOutput, allowed: TokenMask) -> None:
         assert self._waiting is not None, "no choice waits"
         self._wait_for_host()
         self._waiting.done = self._device_free_at

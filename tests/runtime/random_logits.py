@@ -15,7 +15,7 @@ from tilewright.compiler.targets.host.batch import Batch
 from tilewright.compiler.targets.host.executable import HostExecutable
 from tilewright.compiler.targets.interface.base import Capabilities, MemoryUse
 from tilewright.compiler.targets.interface.step import Chosen, SamplerOutput, Slot, Step, StepOutput
-from tilewright.compiler.targets.interface.token_masks import Allowed
+from tilewright.compiler.targets.interface.token_masks import TokenMask
 from tilewright.models.tokenizer.tokenizer import byte_of_character
 from tilewright.runtime.grammar.matchers import Grammars
 
@@ -73,7 +73,7 @@ class RandomLogits(HostExecutable):
 
         return read
 
-    def choose(self, output: StepOutput, allowed: Allowed) -> None:
+    def choose(self, output: StepOutput, allowed: TokenMask) -> None:
         self.log.append(f"choose {self._num_steps - 1}")
         super().choose(output, allowed)
 

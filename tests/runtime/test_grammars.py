@@ -26,7 +26,7 @@ from tests.runtime.random_logits import (
 )
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import Slot
-from tilewright.compiler.targets.interface.token_masks import Allowed, num_words
+from tilewright.compiler.targets.interface.token_masks import TokenMask, num_words
 from tilewright.errors import RequestError
 from tilewright.runtime.grammar.annotations import ENFORCED_FORMATS, without_annotations
 from tilewright.runtime.grammar.masks import write_allowed
@@ -118,7 +118,7 @@ def allowed_tokens(one: RequestState) -> np.ndarray:
     """Return the allowed tokens for a request, with dirty memory."""
     words = np.full(num_words(VOCAB), 0xA5A5A5A5, np.uint32)
     write_allowed(one, words)
-    flags = Allowed((Slot(0),), words[None]).flags(Slot(0), VOCAB)
+    flags = TokenMask((Slot(0),), words[None]).flags(Slot(0), VOCAB)
     return np.flatnonzero(flags)
 
 

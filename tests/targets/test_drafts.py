@@ -16,7 +16,7 @@ from tilewright.compiler.targets.cpu.native.executable import _max_drafts
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.interface.step import Chosen, OpenSlot, PrefillChunk, Slot, Step
-from tilewright.compiler.targets.interface.token_masks import Allowed, num_words, put_bits
+from tilewright.compiler.targets.interface.token_masks import TokenMask, num_words, put_bits
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 from tilewright.runtime.speculative.config import SpeculativeConfig
@@ -135,7 +135,7 @@ def test_slots_with_drafts_do_not_wait_for_masks(executable: Executable) -> None
     words = np.zeros((1, num_words(executable.vocab_size)), np.uint32)
     put_bits(words[0], (33,), are_set=True)
     emitted = rows_of(output.parts[0].read())
-    executable.choose(output, Allowed(SLOTS[1:2], words))
+    executable.choose(output, TokenMask(SLOTS[1:2], words))
     assert [part.slots for part in output.parts] == [(drafted,), decode[1:]]
     assert [entry[:2] for entry in emitted] == [entry[:2] for entry in expected[drafted][1:5]]
     assert output.parts[1].read().tokens == [33]

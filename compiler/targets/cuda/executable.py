@@ -66,7 +66,7 @@ from tilewright.compiler.targets.interface.step import (
     SwapIn,
     SwapOut,
 )
-from tilewright.compiler.targets.interface.token_masks import Allowed
+from tilewright.compiler.targets.interface.token_masks import TokenMask
 from tilewright.compiler.targets.program.instructions import KernelProgram
 from tilewright.compiler.targets.tile_encoder import TileEncoderSettings
 from tilewright.distributed.peers import SetupCollectives
@@ -542,14 +542,14 @@ class CudaExecutable(Executable):
         return self._answers.chosen(slots, logits, choice, step)
 
     @torch.no_grad()
-    def choose(self, output: StepOutput, allowed: Allowed) -> None:
+    def choose(self, output: StepOutput, allowed: TokenMask) -> None:
         is_pending = self._answers.is_waiting or self._drafts.is_in_flight
         assert is_pending or not output.parts, "no choice waits"
         self._answers.choose(allowed)
 
     @torch.no_grad()
     def follow_choice(self) -> None:
-        self._answers.choose(Allowed())
+        self._answers.choose(TokenMask())
 
     @torch.no_grad()
     def chosen_experts(self, slots: Sequence[Slot], tokens: Sequence[int]) -> list[int]:

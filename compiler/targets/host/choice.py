@@ -23,7 +23,7 @@ from tilewright.compiler.targets.interface.step import (
     LogProbs,
     Slot,
 )
-from tilewright.compiler.targets.interface.token_masks import Allowed
+from tilewright.compiler.targets.interface.token_masks import TokenMask
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -94,7 +94,7 @@ class HostChoice:
     drafts: Mapping[Slot, tuple[int, ...]] = field(default_factory=dict)
     chosen: Chosen | None = None
 
-    def choose(self, slot_states: Mapping[Slot, SlotState], allowed: Allowed) -> None:
+    def choose(self, slot_states: Mapping[Slot, SlotState], allowed: TokenMask) -> None:
         """Sample a token per slot and store it as the slot's next input."""
         chosen_for = [slot_states[slot] for slot in self.slots]
         width = self.num_choosable

@@ -45,7 +45,7 @@ from tilewright.compiler.targets.interface.step import (
     Step,
     StepOutput,
 )
-from tilewright.compiler.targets.interface.token_masks import Allowed
+from tilewright.compiler.targets.interface.token_masks import TokenMask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -481,10 +481,10 @@ class HostExecutable(Executable):
         if step.masked:
             self._waiting.append(choice)
         else:
-            choice.choose(self._slot_states, Allowed())
+            choice.choose(self._slot_states, TokenMask())
         return choice
 
-    def choose(self, output: StepOutput, allowed: Allowed) -> None:
+    def choose(self, output: StepOutput, allowed: TokenMask) -> None:
         assert self._waiting or not output.parts, "no choice waits"
         for choice in self._waiting:
             choice.choose(self._slot_states, allowed)

@@ -16,7 +16,7 @@ from tilewright.compiler.ir.state import StateSpec
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.interface.capabilities import Capabilities, MemoryUse
 from tilewright.compiler.targets.interface.step import Slot, Step, StepOutput
-from tilewright.compiler.targets.interface.token_masks import Allowed
+from tilewright.compiler.targets.interface.token_masks import TokenMask
 from tilewright.distributed.parallel import ALONE, Parallel
 from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import CompileError, ConfigError, NoRoomError, allowed
@@ -152,7 +152,7 @@ class Executable(ABC):
         and fails an assertion. User input must be checked before.
         """
 
-    def choose(self, output: StepOutput, allowed: Allowed) -> None:
+    def choose(self, output: StepOutput, allowed: TokenMask) -> None:
         """Sample the last step's tokens, a ``masked`` step, or queue the sampling if
         ``runs_ahead``.
 

@@ -25,7 +25,7 @@ def no_words() -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class TokenMask:
     """Token bitmasks for some slots of a step. All other slots may sample any token.
 
     Attributes:

@@ -14,7 +14,7 @@ from typing import Any
 from tilewright.compiler.targets.interface.base import Executable, MemoryUse
 from tilewright.compiler.targets.interface.step import Slot, Step, StepOutput
 from tilewright.compiler.targets.interface.step_bytes import read_step, step_bytes
-from tilewright.compiler.targets.interface.token_masks import Allowed
+from tilewright.compiler.targets.interface.token_masks import TokenMask
 from tilewright.compiler.targets.ranks.rank_check import StepChecksum, steps_between
 from tilewright.distributed.channel import ChannelClosedError
 from tilewright.distributed.group import (
@@ -87,7 +87,7 @@ class ShardedExecutable(Executable):
         ]
         return dataclasses.replace(output, parts=tuple(guarded))
 
-    def choose(self, output: StepOutput, allowed: Allowed) -> None:
+    def choose(self, output: StepOutput, allowed: TokenMask) -> None:
         self._leader.tell(_CHOSEN)
         self._limited(self.own.choose, output, allowed)
 

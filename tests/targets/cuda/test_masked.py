@@ -19,7 +19,7 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import PrefillChunk, SamplerOutput, Slot, Step
-from tilewright.compiler.targets.interface.token_masks import Allowed
+from tilewright.compiler.targets.interface.token_masks import TokenMask
 
 BY_DEVICE = [
     SamplingParams(),
@@ -141,7 +141,7 @@ def test_a_masked_step_leaves_no_bucket(monkeypatch: pytest.MonkeyPatch) -> None
     running = []
     for _ in range(3):
         output = executable.step(Step(decode=slots, masked=True))
-        executable.choose(output, Allowed())
+        executable.choose(output, TokenMask())
         running.append(executable._captured_slots)
     assert running[0] is not None and running[0] is running[1] is running[2]
 

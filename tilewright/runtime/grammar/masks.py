@@ -10,7 +10,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import numpy as np
 
 from tilewright.compiler.targets.interface.step import Slot
-from tilewright.compiler.targets.interface.token_masks import Allowed, no_words, num_words, put_bits
+from tilewright.compiler.targets.interface.token_masks import (
+    TokenMask,
+    no_words,
+    num_words,
+    put_bits,
+)
 from tilewright.errors import RequestError, TilewrightError, one_line
 from tilewright.runtime.grammar.matchers import Grammars, Matcher, roomy_threads
 from tilewright.runtime.scheduling.request_state import RequestState
@@ -103,7 +108,7 @@ class Masks:
         for _ in range(min(_NUM_MAKERS, -(-count // _LEAST_EACH))):
             self._jobs.append(self._makers.submit(_make, todo))
 
-    def take(self) -> tuple[Allowed, list[RequestState]]:
+    def take(self) -> tuple[TokenMask, list[RequestState]]:
         """Wait for the started masks. Return them, and the requests without an allowed token.
 
         The masks are valid until the next `begin`.
@@ -114,7 +119,7 @@ class Masks:
         is_there: list[bool] = (words != 0).any(axis=1).tolist()
         over = [each for (_, each), there in zip(self._wanted, is_there, strict=True) if not there]
         slots = [slot for (slot, _), there in zip(self._wanted, is_there, strict=True) if there]
-        return Allowed(tuple(slots), words[np.array(is_there)] if over else words), over
+        return TokenMask(tuple(slots), words[np.array(is_there)] if over else words), over
 
     def close(self) -> None:
         """End the threads for grammars and masks. Unfinished work is dropped."""
@@ -134,7 +139,7 @@ def _make(todo: deque[tuple[RequestState, np.ndarray]]) -> None:
 
 
 def write_allowed(request: RequestState, words: np.ndarray) -> None:
-    """Write a request's allowed next tokens as a row of `Allowed`.
+    """Write a request's allowed next tokens as a row of `TokenMask`.
 
     The row is empty if the grammar is complete without an end token, or if the matcher has failed.
     """

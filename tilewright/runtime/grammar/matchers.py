@@ -222,7 +222,7 @@ class Matcher:
             self._num_followed += 1
 
     def write_bits(self, words: np.ndarray) -> None:
-        """Write a bit for each allowed next token into a row of `Allowed`.
+        """Write a bit for each allowed next token into a row of `TokenMask`.
 
         If the grammar is met, end tokens are included. Other threads may run concurrently.
         """

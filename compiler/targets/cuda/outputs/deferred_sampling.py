@@ -20,7 +20,7 @@ from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
 )
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send
 from tilewright.compiler.targets.interface.step import Chosen, Slot
-from tilewright.compiler.targets.interface.token_masks import Allowed
+from tilewright.compiler.targets.interface.token_masks import TokenMask
 
 
 def needs_host(sampling: SamplingParams) -> bool:
@@ -81,13 +81,13 @@ class DeviceChoice:
     ends: Ends
     reader: Callable[[], Chosen] | None = None
 
-    def choose(self, allowed: Allowed) -> None:
+    def choose(self, allowed: TokenMask) -> None:
         """Apply the masks and queue the selection."""
         self._forbid(allowed)
         self.again()
         self.reader = self.ring.send(self.choice, len(self.slots), self.ends)
 
-    def _forbid(self, allowed: Allowed) -> None:
+    def _forbid(self, allowed: TokenMask) -> None:
         """Send the masks of these slots. Other rows remain unchanged."""
         places = {slot: row for row, slot in enumerate(self.slots)}
         masks = [mask for mask, slot in enumerate(allowed.slots) if slot in places]

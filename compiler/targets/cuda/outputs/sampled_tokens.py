@@ -39,7 +39,7 @@ from tilewright.compiler.targets.interface.step import (
     Slot,
     Step,
 )
-from tilewright.compiler.targets.interface.token_masks import Allowed
+from tilewright.compiler.targets.interface.token_masks import TokenMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class SampledTokenReader:
             drafts = dict(zip(slots, rows.drafts, strict=True))
             values = logits.to("cpu", copy=True).numpy()
             choice = HostChoice(slots, values, step.logprobs, None, self._width(), drafts)
-            choice.choose(self._slot_states, Allowed())
+            choice.choose(self._slot_states, TokenMask())
             chosen = choice.read()
             counts = [*(chosen.counts or ())]
             tokens = [chosen.tokens[end - 1] for end in accumulate(counts)]
@@ -241,10 +241,10 @@ class SampledTokenReader:
         if step.masked:
             self._waiting.append(choice)
         else:
-            self._finish(choice, Allowed())
+            self._finish(choice, TokenMask())
         return SamplerOutput(slots, choice.read, (lambda: kept) if step.want_logits else None)
 
-    def choose(self, allowed: Allowed) -> None:
+    def choose(self, allowed: TokenMask) -> None:
         """Make the pending selections with the masks. A follower receives the tokens."""
         for choice in self._waiting:
             self._finish(choice, allowed)
@@ -255,7 +255,7 @@ class SampledTokenReader:
         if step.masked:
             self._waiting.append(choice)
         else:
-            self._finish(choice, Allowed())
+            self._finish(choice, TokenMask())
         return _nothing(slots)
 
     def _masked(self, slots: tuple[Slot, ...], logits: Tensor, step: Step) -> SamplerOutput:
@@ -288,7 +288,9 @@ class SampledTokenReader:
         self._waiting.append(late)
         return SamplerOutput(slots, late.read, None if kept is None else lambda: kept.to("cpu"))
 
-    def _finish(self, choice: HostChoice | DeviceChoice | _LeaderChoice, allowed: Allowed) -> None:
+    def _finish(
+        self, choice: HostChoice | DeviceChoice | _LeaderChoice, allowed: TokenMask
+    ) -> None:
         if isinstance(choice, HostChoice):
             choice.choose(self._slot_states, allowed)
         if not choice.slots:
