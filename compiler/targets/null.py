@@ -26,7 +26,6 @@ from tilewright.compiler.targets.interface.base import (
     Capabilities,
     CompileOptions,
     Executable,
-    Holding,
     MemoryUse,
     Progress,
     Slot,
@@ -34,6 +33,7 @@ from tilewright.compiler.targets.interface.base import (
     Step,
     StepOutput,
     Target,
+    WeightStorage,
 )
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, Chosen, SamplerOutput
@@ -60,20 +60,20 @@ class NullTarget(Target):
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, _MEANINGS)
 
-    def holding(
+    def weight_storage(
         self,
         recipe: WeightRecipe,
         facts: NodeInfo,
         *,
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
-    ) -> Holding:
+    ) -> WeightStorage:
         """Return an empty storage: this target stores no weights."""
-        return Holding("nothing", 0)
+        return WeightStorage("nothing", 0)
 
-    def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
+    def state_storage(self, spec: StateSpec, *, compute: str) -> WeightStorage:
         """Return an empty storage: this target stores no state."""
-        return Holding("nothing", 0)
+        return WeightStorage("nothing", 0)
 
     def build(
         self,

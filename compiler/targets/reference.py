@@ -40,12 +40,12 @@ from tilewright.compiler.targets.interface.base import (
     CompileOptions,
     Emission,
     Executable,
-    Holding,
     MemoryUse,
     Progress,
     Slot,
     Stage,
     Target,
+    WeightStorage,
 )
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.interface.step import Snapshot
@@ -103,20 +103,20 @@ class ReferenceTarget(Target):
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, _MEANINGS)
 
-    def holding(
+    def weight_storage(
         self,
         recipe: WeightRecipe,
         facts: NodeInfo,
         *,
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
-    ) -> Holding:
+    ) -> WeightStorage:
         """Return float32 storage. Uses with equal recipes share a copy."""
-        return Holding("float32", 4 * math.prod(recipe.shape))
+        return WeightStorage("float32", 4 * math.prod(recipe.shape))
 
-    def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
+    def state_storage(self, spec: StateSpec, *, compute: str) -> WeightStorage:
         """Return float32 storage, regardless of the format."""
-        return Holding("float32", 4 * math.prod(spec.shape))
+        return WeightStorage("float32", 4 * math.prod(spec.shape))
 
     def build(
         self,

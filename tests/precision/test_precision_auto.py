@@ -44,7 +44,7 @@ def test_the_choice_and_why(target: str) -> None:
 def test_targets_that_hold_stored_weights_hold_every_format(target: str, name: str) -> None:
     recipe = WeightRecipe((Segment("w", 64),), (64, 256)).as_stored(name)
     facts = NodeInfo(tensor_group="ff2", compute=Compute("hifi2", "hifi2"))
-    assert get_target(target).holding(recipe, facts, compute="fast").kind
+    assert get_target(target).weight_storage(recipe, facts, compute="fast").kind
 
 
 def test_a_small_file_has_another_configuration_for_onnxruntime(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import CONSTANT, WEIGHT, NodeInfo, info, product_info
 from tilewright.compiler.ir.recipe import WeightRecipe
-from tilewright.compiler.targets.interface.base import Holding, Target
+from tilewright.compiler.targets.interface.base import Target, WeightStorage
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class WeightUse:
     facts: NodeInfo
     block: tuple[tuple[WeightRecipe, NodeInfo], ...] = ()
 
-    def storage_by(self, target: Target, compute: str) -> Holding:
+    def storage_by(self, target: Target, compute: str) -> WeightStorage:
         """Return a target's storage for this weight.
 
         Raises:
             CompileError: The target does not support the weight.
         """
-        return target.holding(self.recipe, self.facts, compute=compute, block=self.block)
+        return target.weight_storage(self.recipe, self.facts, compute=compute, block=self.block)
 
 
 def weight_uses(graph_module: GraphModule) -> Iterator[WeightUse]:

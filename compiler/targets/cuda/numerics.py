@@ -24,7 +24,7 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import (
     TILE_ROWS,
     tile_bytes,
 )
-from tilewright.compiler.targets.interface.base import Holding
+from tilewright.compiler.targets.interface.base import WeightStorage
 from tilewright.errors import CompileError, allowed
 
 BLOCK_KINDS = tuple(TILE_BYTES)
@@ -95,7 +95,7 @@ def cache_kind(format_name: str, *, exact: bool) -> str:
     return format_name if format_name in CACHE_KINDS else "bf16"
 
 
-def holding(recipe: WeightRecipe, group: str | None) -> Holding:
+def weight_storage(recipe: WeightRecipe, group: str | None) -> WeightStorage:
     """Return how `packing` stores a weight, with separate tiles per expert.
 
     Tensors without a group (norms, biases, constants) are float32.
@@ -104,18 +104,18 @@ def holding(recipe: WeightRecipe, group: str | None) -> Holding:
         CompileError: bfloat16 cannot represent the format's values.
     """
     if group is None:
-        return Holding("float32", 4 * math.prod(recipe.shape))
+        return WeightStorage("float32", 4 * math.prod(recipe.shape))
     *experts, num_rows, num_columns = recipe.shape
     return tiles(storage_format(recipe, group), (math.prod(experts), num_rows, num_columns))
 
 
-def tiles(kind: str, sizes: tuple[int, int, int]) -> Holding:
+def tiles(kind: str, sizes: tuple[int, int, int]) -> WeightStorage:
     """Return the storage of ``count`` separate weights ``[rows, columns]`` in whole tiles."""
     count, num_rows, num_columns = sizes
     num_tiles = count * -(-num_rows // TILE_ROWS) * -(-num_columns // TILE_COLUMNS)
     if kind == "bf16":
-        return Holding("bfloat16", 2 * num_tiles * TILE_ROWS * TILE_COLUMNS)
-    return Holding(
+        return WeightStorage("bfloat16", 2 * num_tiles * TILE_ROWS * TILE_COLUMNS)
+    return WeightStorage(
         f"{kind} {'codes' if kind in CODED_TILES else 'blocks'}", num_tiles * tile_bytes(kind)
     )
 

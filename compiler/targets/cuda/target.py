@@ -32,16 +32,21 @@ from tilewright.compiler.passes.merge_expert_linears import merge_expert_linears
 from tilewright.compiler.passes.merge_parallel_linears import merge_parallel_linears
 from tilewright.compiler.targets.contract.build import build_contract
 from tilewright.compiler.targets.contract.record import NumericContract
-from tilewright.compiler.targets.cuda.numerics import cache_kind, holding, meanings, target_format
+from tilewright.compiler.targets.cuda.numerics import (
+    cache_kind,
+    meanings,
+    target_format,
+    weight_storage,
+)
 from tilewright.compiler.targets.interface.base import (
     BuiltProgram,
     CompileOptions,
     Emission,
     Executable,
-    Holding,
     Progress,
     Stage,
     Target,
+    WeightStorage,
 )
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 from tilewright.distributed.parallel import Parallel
@@ -120,20 +125,20 @@ class CudaTarget(Target):
         )
         return build_contract(graph_module, answers)
 
-    def holding(
+    def weight_storage(
         self,
         recipe: WeightRecipe,
         facts: NodeInfo,
         *,
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
-    ) -> Holding:
+    ) -> WeightStorage:
         """Return a weight's storage: whole tiles of 16 rows x 128 columns, in blocks or
         bfloat16.
         """
-        return holding(recipe, facts.tensor_group)
+        return weight_storage(recipe, facts.tensor_group)
 
-    def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
+    def state_storage(self, spec: StateSpec, *, compute: str) -> WeightStorage:
         """Return a state's storage.
 
         Keys and values have the requested format if a kernel supports it. Per-sequence state is
@@ -141,10 +146,10 @@ class CudaTarget(Target):
         """
         if spec.kind == PER_TOKEN:
             kind = cache_kind(spec.format, exact=compute == "exact")
-            return super().state_holding(
+            return super().state_storage(
                 replace(spec, format=kind, value_format=""), compute=compute
             )
-        return Holding("fp32", 4 * math.prod(spec.shape))
+        return WeightStorage("fp32", 4 * math.prod(spec.shape))
 
     def build(
         self,

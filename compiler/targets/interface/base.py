@@ -233,7 +233,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class WeightStorage:
     """A target's storage of a weight.
 
     Attributes:
@@ -331,14 +331,14 @@ class Target(ABC):
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         """Return the target's implementation of each format and fidelity in the graph."""
 
-    def holding(
+    def weight_storage(
         self,
         recipe: WeightRecipe,
         facts: NodeInfo,
         *,
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
-    ) -> Holding:
+    ) -> WeightStorage:
         """Return a weight's storage by :meth:`build`, without building. The default is its
         packed format.
 
@@ -356,17 +356,21 @@ class Target(ABC):
         """
         assert recipe.format is not None
         axis = 0 if recipe.block_axis == "out" and len(recipe.shape) > 1 else -1
-        return Holding(recipe.format, get_format(recipe.format).nbytes(recipe.shape, axis=axis))
+        return WeightStorage(
+            recipe.format, get_format(recipe.format).nbytes(recipe.shape, axis=axis)
+        )
 
-    def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
+    def state_storage(self, spec: StateSpec, *, compute: str) -> WeightStorage:
         """Return the state storage for a position or a sequence. The default is its packed
         format.
         """
         if spec.value_format:
             formats = spec.format, spec.value_format
             half = (spec.shape[0] // 2, *spec.shape[1:])
-            return Holding("/".join(formats), sum(get_format(f).nbytes(half) for f in formats))
-        return Holding(spec.format, get_format(spec.format).nbytes(spec.shape))
+            return WeightStorage(
+                "/".join(formats), sum(get_format(f).nbytes(half) for f in formats)
+            )
+        return WeightStorage(spec.format, get_format(spec.format).nbytes(spec.shape))
 
     def settled(self, options: CompileOptions) -> Parallel:
         """Return the group of ranks with a definite link format.
@@ -473,5 +477,5 @@ class Target(ABC):
             return self.load(program, options, progress)
 
 
-__all__ = ["Capabilities", "CompileOptions", "Emission", "Executable", "Holding", "MemoryUse"]
+__all__ = ["Capabilities", "CompileOptions", "Emission", "Executable", "MemoryUse", "WeightStorage"]
 __all__ += ["BuiltProgram", "Progress", "Slot", "Stage", "Step", "StepOutput", "Target"]

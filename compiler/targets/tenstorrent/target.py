@@ -34,10 +34,10 @@ from tilewright.compiler.targets.interface.base import (
     CompileOptions,
     Emission,
     Executable,
-    Holding,
     Progress,
     Stage,
     Target,
+    WeightStorage,
 )
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 from tilewright.compiler.targets.tenstorrent.lower.graph import lower_program
@@ -126,14 +126,14 @@ class BoardTarget(Target):
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, _MEANINGS)
 
-    def holding(
+    def weight_storage(
         self,
         recipe: WeightRecipe,
         facts: NodeInfo,
         *,
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
-    ) -> Holding:
+    ) -> WeightStorage:
         """Return how a weight is stored: one copy in 32 x 32 tiles, without padding for the banks.
 
         Vectors and the embedding table are bfloat16.
@@ -147,7 +147,9 @@ class BoardTarget(Target):
             is_product = True
         *experts, rows, columns = (1, *recipe.shape)[-max(2, len(recipe.shape)) :]
         tiles = math.prod(experts) * -(-rows // TILE) * -(-columns // TILE)
-        return Holding(f"{form} tiles", tiles * tile_bytes(form), "[in, out]" if is_product else "")
+        return WeightStorage(
+            f"{form} tiles", tiles * tile_bytes(form), "[in, out]" if is_product else ""
+        )
 
     def programs(
         self,

@@ -116,7 +116,7 @@ def cuda_work(weights: str, **changes: Any) -> StepTraffic:
 
 
 @pytest.mark.parametrize(("weights", "tile"), [("bf16", 4096), ("bfp8", 2176), ("bfp4", 1152)])
-def test_the_cuda_target_s_own_holding_counts(weights: str, tile: int) -> None:
+def test_the_cuda_target_s_own_weight_storage_counts(weights: str, tile: int) -> None:
     """Tiles of 16 rows x 128 columns, the last of the vocabulary's 61 rows padded."""
     work = cuda_work(weights)
     tiles = {"wqkv": 2 * (128 + 2 * 64) // 16, "wo": 2 * 128 // 16, "lm_head": 4}

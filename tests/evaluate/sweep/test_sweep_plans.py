@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.targets.test_holding import ask_for
+from tests.targets.test_weight_storage import ask_for
 from tests.tiny import GOLDENS, compiled, precision_of, tiny_model
 from tilewright.compiler.devices import DEVICES
 from tilewright.compiler.precision import (

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.targets.test_holding import ask_for
+from tests.targets.test_weight_storage import ask_for
 from tests.tiny import (
     FakeCheckpoint,
     pipeline,
@@ -23,7 +23,7 @@ from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.paths import digest_memory
 from tilewright.compiler.artifacts.program import write_program
 from tilewright.compiler.driver import compile_model
-from tilewright.compiler.targets.interface.base import CompileOptions, Holding
+from tilewright.compiler.targets.interface.base import CompileOptions, WeightStorage
 from tilewright.errors import CheckpointError, CompileError, ConfigError
 from tilewright.utils.removed_variables import check_environment
 
@@ -190,7 +190,7 @@ def test_the_command_compiles_without_a_gpu(
 
 def test_the_target_holds_what_it_says_without_its_libraries() -> None:
     found = ask_for("cuda", (64, 128), "bfp4", group="wo")
-    assert found == Holding("bfp4 blocks", 4 * 1152)
+    assert found == WeightStorage("bfp4 blocks", 4 * 1152)
 
 
 def test_a_switch_that_no_longer_exists_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

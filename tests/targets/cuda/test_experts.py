@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.models import test_qwen3_5_moe, test_qwen3_moe
-from tests.targets.test_holding import ask_for
+from tests.targets.test_weight_storage import ask_for
 from tests.tiny import FakeCheckpoint, lowered, precision_of
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.formats import get_format

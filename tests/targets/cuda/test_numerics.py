@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.targets.test_holding import ask_for
+from tests.targets.test_weight_storage import ask_for
 from tests.tiny import lowered, precision_of, tiny_model
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
@@ -18,7 +18,7 @@ from tilewright.compiler.targets.cuda.numerics import (
     meanings,
     storage_format,
 )
-from tilewright.compiler.targets.interface.base import CompileOptions, Holding
+from tilewright.compiler.targets.interface.base import CompileOptions, WeightStorage
 from tilewright.compiler.targets.table import get_target
 from tilewright.errors import CompileError
 
@@ -77,13 +77,13 @@ def test_bytes_of_a_weight_by_hand() -> None:
     def ask(form: str, group: str = "ff2", axis: str = "in", shape: tuple[int, ...] = (33, 129)):
         return ask_for("cuda", shape, form, block_axis=axis, group=group)
 
-    assert ask("bf16") == Holding("bfloat16", 2 * 48 * 256)
-    assert ask("bfp8") == Holding("bfp8 blocks", 3 * 2 * (16 * 128 + 128))
-    assert ask("bfp4") == Holding("bfp4 blocks", 3 * 2 * (8 * 128 + 128))
+    assert ask("bf16") == WeightStorage("bfloat16", 2 * 48 * 256)
+    assert ask("bfp8") == WeightStorage("bfp8 blocks", 3 * 2 * (16 * 128 + 128))
+    assert ask("bfp4") == WeightStorage("bfp4 blocks", 3 * 2 * (8 * 128 + 128))
     assert ask("bfp4", axis="out") == ask("bfp8", "embedding") == ask("bf16")
-    assert ask("fp32", "", shape=(33,)) == Holding("float32", 132)
-    assert ask("q80") == Holding("q80 codes", 3 * 2 * (16 * 128 + 4 * 16 * 2))
-    assert ask("q40") == ask("q40", "embedding") == Holding("q40 codes", 3 * 2 * 1152)
+    assert ask("fp32", "", shape=(33,)) == WeightStorage("float32", 132)
+    assert ask("q80") == WeightStorage("q80 codes", 3 * 2 * (16 * 128 + 4 * 16 * 2))
+    assert ask("q40") == ask("q40", "embedding") == WeightStorage("q40 codes", 3 * 2 * 1152)
     with pytest.raises(CompileError, match="format q80 in blocks along out on target cuda"):
         ask("q80", axis="out")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.dealt_models import make as make_dealt
-from tests.targets.test_holding import held
+from tests.targets.test_weight_storage import held
 from tests.tiny import QWEN2, context_of, lowered, precision_of, tiny_model
 from tilewright.compiler.driver import lower_model, weight_source
 from tilewright.compiler.formats import get_format

@@ -1,4 +1,4 @@
-"""The boards as targets: pipelines, contracts, holdings, and folders that are written and read."""
+"""The boards as targets: pipelines, contracts, weight storage, and written folders."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch.fx import GraphModule
 
 from tests.targets.tenstorrent.boards import OPTIONS, board, board_precision, emulated, programs
-from tests.targets.test_holding import ask_for
+from tests.targets.test_weight_storage import ask_for
 from tests.tiny import lowered, precision_of, prefill, random_tokens, tiny_model
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.mesh import Mesh
-from tilewright.compiler.targets.interface.base import BuiltProgram, CompileOptions, Holding
+from tilewright.compiler.targets.interface.base import BuiltProgram, CompileOptions, WeightStorage
 from tilewright.compiler.targets.table import get_target, target_names
 from tilewright.compiler.targets.tenstorrent.target import MESHES, BoardTarget
 from tilewright.errors import CheckpointError, CompileError, ConfigError, NoRoomError
@@ -205,14 +205,14 @@ def test_the_contract_says_what_is_refused(group: str) -> None:
     assert f"{field}: fp32: not honoured (refused)" in lines(**{group: "fp32"})
 
 
-def ask(shape: tuple[int, ...], form: str, group: str = "ff2") -> Holding:
+def ask(shape: tuple[int, ...], form: str, group: str = "ff2") -> WeightStorage:
     return ask_for("n150", shape, form, block_axis="out", group=group)
 
 
-def test_holdings_by_hand() -> None:
-    assert ask((33, 40), "bfp8") == Holding("bfp8 tiles", 4 * 1088, "[in, out]")
-    assert ask((385, 32), "bfp4") == Holding("bfp4 tiles", 13 * 576, "[in, out]")
-    assert ask((61, 40), "bf16", "embedding") == Holding("bf16 tiles", 4 * 2048)
-    assert ask((40,), "fp32", "") == Holding("bf16 tiles", 2 * 2048)
+def test_weight_storage_by_hand() -> None:
+    assert ask((33, 40), "bfp8") == WeightStorage("bfp8 tiles", 4 * 1088, "[in, out]")
+    assert ask((385, 32), "bfp4") == WeightStorage("bfp4 tiles", 13 * 576, "[in, out]")
+    assert ask((61, 40), "bf16", "embedding") == WeightStorage("bf16 tiles", 4 * 2048)
+    assert ask((40,), "fp32", "") == WeightStorage("bf16 tiles", 2 * 2048)
     with pytest.raises(CompileError, match="ff2: weights in q40"):
         ask((33, 40), "q40")

@@ -18,7 +18,7 @@ from tilewright.compiler.ir.info import CONSTANT, info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import PER_TOKEN
 from tilewright.compiler.targets.contract.weight_storage import weight_uses
-from tilewright.compiler.targets.interface.base import Holding, Target
+from tilewright.compiler.targets.interface.base import Target, WeightStorage
 from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.compiler.targets.table import get_target
 from tilewright.evaluate.results.record import Ceilings
@@ -71,7 +71,7 @@ def weight_shares(
     Raises:
         CompileError: The target does not support a weight.
     """
-    seen: set[tuple[WeightRecipe, Holding]] = set()
+    seen: set[tuple[WeightRecipe, WeightStorage]] = set()
     read_already: set[WeightRecipe] = set()
     for use in weight_uses(graph_module):
         part, recipe = use.facts.tensor_group or OTHER, use.recipe
@@ -115,7 +115,7 @@ def state_shares(
         spec = info(node).state
         if spec is None:
             continue
-        stored = target.state_holding(spec, compute=compute)
+        stored = target.state_storage(spec, compute=compute)
         size, kinds = count(info(node).layer) * stored.num_bytes, (stored.kind,)
         if spec.kind == PER_TOKEN:
             read = min(context, spec.window or context)

@@ -26,7 +26,7 @@ from tilewright.compiler.precision import (
     PrecisionConfig,
     ResolvedPrecision,
 )
-from tilewright.compiler.targets.interface.base import Holding, Target
+from tilewright.compiler.targets.interface.base import Target, WeightStorage
 from tilewright.compiler.targets.table import get_target
 
 
@@ -97,8 +97,8 @@ class SweptModel:
         found: dict[tuple[str, int | None, str], int] = defaultdict(int)
         for weight in self.weights:
             others = blocks.get(weight, ())
-            holding = holding_of(weight, precision, backend, compute, others=others)
-            found[weight.group, weight.layer, holding.kind] += holding.num_bytes
+            weight_storage = weight_storage_of(weight, precision, backend, compute, others=others)
+            found[weight.group, weight.layer, weight_storage.kind] += weight_storage.num_bytes
         return dict(found)
 
 
@@ -155,14 +155,14 @@ def blocks_of(weights: Sequence[SweepWeight]) -> dict[SweepWeight, tuple[SweepWe
     }
 
 
-def holding_of(
+def weight_storage_of(
     weight: SweepWeight,
     precision: ResolvedPrecision,
     target: Target,
     compute: str,
     *,
     others: Sequence[SweepWeight] = (),
-) -> Holding:
+) -> WeightStorage:
     """Return a target's storage for a weight. ``others`` is its expert block (`blocks_of`).
 
     Raises:
@@ -170,7 +170,7 @@ def holding_of(
     """
     recipe, facts = _recipe_of(precision, weight)
     block = [_recipe_of(precision, each) for each in others]
-    return target.holding(recipe, facts, compute=compute, block=block)
+    return target.weight_storage(recipe, facts, compute=compute, block=block)
 
 
 def _recipe_of(precision: ResolvedPrecision, weight: SweepWeight) -> tuple[WeightRecipe, NodeInfo]:

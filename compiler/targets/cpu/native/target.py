@@ -15,10 +15,10 @@ from tilewright.compiler.targets.interface.base import (
     BuiltProgram,
     CompileOptions,
     Executable,
-    Holding,
     Progress,
     Stage,
     Target,
+    WeightStorage,
 )
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ class NativeTarget(Target):
 
         return build_contract(graph_module, meanings(exact=options.compute == "exact"))
 
-    def holding(
+    def weight_storage(
         self,
         recipe: WeightRecipe,
         facts: NodeInfo,
         *,
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
-    ) -> Holding:
+    ) -> WeightStorage:
         """Return how a weight is stored: in panels of 16 rows, with block codes or floats."""
         from tilewright.compiler.targets.cpu.native.numerics import (
             BLOCK_KINDS,
@@ -74,21 +74,21 @@ class NativeTarget(Target):
         from tilewright.compiler.targets.cpu.native.program.weights import tensor_bytes
 
         if facts.tensor_group is None:
-            return Holding("float32", tensor_bytes(recipe, VECTOR))
+            return WeightStorage("float32", tensor_bytes(recipe, VECTOR))
         kind = storage_format(recipe)
         shown = f"{kind} blocks" if kind in BLOCK_KINDS else _SHOWN[kind]
-        return Holding(shown, tensor_bytes(recipe, kind))
+        return WeightStorage(shown, tensor_bytes(recipe, kind))
 
-    def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
+    def state_storage(self, spec: StateSpec, *, compute: str) -> WeightStorage:
         """Return the state storage. Keys and values are bfloat16, bfp8 or float32."""
         from tilewright.compiler.targets.cpu.native.numerics import FP32, cache_kind
 
         cache_format, _ = cache_kind(spec.format, exact=compute == "exact")
         if spec.kind == PER_TOKEN and cache_format != FP32:
-            return super().state_holding(
+            return super().state_storage(
                 dataclasses.replace(spec, format=cache_format, value_format=""), compute=compute
             )
-        return Holding("float32", 4 * math.prod(spec.shape))
+        return WeightStorage("float32", 4 * math.prod(spec.shape))
 
     def build(
         self,

@@ -21,7 +21,7 @@ from tilewright.compiler.targets.contract.record import (
     Meaning,
     Meanings,
 )
-from tilewright.compiler.targets.interface.base import Holding
+from tilewright.compiler.targets.interface.base import WeightStorage
 from tilewright.errors import CompileError
 
 NATIVE_BITS = {"bfp8": 8, "bfp4": 4, "q80": 8, "q40": 4}
@@ -171,13 +171,13 @@ def _why_unsupported(fidelities: tuple[str, str]) -> str:
     )
 
 
-def holding(
+def weight_storage(
     recipe: WeightRecipe,
     facts: NodeInfo,
     *,
     exact: bool,
     block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
-) -> Holding:
+) -> WeightStorage:
     """Return a weight's storage: blocks, a bfloat16 table, or float32 values.
 
     ``block`` has the other weights of the expert block, with common storage. Without it, all three
@@ -189,9 +189,9 @@ def holding(
     group, name, num_elements = facts.tensor_group, recipe.format, math.prod(recipe.shape)
     assert name is not None
     if group == EMBEDDING and is_bfloat16_table(name):
-        return Holding("bfloat16", 2 * num_elements)
+        return WeightStorage("bfloat16", 2 * num_elements)
     if group is None or group == EMBEDDING:
-        return Holding("float32", 4 * num_elements)
+        return WeightStorage("float32", 4 * num_elements)
     assert facts.compute is not None
     fidelities = facts.compute.prefill, facts.compute.decode
     if phases_differ(name, recipe.block_axis, fidelities, exact=exact):
@@ -201,11 +201,11 @@ def holding(
     ]
     shared = expert_layout(products, exact=exact)
     if shared is None:
-        return Holding("float32", 4 * num_elements, "[in, out]")
+        return WeightStorage("float32", 4 * num_elements, "[in, out]")
     layout = _blocks(_stored_shape(recipe.shape, shared, group), shared.bits, shared.block)
     is_own = shared == ExpertLayout(NATIVE_BITS[name], get_format(name).block)
     kind = f"{name} blocks" if is_own else f"{shared.bits}-bit blocks of {shared.block}"
-    return Holding(kind, layout.num_bytes)
+    return WeightStorage(kind, layout.num_bytes)
 
 
 def _stored_shape(shape: tuple[int, ...], layout: ExpertLayout, group: str) -> tuple[int, int]:

@@ -19,16 +19,20 @@ from tilewright.compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
 from tilewright.compiler.passes.merge_parallel_linears import merge_parallel_linears
 from tilewright.compiler.targets.contract.build import build_contract
 from tilewright.compiler.targets.contract.record import NumericContract
-from tilewright.compiler.targets.cpu.onnxruntime.numerics import check_fidelities, holding, meanings
+from tilewright.compiler.targets.cpu.onnxruntime.numerics import (
+    check_fidelities,
+    meanings,
+    weight_storage,
+)
 from tilewright.compiler.targets.interface.base import (
     BuiltProgram,
     CompileOptions,
     Emission,
     Executable,
-    Holding,
     Progress,
     Stage,
     Target,
+    WeightStorage,
 )
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 
@@ -51,20 +55,20 @@ class CpuTarget(Target):
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, meanings(options.compute == "exact"))
 
-    def holding(
+    def weight_storage(
         self,
         recipe: WeightRecipe,
         facts: NodeInfo,
         *,
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
-    ) -> Holding:
+    ) -> WeightStorage:
         """Blocks where products take int8 activations, bfloat16 tables, else float32 values."""
-        return holding(recipe, facts, exact=compute == "exact", block=block)
+        return weight_storage(recipe, facts, exact=compute == "exact", block=block)
 
-    def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
+    def state_storage(self, spec: StateSpec, *, compute: str) -> WeightStorage:
         """Return the state storage. ONNX Runtime stores floats only."""
-        return Holding("float32", 4 * math.prod(spec.shape))
+        return WeightStorage("float32", 4 * math.prod(spec.shape))
 
     def build(
         self,

@@ -20,7 +20,7 @@ from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.contract.weight_storage import weight_uses
 from tilewright.compiler.targets.cpu.onnxruntime.codes import block_codes, signed_codes
-from tilewright.compiler.targets.interface.base import CompileOptions, Holding, Target
+from tilewright.compiler.targets.interface.base import CompileOptions, Target, WeightStorage
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tenstorrent import BoardTarget
 from tilewright.compiler.targets.tenstorrent.program.instructions import tile_bytes
@@ -50,14 +50,14 @@ CONFIGURATIONS = {
 
 def held(
     model: SimpleNamespace, target: str, precision: PrecisionConfig, compute: str
-) -> list[Holding]:
+) -> list[WeightStorage]:
     """Return all stored copies for the target's lowered graph."""
     graph_module, _ = lowered(model, target=target, precision=precision)
     copies = {
         (use.recipe, use.storage_by(get_target(target), compute)): use.facts.role
         for use in weight_uses(graph_module)
     }
-    return [holding for (_, holding), role in copies.items() if role != CONSTANT]
+    return [weight_storage for (_, weight_storage), role in copies.items() if role != CONSTANT]
 
 
 def ask_for(
@@ -70,7 +70,7 @@ def ask_for(
     compute: str = "fast",
     fidelities: tuple[str, str] = ("lofi", "lofi"),
     block: tuple[tuple[str, tuple[str, str]], ...] = (),
-) -> Holding:
+) -> WeightStorage:
     """Return a target's storage for a single weight. ``group`` is empty for vectors."""
 
     def asked(name: str, phases: tuple[str, str]) -> tuple[WeightRecipe, NodeInfo]:
@@ -78,7 +78,9 @@ def ask_for(
         return recipe, NodeInfo(tensor_group=group or None, compute=Compute(*phases))
 
     others = [asked(*each) for each in block]
-    return get_target(target).holding(*asked(form, fidelities), compute=compute, block=others)
+    return get_target(target).weight_storage(
+        *asked(form, fidelities), compute=compute, block=others
+    )
 
 
 @pytest.mark.parametrize("compute", ["fast", "exact"])
@@ -168,23 +170,25 @@ def test_the_null_target_holds_nothing() -> None:
     assert compiled(tiny_model(), "null").memory().weights == 0
 
 
-def ask(target: str, form: str, **changes: Any) -> Holding:
+def ask(target: str, form: str, **changes: Any) -> WeightStorage:
     return ask_for(target, (3, 40), form, **changes)
 
 
 def test_the_cpu_s_kinds_by_hand() -> None:
-    assert ask("cpu", "bfp8") == Holding("bfp8 blocks", 3 * 3 * (16 + 4))
-    assert ask("cpu", "bfp4") == Holding("bfp4 blocks", 3 * 3 * (8 + 4))
-    assert ask("cpu", "q80") == Holding("q80 blocks", 3 * 2 * (32 + 4))
-    assert ask("cpu", "q40") == Holding("q40 blocks", 3 * 2 * (16 + 4))
-    dense = Holding("float32", 480, "[in, out]")
+    assert ask("cpu", "bfp8") == WeightStorage("bfp8 blocks", 3 * 3 * (16 + 4))
+    assert ask("cpu", "bfp4") == WeightStorage("bfp4 blocks", 3 * 3 * (8 + 4))
+    assert ask("cpu", "q80") == WeightStorage("q80 blocks", 3 * 2 * (32 + 4))
+    assert ask("cpu", "q40") == WeightStorage("q40 blocks", 3 * 2 * (16 + 4))
+    dense = WeightStorage("float32", 480, "[in, out]")
     assert ask("cpu", "bfp2") == ask("cpu", "bf16") == dense
     assert ask("cpu", "bfp8", compute="exact") == dense
     assert ask("cpu", "bfp8", block_axis="out") == dense
     assert ask("cpu", "bfp8", fidelities=("hifi3", "hifi4")) == dense
-    assert ask("cpu", "bfp8", group="embedding") == Holding("float32", 480)
+    assert ask("cpu", "bfp8", group="embedding") == WeightStorage("float32", 480)
     for compute in ("fast", "exact"):
-        assert ask("cpu", "bf16", group="embedding", compute=compute) == Holding("bfloat16", 240)
+        assert ask("cpu", "bf16", group="embedding", compute=compute) == WeightStorage(
+            "bfloat16", 240
+        )
 
 
 def test_the_cpu_holds_a_block_of_experts_alike_by_hand() -> None:
@@ -192,20 +196,22 @@ def test_the_cpu_holds_a_block_of_experts_alike_by_hand() -> None:
     blocks.
     """
 
-    def out(form: str, *others: str, asked: str = "lofi", **changes: Any) -> Holding:
+    def out(form: str, *others: str, asked: str = "lofi", **changes: Any) -> WeightStorage:
         block = tuple((other, (asked, asked)) for other in others)
         return ask("cpu", form, group="experts_ff2", block=block, **changes)
 
-    assert out("bfp4", "bfp4", "bfp4") == out("bfp4") == Holding("bfp4 blocks", 3 * 3 * (8 + 4))
-    assert out("bfp4", "bfp8", "bfp4") == Holding("8-bit blocks of 16", 3 * 3 * (16 + 4))
-    assert out("q40", "q40", "bfp4") == Holding("4-bit blocks of 16", 3 * 3 * (8 + 4))
-    assert out("q80", "bfp4", "bfp4") == Holding("8-bit blocks of 16", 3 * 3 * (16 + 4))
-    assert out("bfp8", "bfp4", "bfp4") == Holding("bfp8 blocks", 3 * 3 * (16 + 4))
-    dense = Holding("float32", 480, "[in, out]")
+    assert (
+        out("bfp4", "bfp4", "bfp4") == out("bfp4") == WeightStorage("bfp4 blocks", 3 * 3 * (8 + 4))
+    )
+    assert out("bfp4", "bfp8", "bfp4") == WeightStorage("8-bit blocks of 16", 3 * 3 * (16 + 4))
+    assert out("q40", "q40", "bfp4") == WeightStorage("4-bit blocks of 16", 3 * 3 * (8 + 4))
+    assert out("q80", "bfp4", "bfp4") == WeightStorage("8-bit blocks of 16", 3 * 3 * (16 + 4))
+    assert out("bfp8", "bfp4", "bfp4") == WeightStorage("bfp8 blocks", 3 * 3 * (16 + 4))
+    dense = WeightStorage("float32", 480, "[in, out]")
     assert out("bfp4", "bfp4", "bf16") == out("bfp4", "bfp4", asked="hifi4") == dense
     assert out("bfp4", "bfp8", compute="exact") == out("bfp4", "bfp8", block_axis="out") == dense
     into = {"group": "experts_ff1_3", "block": (("bfp8", ("lofi", "lofi")),)}
-    assert ask("cpu", "q40", **into) == Holding("8-bit blocks of 16", 16 * 3 * (16 + 4))
+    assert ask("cpu", "q40", **into) == WeightStorage("8-bit blocks of 16", 16 * 3 * (16 + 4))
 
 
 @pytest.mark.parametrize("target", ["reference", "null", "cuda", "n150"])
@@ -235,6 +241,6 @@ def test_a_target_that_says_nothing_packs_the_format(name: str) -> None:
     target: Any = None
     for shape, axis in (((5, 48), "in"), ((5, 48), "out"), ((48,), "out")):
         recipe = WeightRecipe((Segment("w", shape[0]),), shape, name, axis)
-        found = Target.holding(target, recipe, NodeInfo(tensor_group="wo"), compute="fast")
+        found = Target.weight_storage(target, recipe, NodeInfo(tensor_group="wo"), compute="fast")
         at = 0 if axis == "out" and len(shape) == 2 else -1
-        assert found == Holding(name, FORMATS[name].nbytes(shape, axis=at))
+        assert found == WeightStorage(name, FORMATS[name].nbytes(shape, axis=at))
