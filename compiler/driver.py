@@ -40,7 +40,7 @@ from tilewright.compiler.targets.tile_encoder import (
     TileEncoderSettings,
 )
 from tilewright.compiler.tracer import grouped_modules, trace
-from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.distributed.parallel import SINGLE_RANK, ParallelConfig
 from tilewright.images.squares import SquareSettings
 
 
@@ -201,7 +201,9 @@ def tower_of(model: CompilableModel) -> _Part | None:
     return _Part(model.name, vision.module, vision.config, model.checkpoint)
 
 
-def text_model(model: CompilableModel, backend: Target, parallel: Parallel) -> CompilableModel:
+def text_model(
+    model: CompilableModel, backend: Target, parallel: ParallelConfig
+) -> CompilableModel:
     """Return the model of text to compile, with its cross-attention layers if they can run."""
     vision: Any = getattr(model, "vision", None)
     if vision is None or vision.text_module is None or not takes_images(model, backend, parallel):
@@ -209,7 +211,7 @@ def text_model(model: CompilableModel, backend: Target, parallel: Parallel) -> C
     return _Part(model.name, vision.text_module, model.config, model.checkpoint)
 
 
-def takes_images(model: CompilableModel, backend: Target, parallel: Parallel) -> bool:
+def takes_images(model: CompilableModel, backend: Target, parallel: ParallelConfig) -> bool:
     """Return whether the model's tower can run on a target."""
     vision: Any = getattr(model, "vision", None)
     if vision is None or not backend.has_images or parallel.tensor > 1:
@@ -293,7 +295,7 @@ def compile_encoder(
     model: CompilableModel,
     precision: ResolvedPrecision,
     backend: Target,
-    parallel: Parallel,
+    parallel: ParallelConfig,
     *,
     is_fast: bool,
 ) -> AnyEncoder | None:
@@ -342,7 +344,7 @@ def lower_model(
     report: Progress,
     *,
     dump_dir: Path | None = None,
-    parallel: Parallel = ALONE,
+    parallel: ParallelConfig = SINGLE_RANK,
     rank: int = 0,
     block_axis: str = "",
 ) -> tuple[GraphModule, PassContext]:
@@ -386,7 +388,7 @@ def _lower_ranks(
     model: CompilableModel,
     precision: ResolvedPrecision,
     stages: Sequence[Stage],
-    parallel: Parallel,
+    parallel: ParallelConfig,
 ) -> list[tuple[GraphModule, PassContext]]:
     """Run `lower_model` for every rank. Stages before the slicing by rank run once."""
     stages = with_ranks(stages)
@@ -416,7 +418,7 @@ def constants_of(model: CompilableModel, max_context: int | None = None) -> dict
 
 
 def weight_source(
-    model: CompilableModel, max_context: int | None = None, parallel: Parallel = ALONE
+    model: CompilableModel, max_context: int | None = None, parallel: ParallelConfig = SINGLE_RANK
 ) -> ModelWeights:
     """Return a source for the model's tensors by name. ``max_context`` is as in `constants_of`.
 

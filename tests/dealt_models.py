@@ -18,7 +18,7 @@ from tilewright.compiler.passes.sharding.take_rank import take_rank
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.compiled import Compiled
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.models.config import DeltaShape, RopeConfig
 
 VOCABULARY = 131
@@ -56,7 +56,7 @@ def make(model_type: str = "llama", **changes: Any) -> SimpleNamespace:
 
 def dealt(
     model: SimpleNamespace,
-    parallel: Parallel,
+    parallel: ParallelConfig,
     *,
     rank: int | None = None,
     precision: PrecisionConfig | None = None,
@@ -70,13 +70,13 @@ def dealt(
     return graph_module, ctx
 
 
-def grouped(model: SimpleNamespace, parallel: Parallel, **options: Any) -> Compiled:
+def grouped(model: SimpleNamespace, parallel: ParallelConfig, **options: Any) -> Compiled:
     """All ranks of a group on the reference target."""
     chosen = CompileOptions(max_batch=2, max_context=32, parallel=parallel)
     return compile_virtual(model, precision_of(**options), options=chosen)
 
 
-def logits_of(model: SimpleNamespace, parallel: Parallel, **options: Any) -> Tensor:
+def logits_of(model: SimpleNamespace, parallel: ParallelConfig, **options: Any) -> Tensor:
     """Logits of nine positions: a piece of a prompt, one decoded token, and the rest."""
     tokens = random_tokens(9, vocab_size=model.config.vocab_size)
     return prefill(grouped(model, parallel, **options).executable, tokens, (4, 1))

@@ -52,7 +52,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """The ranks for a compiled directory. Fields are as in `Parallel`.
+    """The ranks for a compiled directory. Fields are as in `ParallelConfig`.
 
     ``sources`` is the SHA-256 of the sharding code. Running the program requires the same code.
     """

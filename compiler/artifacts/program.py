@@ -33,7 +33,7 @@ from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary, Res
 from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Target
 from tilewright.compiler.targets.interface.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.table import get_target
-from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.distributed.parallel import SINGLE_RANK, ParallelConfig
 from tilewright.errors import CheckpointError, one_line
 from tilewright.utils.environment import environment
 
@@ -48,7 +48,7 @@ def write_program(
     max_context: int | None = None,
     progress: Progress = silent,
     dump_dir: Path | None = None,
-    parallel: Parallel = ALONE,
+    parallel: ParallelConfig = SINGLE_RANK,
     rank: int = 0,
     serves: CompileOptions | None = None,
 ) -> Manifest:
@@ -96,7 +96,7 @@ def write_encoder(
     folder: Path,
     *,
     target: Target,
-    parallel: Parallel,
+    parallel: ParallelConfig,
 ) -> None:
     """Write the model's vision tower to ``folder``, if `compile_encoder` returns an encoder."""
     from tilewright.compiler.targets.reference_tower import build_tower
@@ -128,7 +128,7 @@ def write_ranks(
     precision: PrecisionConfig,
     folder: Path,
     *,
-    parallel: Parallel,
+    parallel: ParallelConfig,
     target: str = "cpu",
     compute: str = "fast",
     progress: Progress = silent,

@@ -9,13 +9,13 @@ from tilewright.compiler.artifacts.digests import sources_digest
 from tilewright.compiler.artifacts.manifest import GroupFacts, Manifest
 from tilewright.compiler.artifacts.paths import part_of
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.errors import CheckpointError, CompileError, ConfigError
 
 _SHOWN = 12
 
 
-def group_facts(settled: Parallel) -> GroupFacts:
+def group_facts(settled: ParallelConfig) -> GroupFacts:
     """Return the manifest record for a group of ranks."""
     assert settled.wire is not None
     return GroupFacts(

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from tilewright.compiler.ir.info import CONSTANT, WEIGHT, info
 from tilewright.compiler.ir.text import graph_text, operator_name
 from tilewright.compiler.precision import ResolvedPrecision
-from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.distributed.parallel import SINGLE_RANK, ParallelConfig
 from tilewright.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ class PassContext:
     stored_type: Callable[[str], str] | None = None
     calibrated: Callable[[str], tuple[str, str] | None] | None = None
     target_axis: str = ""
-    parallel: Parallel = ALONE
+    parallel: ParallelConfig = SINGLE_RANK
     rank: int = 0
     places: list[tuple[str, str, str]] = field(default_factory=list)
 

@@ -21,7 +21,7 @@ from tilewright.compiler.ir.text import graph_text
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.compiled import Compiled, silent
 from tilewright.distributed.grouping import Grouping
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.errors import CheckpointError, TilewrightError
 from tilewright.loading import program as source_module
 from tilewright.loading.program import compile_program
@@ -30,7 +30,7 @@ from tilewright.options.engine_config import EngineConfig
 from tilewright.options.resolve import ResolvedConfig
 
 BFP8 = precision_of("bfp8", "hifi2", embedding="bf16")
-TWO = Parallel(2, wire="bf16")
+TWO = ParallelConfig(2, wire="bf16")
 OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1, parallel=TWO)
 
 
@@ -49,7 +49,7 @@ def test_every_rank_loads_what_it_would_compile(
     for rank in range(2):
         own = replace(OPTIONS, rank=rank)
         direct = compile_model(model, BFP8, target=target, options=own)
-        asked = replace(own, parallel=Parallel(2))  # the folder knows how it was dealt
+        asked = replace(own, parallel=ParallelConfig(2))  # the folder knows how it was dealt
         loaded = load_program(tmp_path / "out", manifest, asked)
         assert graph_text(loaded.graph().graph) == graph_text(direct.graph().graph)
         assert loaded.executable.memory() == direct.executable.memory()
@@ -79,7 +79,11 @@ def test_a_rank_s_part_is_kept_by_what_was_dealt(
     direct = [compile_model(model, BFP8, target="cpu-native", options=each) for each in asked]
     assert [said(each) for each in direct] == first
     count = len(traces)
-    others = (Parallel(), Parallel(2, wire="fp32"), Parallel(2, wire="bf16", shares=(3, 1)))
+    others = (
+        ParallelConfig(),
+        ParallelConfig(2, wire="fp32"),
+        ParallelConfig(2, wire="bf16", shares=(3, 1)),
+    )
     for number, other in enumerate(others, 1):
         cached(replace(OPTIONS, parallel=other))
         assert len(traces) == count + number
@@ -97,20 +101,20 @@ def test_a_rank_reads_no_other_rank_s_part(model: SimpleNamespace, tmp_path: Pat
 @pytest.mark.parametrize(
     ("parallel", "said"),
     [
-        (Parallel(), "programs of 2 ranks for 1; allowed: --tensor-parallel-size 2"),
-        (Parallel(3), "programs of 2 ranks for 3; allowed: --tensor-parallel-size 2"),
+        (ParallelConfig(), "programs of 2 ranks for 1; allowed: --tensor-parallel-size 2"),
+        (ParallelConfig(3), "programs of 2 ranks for 3; allowed: --tensor-parallel-size 2"),
         (
-            Parallel(2, wire="q80"),
+            ParallelConfig(2, wire="q80"),
             "--wire q80 with {}, which was compiled with bf16; allowed: without --wire",
         ),
         (
-            Parallel(2, shares=(2, 1)),
+            ParallelConfig(2, shares=(2, 1)),
             "--shares 2,1 with {}, which was compiled with none; allowed: without --shares",
         ),
     ],
 )
 def test_another_group_is_refused(
-    parallel: Parallel, said: str, model: SimpleNamespace, tmp_path: Path
+    parallel: ParallelConfig, said: str, model: SimpleNamespace, tmp_path: Path
 ) -> None:
     folder = tmp_path / "out"
     manifest = written(model, folder)

@@ -29,7 +29,7 @@ from tilewright.compiler.targets.interface.base import CompileOptions, Executabl
 from tilewright.compiler.targets.table import get_target
 from tilewright.distributed.grouping import Grouping, check_devices, read_grouping
 from tilewright.distributed.hello import RanksDifferError
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.errors import CompileError, ConfigError, RankError
 from tilewright.loading import ranks
 from tilewright.models import ShapeName
@@ -99,11 +99,11 @@ def test_ranks_that_do_not_fit_are_refused_in_one_line() -> None:
             ConfigError, match=f"--{option.replace('_', '-')} for a single rank; allow"
         ):
             read_grouping(asked(**{option: value}))
-    two = Grouping(Parallel(tensor=4))
+    two = Grouping(ParallelConfig(tensor=4))
     with pytest.raises(ConfigError, match="4 ranks on target cuda: this machine has 2 GPUs"):
         check_devices(two, 2)
     with pytest.raises(ConfigError, match="device 3: this machine has 2 GPUs; allowed: up to 2"):
-        check_devices(Grouping(Parallel(tensor=2, devices=(0, 3))), 2)
+        check_devices(Grouping(ParallelConfig(tensor=2, devices=(0, 3))), 2)
     with pytest.raises(ConfigError, match="device 2: this machine has 2 GPUs"):
         check_devices(read_grouping(asked(devices=(2,))), 2)
 
@@ -113,12 +113,12 @@ def test_ranks_that_cannot_write_into_each_other_s_gpus_exchange_otherwise() -> 
         words = {"nnodes": 2, "master_addr": "h", "collective_backend": exchange}
         far = asked(tensor_parallel_size=4, **words)
         check_devices(read_grouping(far), 2)
-        check_devices(Grouping(Parallel(tensor=16, exchange=exchange)), 16)
+        check_devices(Grouping(ParallelConfig(tensor=16, exchange=exchange)), 16)
     far = asked(tensor_parallel_size=4, nnodes=2, master_addr="h", collective_backend="p2p")
     with pytest.raises(ConfigError, match="p2p for 4 ranks over several machines: a rank"):
         check_devices(read_grouping(far), 2)
     with pytest.raises(ConfigError, match="p2p for 16 ranks; allowed: up to 8, or --"):
-        check_devices(Grouping(Parallel(tensor=16, exchange="peers")), 16)
+        check_devices(Grouping(ParallelConfig(tensor=16, exchange="peers")), 16)
 
 
 def test_gpus_that_do_not_reach_each_other_are_refused_before_ranks_start(
@@ -130,7 +130,7 @@ def test_gpus_that_do_not_reach_each_other_are_refused_before_ranks_start(
     monkeypatch.setattr(peers, "check_access", check_access)
     monkeypatch.setattr(ranks, "gather_here", lambda *given, **more: pytest.fail("started"))
     with pytest.raises(CompileError, match=r"GPUs \(1, 3\)"):
-        ranks._gather(Grouping(Parallel(tensor=2, devices=(1, 3), exchange="peers")), "cuda")
+        ranks._gather(Grouping(ParallelConfig(tensor=2, devices=(1, 3), exchange="peers")), "cuda")
 
 
 def test_devices_of_a_target_that_has_cores_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +161,7 @@ def test_a_board_is_refused_ranks_before_anything_is_opened(
         assert main([*command, *given]) == 2
         assert capsys.readouterr().err == f"tilewright: {said}\n"
     with pytest.raises(ConfigError, match="2 ranks of target n300: a board deals a model over"):
-        get_target("n300").settled(CompileOptions(parallel=Parallel(2)))
+        get_target("n300").settled(CompileOptions(parallel=ParallelConfig(2)))
     assert not (tmp_path / "out").exists()
 
 
@@ -183,7 +183,7 @@ def test_onnxruntime_is_refused_ranks_before_anything_is_opened(
         assert main([*command, *given]) == 2
         assert capsys.readouterr().err == f"tilewright: {said}\n"
     with pytest.raises(ConfigError, match="2 ranks of backend onnxruntime"):
-        get_target("cpu").settled(CompileOptions(parallel=Parallel(2)))
+        get_target("cpu").settled(CompileOptions(parallel=ParallelConfig(2)))
     monkeypatch.setattr(choice, "choose_backend", lambda progress: ("cpu", "no compiler"))
     for command in (["run", "--prompt", "x"], ["compile", shape, "-o", str(tmp_path / "out")]):
         assert main([*command, "--tensor-parallel", "2"]) == 2, "also where nobody has named it"
@@ -229,7 +229,7 @@ def test_ranks_that_differ_are_refused_though_another_said_so_first(
     leader.all_gather = all_gather
     group = SimpleNamespace(leader=leader, token=b"", close=close)
     monkeypatch.setattr(ranks, "_gather", lambda grouping, target: group)
-    options = CompileOptions(parallel=Parallel(tensor=2))
+    options = CompileOptions(parallel=ParallelConfig(tensor=2))
     job = ranks.RankConfig("m.gguf", "cpu", None, options, use_cache=False)
     grouping = Grouping(parallel=options.parallel)
     with pytest.raises(RanksDifferError, match=r"rank 0 has code .* and rank 1 another") as caught:
@@ -259,7 +259,7 @@ def test_one_rank_runs_on_the_device_that_was_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", asked_for.append)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: asked_for[-1] if asked_for else 0)
-    found = open_device(CompileOptions(parallel=Parallel(devices=(1,))))
+    found = open_device(CompileOptions(parallel=ParallelConfig(devices=(1,))))
     assert found.index == 1 and open_device(CompileOptions()).index == 1
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from tests.dealt_models import grouped, make
 from tilewright.cli.measure.explain import explain_cost, explain_places
 from tilewright.compiler.targets.interface.compiled import Compiled
-from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.distributed.parallel import SINGLE_RANK, ParallelConfig
 
 
 def explained(compiled: Compiled) -> str:
@@ -22,7 +22,7 @@ def explained(compiled: Compiled) -> str:
 
 def test_shares_wire_and_bytes_are_told() -> None:
     model = make()
-    text = explained(grouped(model, Parallel(3, wire="bf16")))
+    text = explained(grouped(model, ParallelConfig(3, wire="bf16")))
     for line in (
         "wqkv out 64 + 32 + 32",
         "wo in 64 + 32 + 32",
@@ -38,6 +38,6 @@ def test_shares_wire_and_bytes_are_told() -> None:
 
 
 def test_one_device_has_no_such_lines() -> None:
-    text = explained(grouped(make(), ALONE))
+    text = explained(grouped(make(), SINGLE_RANK))
     assert "ranks" not in text
     assert "sent" not in text

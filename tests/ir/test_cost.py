@@ -16,7 +16,7 @@ from tilewright.compiler.passes.runner import run_passes
 from tilewright.compiler.passes.sharding.shard import shard
 from tilewright.compiler.passes.sharding.take_rank import take_rank
 from tilewright.compiler.targets.table import get_target
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.evaluate.measure.roofline import weight_bytes
 
 
@@ -62,7 +62,7 @@ def test_so_do_the_bytes_that_a_device_reads() -> None:
 def test_what_a_rank_sends_is_counted_in_the_wire_s_format(wire: str, num_bytes: float) -> None:
     model = make_dealt()
     graph_module, ctx = lowered(model, target="reference", until="round_activations")
-    ctx.parallel, ctx.rank = Parallel(3, wire=wire), 1
+    ctx.parallel, ctx.rank = ParallelConfig(3, wire=wire), 1
     run_passes(graph_module, [shard, take_rank], ctx)
     costs = step_costs(graph_module, num_tokens=5, context=16, num_logits=5)
     found = {cost.group: cost for cost in costs}

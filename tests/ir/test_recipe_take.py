@@ -39,7 +39,7 @@ from tilewright.compiler.passes.sharding.shard import shard
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION
-from tilewright.distributed.parallel import Parallel, RankAxes
+from tilewright.distributed.parallel import ParallelConfig, RankAxes
 from tilewright.errors import CompileError
 from tilewright.models import LoadedModel, load_model
 
@@ -110,8 +110,8 @@ Found = list[tuple[WeightRecipe, Placement]]
 
 def parts_of(model: SimpleNamespace | CompilableModel, count: int, nodes: Found) -> None:
     """Every rank's values of every weight are those of one device, bit for bit."""
-    whole, ranks = weight_source(model), RankAxes(count, 1, Parallel(count).policy)
-    own = weight_source(model, None, Parallel(count))
+    whole, ranks = weight_source(model), RankAxes(count, 1, ParallelConfig(count).policy)
+    own = weight_source(model, None, ParallelConfig(count))
     for recipe, placement in nodes:
         expected = load_values(recipe, whole)
         for rank in range(count):
@@ -136,7 +136,7 @@ def test_pieces_are_the_values_of_one_device(name: str, axis: str) -> None:
     model = make(**sizes)
     precision = precision_of(name, block_axis=axis, kv_cache="fp32", embedding="fp32")
     for count in COUNTS:
-        graph_module, _ = dealt(model, Parallel(count), precision=precision)
+        graph_module, _ = dealt(model, ParallelConfig(count), precision=precision)
         facts = [info(node) for node in graph_module.graph.nodes]
         found = [(f.recipe, f.placement) for f in facts if f.recipe and f.placement]
         assert sum(bool(placement.sharded) for _, placement in found) >= 7
@@ -147,7 +147,7 @@ def of_file(model: LoadedModel, count: int) -> Found:
     """The weights of a file as it stores them, and how ranks deal them."""
     resolved = resolve_precision(model, load_precision("stored"))
     graph_module, ctx = lower_model(model, resolved, [MATCH, PRECISION], silent)
-    ctx.parallel = Parallel(count)
+    ctx.parallel = ParallelConfig(count)
     run_passes(graph_module, [shard], ctx)
     facts = [info(node) for node in graph_module.graph.nodes]
     return [(f.recipe, f.placement) for f in facts if f.recipe and f.placement]
@@ -206,10 +206,10 @@ def test_no_more_is_read_than_is_kept(model_type: str) -> None:
     """Of a checkpoint that has every expert in a tensor of its own, and of one of stacks."""
     model = make(model_type, tie_embeddings=False)
     for rank in range(4):
-        graph_module, _ = dealt(model, Parallel(4), rank=rank)
+        graph_module, _ = dealt(model, ParallelConfig(4), rank=rank)
         recipes = {info(n).recipe for n in graph_module.graph.nodes if info(n).role == WEIGHT}
         kept = sum(4 * math.prod(recipe.shape) for recipe in recipes if recipe is not None)
-        before, source = model.checkpoint.num_bytes, weight_source(model, None, Parallel(4))
+        before, source = model.checkpoint.num_bytes, weight_source(model, None, ParallelConfig(4))
         for recipe in recipes:
             assert recipe is not None
             load_values(recipe, source)

@@ -30,7 +30,7 @@ from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import Needs
 from tilewright.compiler.targets.program.plan import make_plan
 from tilewright.compiler.targets.table import get_target
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.errors import CheckpointError
 from tilewright.models import load_model
 
@@ -163,7 +163,7 @@ def test_damaged_bytes_are_a_graph_or_refused(data: st.DataObject, new: bytes, c
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_dealt_graph_and_a_rank_s_come_back(rank: int | None, model_type: str) -> None:
     """Places, collectives and words: GELU's form, the wire's format."""
-    before, ctx = dealt(make(model_type), Parallel(2, wire="bf16"), rank=rank)
+    before, ctx = dealt(make(model_type), ParallelConfig(2, wire="bf16"), rank=rank)
     run_passes(before, [insert_state, gather_logit_rows], ctx)
     after = read_graph(graph_json(before), WHERE)
     assert graph_text(after.graph) == graph_text(before.graph)
@@ -173,7 +173,7 @@ def test_a_dealt_graph_and_a_rank_s_come_back(rank: int | None, model_type: str)
 
 
 def test_only_known_words_are_arguments() -> None:
-    before, ctx = dealt(make(), Parallel(2, wire="bf16"), rank=0)
+    before, ctx = dealt(make(), ParallelConfig(2, wire="bf16"), rank=0)
     run_passes(before, [insert_state, gather_logit_rows], ctx)
     data = graph_json(before).replace(b'"bf16"]', b'"a word"]')
     with pytest.raises(CheckpointError, match="argument 'a word'"):

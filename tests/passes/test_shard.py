@@ -19,10 +19,10 @@ from tilewright.compiler.ir.text import graph_text, operator_name
 from tilewright.compiler.ir.verify import verify_sharded
 from tilewright.compiler.passes.runner import run_passes
 from tilewright.compiler.passes.sharding.shard import shard
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.errors import CompileError
 
-TWO = Parallel(2, wire="fp32")
+TWO = ParallelConfig(2, wire="fp32")
 UNLIKE = ("llama", "gemma3_text", "qwen3_moe", "qwen3_5_moe")
 """By what stands in a layer; `test_virtual_ranks.py` has the numbers of all architectures."""
 
@@ -89,7 +89,7 @@ def test_the_golden_text_of_a_layer() -> None:
 
 def test_gate_and_up_are_dealt_alike() -> None:
     """Halved as one tensor, some ranks would get gates only."""
-    graph_module, _ = dealt(make(), Parallel(3))
+    graph_module, _ = dealt(make(), ParallelConfig(3))
     gate, up = (shares(graph_module, f"mlp.{name}_proj.weight") for name in ("gate", "up"))
     assert gate == up == {0: [[(0, 24)], [(24, 24)], [(48, 24)]]}
     assert shares(graph_module, "down_proj.weight") == {1: gate[0]}
@@ -122,7 +122,7 @@ def test_queries_keys_and_values_of_linear_attention_have_their_own_widths() -> 
 
 
 def test_experts_are_dealt_by_width_and_by_expert() -> None:
-    graph_module, _ = dealt(make("qwen3_moe"), Parallel(4, expert=2))
+    graph_module, _ = dealt(make("qwen3_moe"), ParallelConfig(4, expert=2))
     experts, halves = [[(0, 3)], [(3, 3)]], [[(0, 32)], [(32, 32)]]
     assert shares(graph_module, "experts.up_proj.weight") == {0: experts, 1: halves}
     assert shares(graph_module, "experts.down_proj.weight") == {0: experts, 2: halves}
@@ -130,7 +130,9 @@ def test_experts_are_dealt_by_width_and_by_expert() -> None:
 
 @pytest.mark.parametrize(("inner", "count", "parts"), [(512, 2, 1), (512, 4, 1), (512, 8, 2)])
 def test_as_few_parts_of_experts_as_leave_whole_pieces(inner: int, count: int, parts: int) -> None:
-    graph_module, _ = dealt(make("qwen3_moe", num_layers=1, expert_size=inner), Parallel(count))
+    graph_module, _ = dealt(
+        make("qwen3_moe", num_layers=1, expert_size=inner), ParallelConfig(count)
+    )
     dealt_axes = shares(graph_module, "experts.down_proj.weight")
     assert len(dealt_axes[2]) == count // parts
     assert len(dealt_axes.get(0, [[]])) == parts
@@ -142,7 +144,7 @@ def test_large_pieces_are_taken_where_there_are_enough() -> None:
 
 
 def test_shares_are_kept_in_heads_and_columns() -> None:
-    graph_module, _ = dealt(make(), Parallel(2, shares=(3, 1)))
+    graph_module, _ = dealt(make(), ParallelConfig(2, shares=(3, 1)))
     assert shares(graph_module, "o_proj.weight") == {1: [[(0, 96)], [(96, 32)]]}
     assert shares(graph_module, "k_proj.weight") == {0: [[(0, 48)], [(48, 16)]]}
 
@@ -161,20 +163,20 @@ def test_whole_blocks_alone_are_dealt() -> None:
     [
         (
             {},
-            Parallel(9),
+            ParallelConfig(9),
             {},
             "model.layers.0.self_attn: 8 query heads over 9 ranks; allowed: at most 8",
         ),
         (
             {"intermediate_size": 48},
-            Parallel(4),
+            ParallelConfig(4),
             {"ff2": "q80"},
             "model.layers.0.mlp.down_proj: columns: 48 in blocks of 32 are 2, over 4 ranks; "
             "allowed: at most 2 ranks, or formats fp32, bf16, fp16",
         ),
         (
             {"model_type": "qwen3_5"},
-            Parallel(16),
+            ParallelConfig(16),
             {},
             "model.layers.0.linear_attn: key heads: 8 in blocks of 1 are 8, over 16 ranks; "
             "allowed: at most 8 ranks",
@@ -182,7 +184,7 @@ def test_whole_blocks_alone_are_dealt() -> None:
     ],
 )
 def test_what_cannot_be_dealt_is_refused(
-    changes: dict[str, Any], parallel: Parallel, formats: dict[str, str], message: str
+    changes: dict[str, Any], parallel: ParallelConfig, formats: dict[str, str], message: str
 ) -> None:
     with pytest.raises(CompileError) as caught:
         dealt(make(**changes), parallel, precision=precision_of(**formats))
@@ -190,12 +192,12 @@ def test_what_cannot_be_dealt_is_refused(
 
 
 def test_a_head_of_few_rows_stays_whole_and_is_named() -> None:
-    graph_module, ctx = dealt(make(vocab_size=61, intermediate_size=64), Parallel(8))
+    graph_module, ctx = dealt(make(vocab_size=61, intermediate_size=64), ParallelConfig(8))
     assert not find_calls(graph_module.graph, ops.all_gather)
     assert ctx.notes == ["whole on every rank: lm_head (61 rows are fewer than 8 x 16)"]
 
 
 def test_the_wire_that_is_asked_for_is_sent() -> None:
-    graph_module, _ = dealt(make(**BIASES), Parallel(2, wire="q80"))
+    graph_module, _ = dealt(make(**BIASES), ParallelConfig(2, wire="q80"))
     calls = find_calls(graph_module.graph, ops.all_reduce)
     assert {call.args[1:] for call in calls} == {(2, "q80")}

@@ -20,14 +20,14 @@ from tilewright.compiler.passes.sharding.take_rank import take_rank
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.ranks.collective_driver import run_together
 from tilewright.compiler.targets.table import get_target
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_a_rank_s_shapes_are_its_own(model_type: str) -> None:
     model = make(model_type)
     for rank in (0, 2):
-        graph_module, ctx = dealt(model, Parallel(3), rank=rank)
+        graph_module, ctx = dealt(model, ParallelConfig(3), rank=rank)
         verify_precision(graph_module)
         assert ctx.reports[-1].num_rewrites == ctx.reports[-2].num_rewrites
         for node in graph_module.graph.nodes:
@@ -55,7 +55,7 @@ def test_the_ranks_together_have_the_numbers_of_the_whole(model_type: str) -> No
     expected = run_graph(before, model, **inputs)
     programs = []
     for rank in range(2):
-        graph_module, _ = dealt(model, Parallel(2), rank=rank)
+        graph_module, _ = dealt(model, ParallelConfig(2), rank=rank)
         programs.append((graph_module, arguments_of(graph_module, model, inputs)))
     first, second = run_together(programs)
     assert torch.equal(first, second)
@@ -63,14 +63,14 @@ def test_the_ranks_together_have_the_numbers_of_the_whole(model_type: str) -> No
 
 
 def test_the_golden_text_of_a_layer() -> None:
-    graph_module, _ = dealt(make("qwen3_5_moe"), Parallel(4, expert=2), rank=3)
+    graph_module, _ = dealt(make("qwen3_5_moe"), ParallelConfig(4, expert=2), rank=3)
     text = "".join(graph_text(graph_module.graph, layer=layer) for layer in (0, 1))
     check_golden("take_rank/qwen3_5_moe.txt", text)
 
 
 def test_rank_0_alone_adds_the_bias_of_a_sum() -> None:
     for rank in range(2):
-        graph_module, _ = dealt(make(num_layers=1, **BIASES), Parallel(2), rank=rank)
+        graph_module, _ = dealt(make(num_layers=1, **BIASES), ParallelConfig(2), rank=rank)
         with_bias = [info(n).fqn for n in find_calls(graph_module.graph, ops.linear) if n.args[2:]]
         assert [name.rpartition(".")[2] for name in with_bias] == [
             *("q_proj", "k_proj", "v_proj"),
@@ -83,7 +83,7 @@ def test_rank_0_alone_adds_the_bias_of_a_sum() -> None:
 
 
 def test_experts_of_others_are_left_out() -> None:
-    graph_module, _ = dealt(make("qwen3_moe", num_layers=1), Parallel(4, expert=2), rank=2)
+    graph_module, _ = dealt(make("qwen3_moe", num_layers=1), ParallelConfig(4, expert=2), rank=2)
     (local,) = find_calls(graph_module.graph, ops.local_experts)
     assert local.args[1:] == (3, 3)
     products = find_calls(graph_module.graph, ops.expert_linear)
@@ -99,7 +99,7 @@ def test_state_is_a_rank_s_own() -> None:
     precision = lowered(model, target="reference")[1].precision
     stages = get_target("reference").stages()
     graph_module, _ = lower_model(
-        model, precision, stages, silent, parallel=Parallel(2, wire="fp32"), rank=1
+        model, precision, stages, silent, parallel=ParallelConfig(2, wire="fp32"), rank=1
     )
     states = [info(node).state for node in graph_module.graph.nodes if info(node).role == STATE]
     found = {each.name.rpartition(".")[2]: each.shape for each in states if each}
@@ -119,7 +119,7 @@ def test_later_passes_work_on_a_rank_s_program(model_type: str, target: str) -> 
     expected = run_graph(whole, model, **inputs)
     programs = []
     for rank in range(3):
-        parallel = Parallel(3, wire="fp32")
+        parallel = ParallelConfig(3, wire="fp32")
         graph_module, ctx = lower_model(
             model, precision, stages, silent, parallel=parallel, rank=rank
         )

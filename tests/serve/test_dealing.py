@@ -10,13 +10,13 @@ import pytest
 from tilewright.cli.arguments.serve import read_serve_options
 from tilewright.compiler.devices import usable_cpus
 from tilewright.distributed.grouping import Grouping
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.errors import ConfigError
 from tilewright.serve.engines import replicas
 from tilewright.serve.engines.replicas import replicas_of
 from tilewright.serve.web.settings import Replica
 
-ALONE = ("--replicas", "1")
+SINGLE_RANK = ("--replicas", "1")
 
 
 def of_options(argv: list[str]) -> tuple[Replica, ...]:
@@ -52,7 +52,9 @@ def test_cores_and_threads_are_divided(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    wanted = [((*ALONE, "--num-threads", said) if said else (), own) for said, own in expected]
+    wanted = [
+        ((*SINGLE_RANK, "--num-threads", said) if said else (), own) for said, own in expected
+    ]
     assert dealt(*argv.split(), cores=cores, monkeypatch=monkeypatch) == wanted
     is_shared = len(cores) < len(expected)
     assert ("3 replicas share 2 cores" in capfd.readouterr().err) == is_shared
@@ -60,13 +62,13 @@ def test_cores_and_threads_are_divided(
 
 def test_gpus_are_dealt_and_seen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def dealt(count: int, devices: tuple[int, ...] = (), ranks: int = 1) -> list[Any]:
-        found = replicas_of(count, "cuda", Grouping(Parallel(ranks)), devices=devices)
+        found = replicas_of(count, "cuda", Grouping(ParallelConfig(ranks)), devices=devices)
         return [(each.arguments, dict(each.environment)) for each in found]
 
     monkeypatch.setattr(replicas, "num_gpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    own, name = (*ALONE, "--devices", "0"), "CUDA_VISIBLE_DEVICES"
-    two = (*ALONE, "--devices", "0,1")
+    own, name = (*SINGLE_RANK, "--devices", "0"), "CUDA_VISIBLE_DEVICES"
+    two = (*SINGLE_RANK, "--devices", "0,1")
     assert dealt(1) == [((), {})], "as it was"
     assert dealt(2) == [(own, {name: "0"}), (own, {name: "1"})]
     assert dealt(2, (3, 1)) == [(own, {name: "3"}), (own, {name: "1"})]

@@ -16,7 +16,7 @@ from tests.tiny import leave_slot, precision_of, prefill, random_tokens, step, t
 from tilewright.compiler.driver import compile_virtual
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
-from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.distributed.parallel import SINGLE_RANK, ParallelConfig
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState
 
@@ -25,20 +25,20 @@ NUM_SEQUENCES, LENGTH = 16, 256
 
 MOST_ROWS = 64
 GROUPS = [
-    ("qwen3_moe", Parallel(2, expert=2)),
+    ("qwen3_moe", ParallelConfig(2, expert=2)),
     *(
         pytest.param(*each, marks=pytest.mark.slow)
         for each in (
-            ("llama", Parallel(2)),
-            ("qwen3_moe", Parallel(2, expert=1)),
-            ("qwen3_5_moe", Parallel(4, expert=2)),
+            ("llama", ParallelConfig(2)),
+            ("qwen3_moe", ParallelConfig(2, expert=1)),
+            ("qwen3_5_moe", ParallelConfig(4, expert=2)),
         )
     ),
 ]
 
 
 def made(
-    model: SimpleNamespace, parallel: Parallel, *, context: int, slots: int = MOST_ROWS
+    model: SimpleNamespace, parallel: ParallelConfig, *, context: int, slots: int = MOST_ROWS
 ) -> Executable:
     options = CompileOptions(max_batch=slots, max_context=context, parallel=parallel)
     return compile_virtual(model, precision_of(), options=options).executable
@@ -53,12 +53,12 @@ def forced(executable: Executable) -> Tensor:
 
 @pytest.mark.parametrize(("model_type", "parallel"), GROUPS)
 def test_four_thousand_positions_are_those_of_one_device(
-    model_type: str, parallel: Parallel
+    model_type: str, parallel: ParallelConfig
 ) -> None:
     model = make(model_type, **({} if "3_5" in model_type else {"num_layers": 1}))
-    expected = forced(made(model, ALONE, context=LENGTH, slots=1))
+    expected = forced(made(model, SINGLE_RANK, context=LENGTH, slots=1))
     for wire, most, share in (("fp32", 1e-6, 0.999), ("bf16", 1e-4, 0.97)):
-        group = Parallel(parallel.tensor, expert=parallel.expert, wire=wire)
+        group = ParallelConfig(parallel.tensor, expert=parallel.expert, wire=wire)
         found = forced(made(model, group, context=LENGTH, slots=1))
         divergence = (expected.exp() * (expected - found)).sum(-1)
         same = (expected.argmax(-1) == found.argmax(-1)).double().mean()
@@ -68,7 +68,7 @@ def test_four_thousand_positions_are_those_of_one_device(
 
 
 @pytest.mark.parametrize(("model_type", "parallel"), GROUPS)
-def test_company_moves_no_row(model_type: str, parallel: Parallel) -> None:
+def test_company_moves_no_row(model_type: str, parallel: ParallelConfig) -> None:
     """Alone and among 2 to 64 rows of a step, which choose other experts."""
     model = make(model_type, **({} if "3_5" in model_type else {"num_layers": 1}))
     executable = made(model, parallel, context=32)
@@ -122,6 +122,6 @@ def test_random_operations_are_answered_as_by_one_device(count: int) -> None:
     model = make("qwen3_moe", num_layers=1)
     expected, found = (
         answers(made(model, parallel, context=64, slots=6), count)
-        for parallel in (ALONE, Parallel(2, expert=2))
+        for parallel in (SINGLE_RANK, ParallelConfig(2, expert=2))
     )
     assert len(found) > count // 20 and found == expected

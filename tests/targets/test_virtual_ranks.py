@@ -9,7 +9,7 @@ from tests.dealt_models import ARCHITECTURES, BIASES, COUNTS, assert_equal, grou
 from tests.tiny import copy_slot, precision_of, prefill, random_tokens, step, take_slot
 from tilewright.compiler.driver import compile_virtual
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.distributed.parallel import SINGLE_RANK, ParallelConfig
 from tilewright.errors import CompileError
 
 
@@ -21,37 +21,39 @@ def layers_of(model_type: str) -> dict[str, int]:
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_ranks_together_are_one_device(model_type: str) -> None:
     model = make(model_type, **layers_of(model_type))
-    expected = logits_of(model, ALONE)
+    expected = logits_of(model, SINGLE_RANK)
     for count in COUNTS:
-        assert_equal(logits_of(model, Parallel(count)), expected)
+        assert_equal(logits_of(model, ParallelConfig(count)), expected)
 
 
 @pytest.mark.parametrize(
     ("changes", "parallel"),
     [
-        (BIASES, Parallel(3)),
-        ({"num_kv_heads": 2}, Parallel(5)),  # heads shared by three ranks and by two
-        ({"num_heads": 6, "num_kv_heads": 3}, Parallel(2)),
-        ({"intermediate_size": 64}, Parallel(6)),
-        ({}, Parallel(3, shares=(4, 1, 2))),
-        ({"model_type": "qwen3_moe"}, Parallel(6, expert=6)),
-        ({"model_type": "qwen3_moe"}, Parallel(6, expert=3)),
-        ({"model_type": "qwen3_moe", "num_experts": 5}, Parallel(4, expert=2)),
-        ({"model_type": "qwen3_5_moe"}, Parallel(4, expert=4)),
-        ({"model_type": "qwen3_5_moe"}, Parallel(4, expert=1)),
+        (BIASES, ParallelConfig(3)),
+        ({"num_kv_heads": 2}, ParallelConfig(5)),  # heads shared by three ranks and by two
+        ({"num_heads": 6, "num_kv_heads": 3}, ParallelConfig(2)),
+        ({"intermediate_size": 64}, ParallelConfig(6)),
+        ({}, ParallelConfig(3, shares=(4, 1, 2))),
+        ({"model_type": "qwen3_moe"}, ParallelConfig(6, expert=6)),
+        ({"model_type": "qwen3_moe"}, ParallelConfig(6, expert=3)),
+        ({"model_type": "qwen3_moe", "num_experts": 5}, ParallelConfig(4, expert=2)),
+        ({"model_type": "qwen3_5_moe"}, ParallelConfig(4, expert=4)),
+        ({"model_type": "qwen3_5_moe"}, ParallelConfig(4, expert=1)),
     ],
 )
-def test_uneven_shared_and_whole_experts(changes: dict[str, object], parallel: Parallel) -> None:
+def test_uneven_shared_and_whole_experts(
+    changes: dict[str, object], parallel: ParallelConfig
+) -> None:
     model_type = str(changes.get("model_type", "llama"))
     model = make(**{**layers_of(model_type), **changes})  # type: ignore[arg-type]
-    assert_equal(logits_of(model, parallel), logits_of(model, ALONE))
+    assert_equal(logits_of(model, parallel), logits_of(model, SINGLE_RANK))
 
 
 def test_a_rounded_wire_moves_the_numbers_a_little() -> None:
     model = make()
-    expected = logits_of(model, ALONE)
+    expected = logits_of(model, SINGLE_RANK)
     by_wire = {
-        wire: float((logits_of(model, Parallel(2, wire=wire)) - expected).abs().max())
+        wire: float((logits_of(model, ParallelConfig(2, wire=wire)) - expected).abs().max())
         for wire in ("fp32", "bf16", "q80")
     }
     assert by_wire["fp32"] < 1e-5 < by_wire["bf16"] < 0.05
@@ -60,7 +62,10 @@ def test_a_rounded_wire_moves_the_numbers_a_little() -> None:
 
 def test_copies_and_snapshots_are_each_rank_s_own_part() -> None:
     model = make("qwen3_5")
-    executable, tokens = grouped(model, Parallel(2)).executable, random_tokens(6, vocab_size=131)
+    executable, tokens = (
+        grouped(model, ParallelConfig(2)).executable,
+        random_tokens(6, vocab_size=131),
+    )
     expected = prefill(executable, tokens)
     slot = take_slot(executable)
     step(executable, [(slot, tokens[:4], 0)], rows=range(4))
@@ -72,7 +77,7 @@ def test_copies_and_snapshots_are_each_rank_s_own_part() -> None:
 
 
 def test_targets_of_one_rank_a_process_say_so() -> None:
-    options = CompileOptions(max_context=32, parallel=Parallel(2))
+    options = CompileOptions(max_context=32, parallel=ParallelConfig(2))
     with pytest.raises(CompileError) as caught:
         compile_virtual(make(), precision_of(), target="null", options=options)
     assert str(caught.value) == "2 ranks in one process on target null; allowed: reference"
@@ -80,7 +85,7 @@ def test_targets_of_one_rank_a_process_say_so() -> None:
 
 def test_ranks_hold_parts_of_what_one_device_holds() -> None:
     model = make(tie_embeddings=False)
-    whole = grouped(model, ALONE).executable.memory()
-    parts = grouped(model, Parallel(2)).executable.memory()
+    whole = grouped(model, SINGLE_RANK).executable.memory()
+    parts = grouped(model, ParallelConfig(2)).executable.memory()
     assert parts.state == whole.state
     assert parts.weights < 1.5 * whole.weights  # norms, and the embedding, twice

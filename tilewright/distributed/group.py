@@ -24,7 +24,7 @@ from tilewright.distributed.channel import (
     ChannelClosedError,
     Frame,
 )
-from tilewright.distributed.parallel import ALONE
+from tilewright.distributed.parallel import SINGLE_RANK
 from tilewright.distributed.processes import how_process_is, is_stopped
 from tilewright.errors import RankError, RankRefusedError, TilewrightError
 from tilewright.utils.child_process import Child
@@ -308,7 +308,7 @@ class Follower:
 
     def __init__(self, rank: int, size: int, channel: Channel, address: Address) -> None:
         self.rank, self.size, self.channel, self.address = rank, size, channel, address
-        self.limit_s, self.ends_process = ALONE.peer_limit, False
+        self.limit_s, self.ends_process = SINGLE_RANK.peer_limit, False
         self._is_loading, self._leader = True, channel.process()
         self._ended = threading.Event()
         self._beater = threading.Thread(target=self._beat, daemon=True, name="beat")

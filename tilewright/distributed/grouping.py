@@ -8,11 +8,11 @@ from typing import Any
 
 from tilewright.distributed.channel import Address
 from tilewright.distributed.parallel import (
-    ALONE,
     COLLECTIVE_BACKENDS,
     MOST_GPUS,
     PEERS,
-    Parallel,
+    SINGLE_RANK,
+    ParallelConfig,
 )
 from tilewright.distributed.world import Machines, RankInfo, machines_of, place_of
 from tilewright.errors import ConfigError
@@ -25,7 +25,7 @@ class Grouping:
     ``workers`` are addresses of waiting machines.
     """
 
-    parallel: Parallel = ALONE
+    parallel: ParallelConfig = SINGLE_RANK
     machines: Machines = field(default_factory=Machines)
     place: RankInfo | None = None
     workers: tuple[Address, ...] = ()
@@ -66,13 +66,13 @@ def read_grouping(given: Any) -> Grouping:
         machines.address()  # raises if the address is missing
     if tensor % machines.count:
         raise ConfigError(f"{tensor} ranks on {machines.count} machines; allowed: as many on each")
-    parallel = Parallel(
+    parallel = ParallelConfig(
         tensor=tensor,
         expert=getattr(given, "expert_parallel_size", None),
         shares=getattr(given, "tensor_split", None) or (),
         wire=getattr(given, "comm_dtype", None),
         devices=getattr(given, "devices", None) or (),
-        peer_limit=getattr(given, "rank_timeout", None) or ALONE.peer_limit,
+        peer_limit=getattr(given, "rank_timeout", None) or SINGLE_RANK.peer_limit,
         exchange=COLLECTIVE_BACKENDS.get(getattr(given, "collective_backend", None) or ""),
     )
     parallel.check()

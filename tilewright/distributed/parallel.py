@@ -33,7 +33,7 @@ experts.
 
 
 @dataclass(frozen=True, slots=True)
-class Parallel:
+class ParallelConfig:
     """A tensor-parallel group: a program per rank.
 
     Attributes:
@@ -97,7 +97,7 @@ class Parallel:
             raise ConfigError(f"a limit of {self.peer_limit} seconds; allowed: more than 0")
 
 
-ALONE = Parallel()
+SINGLE_RANK = ParallelConfig()
 """A single device without a group."""
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from tilewright.distributed.channel import Address, Channel, ChannelClosedError, RankListener
 from tilewright.distributed.launch import start
-from tilewright.distributed.parallel import ALONE
+from tilewright.distributed.parallel import SINGLE_RANK
 from tilewright.distributed.processes import is_stopped
 from tilewright.distributed.world import RankInfo, shared_token
 from tilewright.errors import ConfigError
@@ -64,7 +64,7 @@ def serve_worker(host: str, port: int, follow: Sequence[str]) -> int:
         listener.close()
 
 
-def wait_for(child: Child, limit_s: float = 2 * ALONE.peer_limit) -> ChildExit:
+def wait_for(child: Child, limit_s: float = 2 * SINGLE_RANK.peer_limit) -> ChildExit:
     """Return how a rank ended. Kill a process stopped for longer than ``limit_s``.
 
     A stopped process does not end with its group and would block the machine.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.distributed.channel import Address
-from tilewright.distributed.parallel import ALONE
+from tilewright.distributed.parallel import SINGLE_RANK
 from tilewright.errors import ConfigError
 
 _PORT = 29_500
@@ -56,7 +56,7 @@ class RankInfo:
     local_rank: int
     address: Address
     token: bytes
-    limit_s: float = ALONE.peer_limit
+    limit_s: float = SINGLE_RANK.peer_limit
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables for a process with this rank."""
@@ -169,7 +169,7 @@ def shared_token(host: str, is_local: bool, environ: Mapping[str, str] = os.envi
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float:
-    text = environ.get(name, str(ALONE.peer_limit))
+    text = environ.get(name, str(SINGLE_RANK.peer_limit))
     try:
         return float(text)
     except ValueError:

@@ -19,7 +19,7 @@ from tilewright.compiler.formats import FORMATS, get_format
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.mesh import Split, deal, join, split_heads
-from tilewright.distributed.parallel import RANKS, TENSOR, Parallel, RankAxes
+from tilewright.distributed.parallel import RANKS, TENSOR, ParallelConfig, RankAxes
 from tilewright.errors import CompileError
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ class Shares:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_shares(graph_module: GraphModule, parallel: Parallel) -> Shares:
+def plan_shares(graph_module: GraphModule, parallel: ParallelConfig) -> Shares:
     """Plan the sharding for a group of ranks.
 
     Raises:
@@ -75,7 +75,7 @@ def plan_shares(graph_module: GraphModule, parallel: Parallel) -> Shares:
     return shares
 
 
-def _expert_parts(products: list[Node], parallel: Parallel) -> int:
+def _expert_parts(products: list[Node], parallel: ParallelConfig) -> int:
     """Return the expert group count: the requested number, or an automatic one.
 
     The automatic number is the smallest with an expert width per rank divisible by `_PIECE`.

@@ -49,7 +49,7 @@ from tilewright.compiler.targets.interface.base import (
     WeightStorage,
 )
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.errors import CompileError, allowed
 from tilewright.utils.removed_variables import check_environment
 
@@ -102,7 +102,7 @@ class CudaTarget(Target):
             ),
         )
 
-    def settled(self, options: CompileOptions) -> Parallel:
+    def settled(self, options: CompileOptions) -> ParallelConfig:
         """See `Target`. Sums over ranks are sent as fp32 or bf16.
 
         Raises:

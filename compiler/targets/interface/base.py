@@ -17,7 +17,7 @@ from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.interface.capabilities import Capabilities, MemoryUse
 from tilewright.compiler.targets.interface.step import Slot, Step, StepOutput
 from tilewright.compiler.targets.interface.token_masks import TokenMask
-from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.distributed.parallel import SINGLE_RANK, ParallelConfig
 from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import CompileError, ConfigError, NoRoomError, allowed
 
@@ -88,7 +88,7 @@ class CompileOptions:
     copies: str = "auto"
     max_step_tokens: int = 65_536
     max_shared_tokens: int = 65_536
-    parallel: Parallel = ALONE
+    parallel: ParallelConfig = SINGLE_RANK
     rank: int = 0
     least_batch: int | None = None
     strict_rows: int = 0
@@ -372,7 +372,7 @@ class Target(ABC):
             )
         return WeightStorage(spec.format, get_format(spec.format).nbytes(spec.shape))
 
-    def settled(self, options: CompileOptions) -> Parallel:
+    def settled(self, options: CompileOptions) -> ParallelConfig:
         """Return the group of ranks with a definite link format.
 
         An explicit format takes precedence. Otherwise exact arithmetic uses fp32, and fast

@@ -27,7 +27,7 @@ from tilewright.compiler.targets.cuda.weights.stream import (
     write_weights,
 )
 from tilewright.compiler.targets.program.instructions import ExpertLinearOp, ExpertSum
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -136,7 +136,7 @@ def test_a_rank_s_experts_are_held_alike_however_many_are_converted_together(
             module=SimpleNamespace(sources=dict, constants=lambda most: {}),
         ),
         None,
-        Parallel(tensor=2),
+        ParallelConfig(tensor=2),
     )
     whole = WeightRecipe((Segment("w", 10 * rows),), (5, 2 * rows, 64), kind)
     halves = (IndexRange(rows // 2, rows // 2), IndexRange(rows + rows // 2, rows // 2))

@@ -35,7 +35,7 @@ from tilewright.compiler.targets.interface.step import (
     Step,
 )
 from tilewright.compiler.targets.program.instructions import AllReduceOp, BufferView
-from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.distributed.parallel import SINGLE_RANK, ParallelConfig
 from tilewright.errors import CompileError
 from tilewright.models.config import DeltaShape
 
@@ -45,13 +45,15 @@ BY_HOST = SamplingParams(frequency_penalty=1.0)
 PROMPTS = (random_tokens(5, seed=1, vocab_size=131), random_tokens(9, seed=2, vocab_size=131))
 
 
-TWO = Parallel(2)
+TWO = ParallelConfig(2)
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2}
 SMALL_HYBRID = {**SMALL, "delta": DeltaShape(2, 4, 8, 12, 4)}
 """Heads for two ranks: the interpreter runs each head of each row."""
 
 
-def rank_of(model: SimpleNamespace, parallel: Parallel, rank: int, **how: Any) -> CudaExecutable:
+def rank_of(
+    model: SimpleNamespace, parallel: ParallelConfig, rank: int, **how: Any
+) -> CudaExecutable:
     target = CudaTarget()
     how = {"max_batch": 2, "max_context": 64, "compute": "exact", **how}
     options = CompileOptions(parallel=parallel, rank=rank, **how)
@@ -116,13 +118,13 @@ class Two:
     def __init__(
         self,
         model_type: str,
-        parallel: Parallel = TWO,
+        parallel: ParallelConfig = TWO,
         how: Mapping[str, Any] = MappingProxyType({}),
         **changes: Any,
     ) -> None:
         sizes = SMALL_HYBRID if model_type == "qwen3_5_moe" else SMALL
         model, self.meeting = make(model_type, **{**sizes, **changes}), Meeting(2)
-        self.alone = rank_of(model, ALONE, 0, **how)
+        self.alone = rank_of(model, SINGLE_RANK, 0, **how)
         self.exchanges = [ThreadExchange(self.meeting, rank) for rank in range(2)]
         self.ranks = [rank_of(model, parallel, rank, **how) for rank in range(2)]
         for each, exchange in zip(self.ranks, self.exchanges, strict=True):
@@ -209,7 +211,7 @@ def test_sums_that_no_add_follows() -> None:
 
 def test_experts_and_linear_attention() -> None:
     """Expert widths are split. Key heads stay with their value heads."""
-    two = Two("qwen3_5_moe", Parallel(2, expert=1))
+    two = Two("qwen3_5_moe", ParallelConfig(2, expert=1))
     two.check(steps_of((GREEDY, GREEDY), masked=False)[:2])
 
 
@@ -218,7 +220,7 @@ def test_whole_experts() -> None:
 
     Steps have two rows, and one row, whose pairs are tiles.
     """
-    two = Two("qwen3_moe", Parallel(2, expert=2), num_layers=1)
+    two = Two("qwen3_moe", ParallelConfig(2, expert=2), num_layers=1)
     two.check(steps_of((GREEDY, GREEDY), masked=False)[:2])
     two.check(steps_of((GREEDY,), masked=False)[:2])
 
@@ -263,7 +265,7 @@ def test_rows_ride_along_on_two_ranks_as_on_one(
 
     monkeypatch.setattr(MixedBatchRunner, "run", spied)
     how = {"max_batch": 4, "compute": "fast"}
-    Two(model_type, Parallel(2), how, num_layers=1, **changes).check(riding_steps(), 2e-2)
+    Two(model_type, ParallelConfig(2), how, num_layers=1, **changes).check(riding_steps(), 2e-2)
     assert rode[:4] == [0, 2, 2, 2] and sorted(rode[4:]) == sorted([0, 2, 2] * 2)
 
 
@@ -279,7 +281,7 @@ def test_rows_ride_along_on_two_ranks_as_on_one(
 def test_prompts_send_bf16_where_nothing_speaks_against_it(
     compute: str, is_strict: bool, named: str | None, prompt: str
 ) -> None:
-    parallel = Parallel(2, wire=named)
+    parallel = ParallelConfig(2, wire=named)
     rank = rank_of(make("llama"), parallel, 0, compute=compute, is_strict=is_strict)
     assert any("sums of prompts" in note for note in rank.notes) == (prompt == "bf16")
     sent: list[str] = []
@@ -294,6 +296,6 @@ def test_prompts_send_bf16_where_nothing_speaks_against_it(
 
 def test_what_no_kernel_sends_is_refused() -> None:
     with pytest.raises(CompileError, match="wire q80 on target cuda; allowed: fp32, bf16"):
-        CudaTarget().settled(CompileOptions(parallel=Parallel(2, wire="q80")))
+        CudaTarget().settled(CompileOptions(parallel=ParallelConfig(2, wire="q80")))
     for count in (1, 16):
-        assert CudaTarget().settled(CompileOptions(parallel=Parallel(count))).wire == "fp32"
+        assert CudaTarget().settled(CompileOptions(parallel=ParallelConfig(count))).wire == "fp32"

@@ -39,7 +39,7 @@ from tilewright.compiler.targets.cuda.steps.overlap import SideStream
 from tilewright.compiler.targets.cuda.weights.copies import copy_bytes, kinds_for
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.step import PrefillChunk, Snapshot, Step
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.models.config import DeltaShape
 
 HYBRID_MODEL = tiny_model(model_type="qwen3_5_moe", **{**HYBRID, "max_positions": 4096})
@@ -119,7 +119,7 @@ def test_a_smaller_pass_is_taken_where_memory_is_short(monkeypatch: pytest.Monke
             assert device.most_shared(plan, found) == expected
             if free >= need:
                 device.check_fits(plan, found, free)
-        two = replace(MANY, parallel=Parallel(tensor=2))
+        two = replace(MANY, parallel=ParallelConfig(tensor=2))
         found = device.with_passes_that_fit(plan, two, torch.device("cuda"))
         assert device.most_shared(plan, found) == less, "ranks by themselves; see test_sharded"
 

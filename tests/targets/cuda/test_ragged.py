@@ -31,7 +31,7 @@ from tilewright.compiler.targets.cuda.steps.overlap import SideStream
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, Executable
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot, Snapshot, Step
 from tilewright.compiler.targets.program.instructions import AttentionOp
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
@@ -275,7 +275,7 @@ def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
 
     assert limits(options).passes and limits(options).max_prompts == 8
     assert not limits(replace(options, compute="exact")).passes
-    two = replace(options, parallel=Parallel(tensor=2))
+    two = replace(options, parallel=ParallelConfig(tensor=2))
     assert limits(two).passes == limits(options).passes
     assert not limits(replace(two, compute="exact")).passes
     monkeypatch.setattr(device, "invariant_of", lambda *_: "rows")

@@ -33,7 +33,7 @@ from tilewright.compiler.targets.cuda.weights.stream import (
 )
 from tilewright.compiler.targets.program.instructions import EmbedOp, KernelProgram
 from tilewright.compiler.targets.table import get_target
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.errors import CheckpointError, CompileError, NoRoomError
 
 CPU = torch.device("cpu")
@@ -252,7 +252,7 @@ def test_blocks_too_far_apart_are_named(name: str, value: float) -> None:
 def test_a_rank_reads_no_more_than_it_holds(name: str) -> None:
     """The very weights that it cuts out of whole tensors; of stacked experts too."""
     model = make_dealt("qwen3_5_moe", tie_embeddings=False)
-    precision, parallel = precision_of(name, kv_cache="bf16"), Parallel(2, expert=1)
+    precision, parallel = precision_of(name, kv_cache="bf16"), ParallelConfig(2, expert=1)
     stages, settings = get_target("cuda").stages(), context_of(model, precision).precision
     for rank in range(2):
         graph_module, _ = lower_model(model, settings, stages, silent, parallel=parallel, rank=rank)

@@ -12,7 +12,7 @@ from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tenstorrent.program.places import IN, OUT, Places
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 
 PRECISION = board_precision("bf16")
 
@@ -40,7 +40,7 @@ def test_a_board_of_two_chips_deals_the_axes_that_two_ranks_deal() -> None:
         resolve_precision(model, PRECISION),
         target.stages(),
         silent,
-        parallel=Parallel(2, wire="fp32"),
+        parallel=ParallelConfig(2, wire="fp32"),
     )
     ranks: dict[str, set[tuple[str, str]]] = {}
     for group, axis, _ in ctx.places:

@@ -327,7 +327,7 @@ def _num_nodes(given: _NodesArgs) -> int:
 
 def _choices(given: _NodesArgs) -> ResolvedConfig:
     """Return the model's resolved options with its nodes."""
-    from tilewright.distributed.parallel import Parallel
+    from tilewright.distributed.parallel import ParallelConfig
     from tilewright.distributed.worker import read_workers
 
     if given.workers and given.nodes is not None:
@@ -342,7 +342,7 @@ def _choices(given: _NodesArgs) -> ResolvedConfig:
     if given.config.backend == "onnxruntime":
         raise ConfigError("nodes on backend onnxruntime; allowed: --backend native")
     wire = _wire(choices, given.buffer_float_type)
-    parallel = Parallel(tensor=_num_nodes(given), wire=wire, shares=given.shares or ())
+    parallel = ParallelConfig(tensor=_num_nodes(given), wire=wire, shares=given.shares or ())
     parallel.check()
     grouping = Grouping(parallel, workers=read_workers(given.workers))
     return replace(choices, target="cpu-native", is_auto=False, grouping=grouping)

@@ -17,7 +17,7 @@ from tilewright.cli.arguments.batch import BatchOptions
 from tilewright.cli.terminal.notes import without_details
 from tilewright.compiler.targets.interface.base import Progress
 from tilewright.compiler.targets.interface.compiled import Compiled
-from tilewright.distributed.parallel import Parallel
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.loading.source import (
     ARITHMETIC,
     ModelHandle,
@@ -69,7 +69,7 @@ def batch_facts(options: BatchOptions, source: ModelHandle) -> dict[str, str]:
     }
 
 
-def _ranks(parallel: Parallel) -> str:
+def _ranks(parallel: ParallelConfig) -> str:
     """Return the settings of a rank group that determine the rounding of sums."""
     found = [str(parallel.tensor)]
     if parallel.expert is not None:

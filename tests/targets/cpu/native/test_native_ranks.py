@@ -24,7 +24,7 @@ from tilewright.compiler.targets.interface.base import CompileOptions, Executabl
 from tilewright.compiler.targets.ranks.sharded import ShardedExecutable, meet, serve_steps
 from tilewright.distributed.channel import ChannelClosedError
 from tilewright.distributed.group import END, Follower
-from tilewright.distributed.parallel import ALONE, Parallel
+from tilewright.distributed.parallel import SINGLE_RANK, ParallelConfig
 from tilewright.distributed.peers import SetupCollectives
 from tilewright.errors import RankError
 from tilewright.runtime.loop import EngineLoop
@@ -37,7 +37,9 @@ SHAPE = {"hidden_size": 64, "num_heads": 6, "num_kv_heads": 3, "vocab_size": 200
 
 
 def options(count: int, rank: int = 0, wire: str | None = None) -> CompileOptions:
-    parallel = ALONE if count == 1 else Parallel(tensor=count, wire=wire, peer_limit=5.0)
+    parallel = (
+        SINGLE_RANK if count == 1 else ParallelConfig(tensor=count, wire=wire, peer_limit=5.0)
+    )
     return CompileOptions(
         max_batch=4, compute="exact", num_threads=1, parallel=parallel, rank=rank, max_context=128
     )

@@ -583,6 +583,6 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
             OUTPUTS=outputs,
             COLUMNS=min(512 if alone else 128, power(width)),
             SWIGLU=is_first,
-            ALONE=alone,
+            SINGLE_RANK=alone,
             num_warps=4,
         )
