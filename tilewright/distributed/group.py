@@ -49,7 +49,7 @@ _RETURN_SECONDS = PATIENCE_SECONDS - 2 * _BEAT_SECONDS  # out of a kernel, once 
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class FollowerHandle:
     """A follower's record on rank 0. ``child`` is its process if rank 0 started it."""
 
     rank: int
@@ -79,7 +79,7 @@ class Leader:
 
     rank = 0
 
-    def __init__(self, members: Sequence[Member], address: Address, limit_s: float) -> None:
+    def __init__(self, members: Sequence[FollowerHandle], address: Address, limit_s: float) -> None:
         self.members, self.size = tuple(members), len(members) + 1
         self.address, self.limit_s = address, limit_s
         self.failure: TilewrightError | None = None
@@ -110,7 +110,7 @@ class Leader:
                 self.fail(member.rank, f"is gone ({error})")
                 self.check()
 
-    def receive(self, member: Member, seconds: float) -> Frame:
+    def receive(self, member: FollowerHandle, seconds: float) -> Frame:
         """Return a follower's next message, except heartbeats.
 
         Raises:
@@ -220,7 +220,7 @@ class Leader:
         self._is_notified = True
         return self.failure
 
-    def _state_of(self, member: Member) -> str:
+    def _state_of(self, member: FollowerHandle) -> str:
         """Return a process's known state. A killed process may need a moment to appear as
         ended.
         """

@@ -22,8 +22,8 @@ from tilewright.distributed.channel import (
 from tilewright.distributed.group import (
     LOADING_SECONDS,
     Follower,
+    FollowerHandle,
     Leader,
-    Member,
 )
 from tilewright.distributed.processes import is_stopped
 from tilewright.distributed.world import Machines, RankInfo, forbid_multicast, local_place
@@ -219,7 +219,7 @@ def _wait(
 
 def _member(
     rank: int, channels: dict[int, Channel], children: dict[int, Child], places: Sequence[str]
-) -> Member:
+) -> FollowerHandle:
     try:
         message = channels[rank].receive(LOADING_SECONDS)
     except ChannelClosedError as error:
@@ -227,7 +227,7 @@ def _member(
     if message is None:
         raise RankError(f"rank {rank} did not say who it is within {LOADING_SECONDS:g} s")
     where = places[rank] if rank < len(places) else ""
-    return Member(rank, message.number, where, channels[rank], children.get(rank))
+    return FollowerHandle(rank, message.number, where, channels[rank], children.get(rank))
 
 
 def pack(value: object) -> bytes:
