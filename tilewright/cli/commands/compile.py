@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
     _check_emission(arguments)
     options = _resolved(arguments.emit, config)
     warnings.filterwarnings("ignore", module="torch")
-    from tilewright.cli.measure.explain import print_byte_plan
+    from tilewright.cli.measure.explain import print_memory_estimate
     from tilewright.cli.terminal.console import (
         compile_progress,
         err,
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
                 options = settle_backend(options, progress)
         if arguments.explain and arguments.emit in ("program", "onnx"):
             context = min(_CONTEXT, model.config.max_positions)
-            print_byte_plan(err(), model, options, batch=1, context=context)
+            print_memory_estimate(err(), model, options, batch=1, context=context)
         with compile_progress(err()) as progress:
             if arguments.emit == "program":
                 notes = _write_program(model, options, folder, progress)

@@ -19,7 +19,7 @@ from tilewright.errors import CompileError
 from tilewright.evaluate.measure.roofline import TrafficShare, compiled_weight_bytes
 from tilewright.evaluate.report.table import Columns, Table
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS
-from tilewright.evaluate.sweep.byte_plan import byte_plan, kept_byte_plan
+from tilewright.evaluate.sweep.memory_estimate import estimate_memory, kept_memory_estimate
 from tilewright.evaluate.sweep.model import experts_share
 from tilewright.options.resolve import ResolvedConfig
 
@@ -99,7 +99,7 @@ def explain_contract(screen: Console, contract: NumericContract) -> None:
     print_table(screen, "numeric contract of the target", Table.by(_CONTRACT, contract.entries))
 
 
-def print_byte_plan(
+def print_memory_estimate(
     screen: Console,
     model: LoadedModel | None,
     choices: ResolvedConfig,
@@ -117,7 +117,7 @@ def print_byte_plan(
     if model is None or precision is None:
         return
     resolved, backend = resolve_precision(model, precision), get_target(target)
-    tell = byte_plan if cache is None else partial(kept_byte_plan, cache=cache)
+    tell = estimate_memory if cache is None else partial(kept_memory_estimate, cache=cache)
     try:
         plan = tell(model, resolved, backend, batch=batch, context=context, compute=choices.compute)
     except CompileError:

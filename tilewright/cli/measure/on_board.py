@@ -14,7 +14,7 @@ from tilewright.cli.measure.explain import (
     TextPrinter,
     explain_contract,
     explain_precision,
-    print_byte_plan,
+    print_memory_estimate,
 )
 from tilewright.cli.terminal import console
 from tilewright.cli.terminal.notes import RANDOM_NOTE, only_fallbacks
@@ -63,7 +63,7 @@ def run_board(source: ModelHandle, options: RunOptions, screen: Console) -> int:
         console.note(screen, RANDOM_NOTE.format(source.name))
     sizes: dict[str, Any] = {"batch": options.case.batch_size, "context": plan.context}
     if options.explain:
-        print_byte_plan(console.err(), source.model, options.model, **sizes)
+        print_memory_estimate(console.err(), source.model, options.model, **sizes)
     records = [board.predicted()] if board.num_generated > 1 else []
     if options.case.is_natural or options.case.token_accuracy:
         say_expected_time(board.num_emulated, options.case.precision)

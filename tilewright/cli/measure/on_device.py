@@ -14,7 +14,7 @@ from tilewright.cli.measure.explain import (
     explain_cost,
     explain_places,
     explain_precision,
-    print_byte_plan,
+    print_memory_estimate,
 )
 from tilewright.cli.terminal import console
 from tilewright.cli.terminal.notes import RANDOM_NOTE, only_fallbacks
@@ -43,7 +43,7 @@ def run_here(source: ModelHandle, options: RunOptions, screen: Console) -> int:
     sizes = {"batch": options.case.batch_size, "context": plan.context}
     cache = ProgramCache.default() if options.model.config.use_cache else None
     if options.explain:
-        print_byte_plan(console.err(), source.model, options.model, **sizes, cache=cache)
+        print_memory_estimate(console.err(), source.model, options.model, **sizes, cache=cache)
     with console.compile_progress(console.err()) as progress:
         compiled, draft = measure.compile_for(source, options, plan, progress)
     is_verbose = options.verbose or options.explain

@@ -14,16 +14,21 @@ from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.table import get_target
 from tilewright.evaluate.measure.roofline import weight_bytes
-from tilewright.evaluate.sweep.byte_plan import BytePlan, byte_plan, kept_byte_plan, lower_outline
+from tilewright.evaluate.sweep.memory_estimate import (
+    MemoryEstimate,
+    estimate_memory,
+    kept_memory_estimate,
+    lower_outline,
+)
 from tilewright.evaluate.sweep.model import experts_share, step_bytes, swept_model
 from tilewright.models import load_model
 
 
 def plan_of(
     shape: str, precision: str, *, target: str = "reference", batch: int = 1, context: int = 100
-) -> BytePlan:
+) -> MemoryEstimate:
     model = load_model(f"shape:{shape}")
-    return byte_plan(
+    return estimate_memory(
         model,
         resolve_precision(model, load_precision(precision)),
         get_target(target),
@@ -65,7 +70,7 @@ def test_what_is_compiled_takes_what_was_told(shape: str, target: str) -> None:
     read = weight_bytes(compiled.graph(), num_tokens=2, target=get_target(target), compute="fast")
     compiled.executable.close()
     resolved = resolve_precision(model, precision)
-    plan = byte_plan(model, resolved, get_target(target), batch=2, context=64, compute="fast")
+    plan = estimate_memory(model, resolved, get_target(target), batch=2, context=64, compute="fast")
     shares = {share.group: share for share in plan.shares}
     cache = shares.pop("kv_cache").stored
     constants = 4 * model.config.head_dim // 2 if target == "reference" else 0
@@ -84,22 +89,24 @@ def test_a_plan_is_kept_for_the_bytes_of_a_checkpoint_and_what_was_asked(
     path, cache = tmp_path / "model.file", ProgramCache(tmp_path / "cache", 10**9)
     told: list[int] = []
 
-    def counted(*args: Any, **kwargs: Any) -> BytePlan:
+    def counted(*args: Any, **kwargs: Any) -> MemoryEstimate:
         told.append(kwargs["context"])
-        return byte_plan(*args, **kwargs)
+        return estimate_memory(*args, **kwargs)
 
-    def ask(context: int) -> BytePlan:
+    def ask(context: int) -> MemoryEstimate:
         made = {"batch": 1, "context": context, "compute": "fast", "cache": cache}
-        return kept_byte_plan(model, precision, get_target("reference"), **made)
+        return kept_memory_estimate(model, precision, get_target("reference"), **made)
 
-    monkeypatch.setattr("tilewright.evaluate.sweep.byte_plan.byte_plan", counted)
+    monkeypatch.setattr("tilewright.evaluate.sweep.memory_estimate.estimate_memory", counted)
     assert ask(8) == ask(8) and told == [8, 8], "random weights: no file stands for them"
     path.write_bytes(b"weights")
     monkeypatch.setattr(model.checkpoint, "files", (path,), raising=False)
     assert (
         ask(8)
         == ask(8)
-        == byte_plan(model, precision, get_target("reference"), batch=1, context=8, compute="fast")
+        == estimate_memory(
+            model, precision, get_target("reference"), batch=1, context=8, compute="fast"
+        )
     )
     assert ask(9).total != ask(8).total and told == [8, 8, 8, 9]
     path.write_bytes(b"others")
@@ -125,7 +132,7 @@ def test_a_layer_with_a_window_is_told_as_it_is_held() -> None:
     told = {}
     for target in ("cpu-native", "cuda"):
         chosen = get_target(target)
-        plan = byte_plan(model, precision, chosen, batch=1, context=6400, compute="fast")
+        plan = estimate_memory(model, precision, chosen, batch=1, context=6400, compute="fast")
         told[target] = {share.group: share for share in plan.shares}["kv_cache"]
         layer = plan.position_bytes / 2
         assert told[target].moved == layer * (64 + 6400)
@@ -173,7 +180,7 @@ def test_a_block_of_experts_is_told_as_it_is_held(name: str) -> None:
     read = weight_bytes(compiled.graph(), num_tokens=1000, target=get_target("cpu"), compute="fast")
     compiled.executable.close()
     resolved = resolve_precision(model, precision)
-    plan = byte_plan(model, resolved, get_target("cpu"), batch=1, context=64, compute="fast")
+    plan = estimate_memory(model, resolved, get_target("cpu"), batch=1, context=64, compute="fast")
     shares = {share.group: share for share in plan.shares}
     groups = ("experts_ff1_3", "experts_ff2")
     assert {kind for group in groups for kind in shares[group].kinds} == kinds
@@ -205,7 +212,9 @@ def test_layers_of_their_own_format_are_listed_and_counted() -> None:
     heading = "precision_cfg = {experts_ff1_3: bf16}, layer_cfg = {1: {experts_ff1_3: fp32}}"
     model: Any = load_model("shape:tiny-moe")
     resolved = resolve_precision(model, load_precision(heading))
-    plan = byte_plan(model, resolved, get_target("reference"), batch=1, context=8, compute="fast")
+    plan = estimate_memory(
+        model, resolved, get_target("reference"), batch=1, context=8, compute="fast"
+    )
     (share,) = [each for each in plan.shares if each.group == "experts_ff1_3"]
     assert share.formats == ("bf16", "fp32")
 

@@ -29,7 +29,7 @@ _SCALARS = (int, float, str, bytes, type(None))
 
 
 @dataclass(frozen=True, slots=True)
-class BytePlan:
+class MemoryEstimate:
     """Bytes of ``batch`` sequences with ``context`` positions, by group.
 
     A step reads the whole state, and writes the parts that do not grow.
@@ -51,7 +51,7 @@ class BytePlan:
         return _joined("total", self.shares)
 
 
-def byte_plan(
+def estimate_memory(
     model: CompilableModel,
     precision: ResolvedPrecision,
     target: Target,
@@ -59,7 +59,7 @@ def byte_plan(
     batch: int,
     context: int,
     compute: str,
-) -> BytePlan:
+) -> MemoryEstimate:
     """Return the plan of a loaded model, without constants.
 
     Raises:
@@ -73,7 +73,7 @@ def byte_plan(
     parts = [each for each in weights if not each.is_constant]
     parts += [replace(e, stored=batch * e.stored, moved=batch * e.moved) for e in states]
     memory = sum(each.stored for each in states if each.group == MEMORY)
-    return BytePlan(
+    return MemoryEstimate(
         shares=tuple(
             _joined(name, [part for part in parts if part.group == name])
             for name in dict.fromkeys(part.group for part in parts)
@@ -83,7 +83,7 @@ def byte_plan(
     )
 
 
-def kept_byte_plan(
+def kept_memory_estimate(
     model: CompilableModel,
     precision: ResolvedPrecision,
     target: Target,
@@ -92,15 +92,15 @@ def kept_byte_plan(
     context: int,
     compute: str,
     cache: ProgramCache,
-) -> BytePlan:
-    """Return `byte_plan` through the cache. Random weights have no file and are not cached.
+) -> MemoryEstimate:
+    """Return `estimate_memory` through the cache. Random weights have no file and are not cached.
 
-    Raises as `byte_plan`.
+    Raises as `estimate_memory`.
     """
 
-    def tell() -> BytePlan:
+    def tell() -> MemoryEstimate:
         sizes: dict[str, Any] = {"batch": batch, "context": context}
-        return byte_plan(model, precision, target, compute=compute, **sizes)
+        return estimate_memory(model, precision, target, compute=compute, **sizes)
 
     files = model.checkpoint.files
     if not files:
@@ -114,7 +114,7 @@ def kept_byte_plan(
         key = program_key(files, memory=cache.memory, **choices)
     except OSError:
         return tell()
-    return cache.facts(key, tell, BytePlan)
+    return cache.facts(key, tell, MemoryEstimate)
 
 
 def _joined(group: str, parts: Iterable[TrafficShare]) -> TrafficShare:

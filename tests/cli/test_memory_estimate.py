@@ -1,4 +1,4 @@
-"""The byte plan that ``bench`` and ``compile`` print with ``--explain``, before they compile."""
+"""The memory estimate of ``--explain``, printed before a compile."""
 
 from __future__ import annotations
 
