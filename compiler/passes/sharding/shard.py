@@ -14,7 +14,7 @@ from tilewright.compiler.ir.rewrite import emit
 from tilewright.compiler.ir.text import operator_name
 from tilewright.compiler.mesh import Split, deal
 from tilewright.compiler.passes.runner import PassContext, graph_pass
-from tilewright.compiler.passes.sharding.sharding_plan import Shares, plan_shares
+from tilewright.compiler.passes.sharding.sharding_plan import ShardingPlan, plan_sharding
 from tilewright.distributed.parallel import EXPERT, RANKS, TENSOR
 from tilewright.errors import CompileError
 
@@ -35,7 +35,7 @@ def shard(graph_module: GraphModule, ctx: PassContext) -> int:
     """
     if ctx.parallel.tensor == 1:
         return 0
-    shares = plan_shares(graph_module, ctx.parallel)
+    shares = plan_sharding(graph_module, ctx.parallel)
     ctx.notes.extend(shares.notes)
     sharder = _Sharder(shares, ctx.parallel.wire or "fp32")
     for node in list(graph_module.graph.nodes):
@@ -66,7 +66,7 @@ class _Sharder:
     shardings.
     """
 
-    def __init__(self, shares: Shares, wire: str) -> None:
+    def __init__(self, shares: ShardingPlan, wire: str) -> None:
         self.ranks, self.outputs, self.wire = shares.ranks, shares.outputs, wire
         self.places: dict[Node, Placement] = {}
         self.weights: dict[Node, Placement] = {}

@@ -42,7 +42,7 @@ _MIXERS = {ops.attention.overload, ops.gated_delta_rule.overload}
 
 
 @dataclass(slots=True)
-class Shares:
+class ShardingPlan:
     """Sharding of a graph's linears.
 
     Attributes:
@@ -56,14 +56,16 @@ class Shares:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_shares(graph_module: GraphModule, parallel: ParallelConfig) -> Shares:
+def plan_sharding(graph_module: GraphModule, parallel: ParallelConfig) -> ShardingPlan:
     """Plan the sharding for a group of ranks.
 
     Raises:
         CompileError: More ranks than query heads, or more ranks than whole format blocks.
     """
     products = find_calls(graph_module.graph, ops.linear, ops.expert_linear)
-    shares = Shares(RankAxes(parallel.tensor, _expert_parts(products, parallel), parallel.policy))
+    shares = ShardingPlan(
+        RankAxes(parallel.tensor, _expert_parts(products, parallel), parallel.policy)
+    )
     for product in products:
         group = info(product).tensor_group
         if group == _HEAD:
@@ -124,7 +126,7 @@ def _is_norm_of_heads(node: Node) -> bool:
     return node.target is ops.rms_norm.overload and node.meta["val"].dim() > 2
 
 
-def _deal_between(shares: Shares, second: Node, sources: list[Node]) -> bool:
+def _deal_between(shares: ShardingPlan, second: Node, sources: list[Node]) -> bool:
     """Shard a second linear's sources. Return False without a matching rule."""
     mixers = [each for each in sources if each.target in _MIXERS]
     firsts = [each for each in sources if each.target in _PRODUCTS]
@@ -140,7 +142,7 @@ def _deal_between(shares: Shares, second: Node, sources: list[Node]) -> bool:
     return True
 
 
-def _deal_width(shares: Shares, second: Node, firsts: list[Node]) -> None:
+def _deal_width(shares: ShardingPlan, second: Node, firsts: list[Node]) -> None:
     """Shard the columns between linears. Gate and up have equal shards."""
     over = TENSOR if second.target is ops.expert_linear.overload else RANKS
     blocks = [_block(first, "out") for first in firsts] + [_block(second, "in")]
@@ -152,7 +154,7 @@ def _deal_width(shares: Shares, second: Node, firsts: list[Node]) -> None:
         shares.outputs[first] = split
 
 
-def _deal_head(shares: Shares, head: Node) -> None:
+def _deal_head(shares: ShardingPlan, head: Node) -> None:
     size, count = int(head.meta["val"].shape[-1]), shares.ranks.count
     hard = math.lcm(_HEAD_ROWS, _block(head, "out"))
     if -(-size // hard) < count:
@@ -164,7 +166,7 @@ def _deal_head(shares: Shares, head: Node) -> None:
     shares.outputs[head] = deal(size, count, unit=unit, policy=shares.ranks.policy)
 
 
-def _deal_attention(shares: Shares, attention: Node, second: Node, gates: list[Node]) -> bool:
+def _deal_attention(shares: ShardingPlan, attention: Node, second: Node, gates: list[Node]) -> bool:
     behind = [_product_behind(each) for each in attention.args[:3]]
     q, k, v = behind
     if q is None or k is None or v is None:
@@ -197,7 +199,7 @@ def _deal_attention(shares: Shares, attention: Node, second: Node, gates: list[N
     return True
 
 
-def _deal_delta_rule(shares: Shares, rule: Node, second: Node, firsts: list[Node]) -> bool:
+def _deal_delta_rule(shares: ShardingPlan, rule: Node, second: Node, firsts: list[Node]) -> bool:
     """Shard key heads together with their value heads. The reading rule gives the widths of q, k
     and v.
     """
@@ -258,7 +260,7 @@ def _soft(size: int, hard: int, count: int) -> int:
 
 
 def _shard_size(
-    shares: Shares, node: Node, size: int, unit: int, over: str, what: str = "columns"
+    shares: ShardingPlan, node: Node, size: int, unit: int, over: str, what: str = "columns"
 ) -> Split:
     """Divide a size among ranks. On failure, add the node and the allowed formats to the error."""
     count = shares.ranks.size(over)
