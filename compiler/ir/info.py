@@ -50,7 +50,7 @@ class ShardedAxis:
     split: Split
 
 
-class Placement(msgspec.Struct, frozen=True, rename={"sharded": "dealt"}):
+class Sharding(msgspec.Struct, frozen=True, rename={"sharded": "dealt"}):
     """Sharding on a mesh, for a value or a weight. Compiled folders contain the old key.
 
     Attributes:
@@ -74,7 +74,7 @@ class Placement(msgspec.Struct, frozen=True, rename={"sharded": "dealt"}):
         return next((each.split for each in self.sharded if each.axis == axis), None)
 
 
-WHOLE = Placement()
+WHOLE = Sharding()
 """The whole value on every rank."""
 
 
@@ -104,7 +104,7 @@ class NodeInfo:
     compute: Compute | None = None
     recipe: WeightRecipe | None = None
     state: StateSpec | None = None
-    placement: Placement | None = None
+    placement: Sharding | None = None
 
 
 _EMPTY = NodeInfo()

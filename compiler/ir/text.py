@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tilewright.compiler.ir.info import COMPUTE, NodeInfo, Placement, info
+from tilewright.compiler.ir.info import COMPUTE, NodeInfo, Sharding, info
 from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN
 from tilewright.compiler.ops import OPERATORS
 
@@ -143,7 +143,7 @@ def _notes(facts: NodeInfo) -> str:
     return "  {" + ", ".join(notes) + "}" if notes else ""
 
 
-def _places(placement: Placement) -> list[str]:
+def _places(placement: Sharding) -> list[str]:
     """Print a sharding. Examples: ``sharded=0/r:24+24`` is axis 0 over all ranks, ``partial=r`` is
     partial sums.
     """

@@ -23,7 +23,7 @@ from tilewright.compiler.driver import (
 )
 from tilewright.compiler.formats import FORMATS, STORED_NAMES, get_format, stored_format
 from tilewright.compiler.formats.ggml_blocks import SIZES
-from tilewright.compiler.ir.info import WEIGHT, Placement, info
+from tilewright.compiler.ir.info import WEIGHT, Sharding, info
 from tilewright.compiler.ir.recipe import (
     Segment,
     WeightRecipe,
@@ -105,7 +105,7 @@ def test_rows_that_follow_one_another_stay_one_segment() -> None:
     assert torch.equal(rows, TENSORS["a"][2:5, 4:])
 
 
-Found = list[tuple[WeightRecipe, Placement]]
+Found = list[tuple[WeightRecipe, Sharding]]
 
 
 def parts_of(model: SimpleNamespace | CompilableModel, count: int, nodes: Found) -> None:

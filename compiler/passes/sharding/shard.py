@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.ir.info import WHOLE, NodeInfo, Placement, ShardedAxis, info, set_info
+from tilewright.compiler.ir.info import WHOLE, NodeInfo, ShardedAxis, Sharding, info, set_info
 from tilewright.compiler.ir.rewrite import emit
 from tilewright.compiler.ir.text import operator_name
 from tilewright.compiler.mesh import Split, deal
@@ -46,7 +46,7 @@ def shard(graph_module: GraphModule, ctx: PassContext) -> int:
     return sum(placement != WHOLE for placement in sharder.weights.values())
 
 
-def _shard_notes(weights: Mapping[Node, Placement]) -> Iterator[tuple[str, str, str]]:
+def _shard_notes(weights: Mapping[Node, Sharding]) -> Iterator[tuple[str, str, str]]:
     """Yield each weight's group, sharded axis and shard sizes."""
     for weight, placement in weights.items():
         group = info(weight).tensor_group
@@ -68,8 +68,8 @@ class _Sharder:
 
     def __init__(self, shares: ShardingPlan, wire: str) -> None:
         self.ranks, self.outputs, self.wire = shares.ranks, shares.outputs, wire
-        self.places: dict[Node, Placement] = {}
-        self.weights: dict[Node, Placement] = {}
+        self.places: dict[Node, Sharding] = {}
+        self.weights: dict[Node, Sharding] = {}
         self._whole: dict[Node, Node] = {}
 
     def visit(self, node: Node) -> None:
@@ -84,10 +84,10 @@ class _Sharder:
     def hold(self, weight: Any, *sharded: ShardedAxis) -> None:
         """Record a weight's or bias's sharding."""
         if isinstance(weight, Node):
-            placement = Placement(sharded)
+            placement = Sharding(sharded)
             assert self.weights.setdefault(weight, placement) == placement, f"{weight}: two places"
 
-    def place(self, argument: Any) -> Placement:
+    def place(self, argument: Any) -> Sharding:
         """Return an operand's sharding. Numbers are whole on every rank."""
         return self.places[argument] if isinstance(argument, Node) else WHOLE
 
@@ -114,14 +114,14 @@ class _Sharder:
         node.replace_input_with(source, self._whole[source])
 
 
-def _whole(sharder: _Sharder, node: Node) -> Placement:
+def _whole(sharder: _Sharder, node: Node) -> Sharding:
     """Read whole values and return a whole value."""
     for source in node.all_input_nodes:
         sharder.make_whole(node, source)
     return WHOLE
 
 
-def _linear(sharder: _Sharder, node: Node) -> Placement:
+def _linear(sharder: _Sharder, node: Node) -> Sharding:
     x, weight, *bias = node.args
     assert isinstance(x, Node)
     if sharder.place(x).partial:
@@ -130,17 +130,17 @@ def _linear(sharder: _Sharder, node: Node) -> Placement:
     inputs = sharder.place(node.args[0]).along(last)
     if inputs is not None:  # the bias is added once, by rank 0
         sharder.hold(weight, ShardedAxis(1, inputs.over, inputs.split))
-        return Placement(partial=RANKS)
+        return Sharding(partial=RANKS)
     if node not in sharder.outputs:
         return _whole(sharder, node)
     split = sharder.outputs[node]
     sharder.hold(weight, ShardedAxis(0, RANKS, split))
     for each in bias:
         sharder.hold(each, ShardedAxis(0, RANKS, split))
-    return Placement((ShardedAxis(last, RANKS, split),))
+    return Sharding((ShardedAxis(last, RANKS, split),))
 
 
-def _expert_linear(sharder: _Sharder, node: Node) -> Placement:
+def _expert_linear(sharder: _Sharder, node: Node) -> Sharding:
     """Shard whole experts over the expert axis, and each expert's width over the tensor axis."""
     x, weight, *choice = node.args
     for each in choice:
@@ -156,16 +156,16 @@ def _expert_linear(sharder: _Sharder, node: Node) -> Placement:
     inputs = sharder.place(x).along(x.meta["val"].dim() - 1)
     if inputs is not None:
         sharder.hold(weight, *by_expert, ShardedAxis(2, TENSOR, inputs.split))
-        return Placement(partial=RANKS)
+        return Sharding(partial=RANKS)
     sharder.make_whole(node, x)
     if node not in sharder.outputs:
         return WHOLE
     split = sharder.outputs[node]
     sharder.hold(weight, *by_expert, ShardedAxis(1, TENSOR, split))
-    return Placement((ShardedAxis(last, TENSOR, split),))
+    return Sharding((ShardedAxis(last, TENSOR, split),))
 
 
-def _value_by_value(sharder: _Sharder, node: Node) -> Placement:
+def _value_by_value(sharder: _Sharder, node: Node) -> Sharding:
     """Keep the operands' common sharding. An operand with a single column may be whole."""
     operands = [each for each in node.args if isinstance(each, Node)]
     for each in operands:
@@ -181,7 +181,7 @@ def _value_by_value(sharder: _Sharder, node: Node) -> Placement:
     return _whole(sharder, node)
 
 
-def _sum(sharder: _Sharder, node: Node) -> Placement:
+def _sum(sharder: _Sharder, node: Node) -> Sharding:
     """Keep the sum of two partial values partial."""
     places = [sharder.place(each) for each in node.args[:2]]
     if all(place.partial for place in places):
@@ -189,7 +189,7 @@ def _sum(sharder: _Sharder, node: Node) -> Placement:
     return _value_by_value(sharder, node)
 
 
-def _product(sharder: _Sharder, node: Node) -> Placement:
+def _product(sharder: _Sharder, node: Node) -> Sharding:
     """Keep the product of a partial and a whole value partial."""
     places = [sharder.place(each) for each in node.args[:2]]
     partial = [place for place in places if place.partial]
@@ -198,12 +198,12 @@ def _product(sharder: _Sharder, node: Node) -> Placement:
     return _value_by_value(sharder, node)
 
 
-def _quotient(sharder: _Sharder, node: Node) -> Placement:
+def _quotient(sharder: _Sharder, node: Node) -> Sharding:
     is_scaled = sharder.place(node.args[0]).partial and sharder.place(node.args[1]) == WHOLE
     return sharder.place(node.args[0]) if is_scaled else _value_by_value(sharder, node)
 
 
-def _by_heads(sharder: _Sharder, node: Node) -> Placement:
+def _by_heads(sharder: _Sharder, node: Node) -> Sharding:
     """Keep head shardings for norms and rotations. They need the whole last axis."""
     x = node.args[0]
     assert isinstance(x, Node)
@@ -214,7 +214,7 @@ def _by_heads(sharder: _Sharder, node: Node) -> Placement:
     return placement
 
 
-def _attention(sharder: _Sharder, node: Node) -> Placement:
+def _attention(sharder: _Sharder, node: Node) -> Sharding:
     q, k, v = node.args[:3]
     heads = sharder.place(q).along(1)
     if heads is None or any(sharder.place(each).along(1) is None for each in (k, v)):
@@ -224,7 +224,7 @@ def _attention(sharder: _Sharder, node: Node) -> Placement:
     return sharder.place(q)
 
 
-def _causal_conv1d(sharder: _Sharder, node: Node) -> Placement:
+def _causal_conv1d(sharder: _Sharder, node: Node) -> Sharding:
     x, weight = node.args[:2]
     split = sharder.place(x).along(1)
     if split is None:
@@ -233,7 +233,7 @@ def _causal_conv1d(sharder: _Sharder, node: Node) -> Placement:
     return sharder.place(x)
 
 
-def _gated_delta_rule(sharder: _Sharder, node: Node) -> Placement:
+def _gated_delta_rule(sharder: _Sharder, node: Node) -> Sharding:
     qkv, a, b, *vectors = node.args[:5]
     heads = sharder.place(a).along(1)
     if heads is None or sharder.place(b) != sharder.place(a) or sharder.place(qkv) == WHOLE:
@@ -243,7 +243,7 @@ def _gated_delta_rule(sharder: _Sharder, node: Node) -> Placement:
     return sharder.place(a)
 
 
-def _unflatten(sharder: _Sharder, node: Node) -> Placement:
+def _unflatten(sharder: _Sharder, node: Node) -> Sharding:
     """Convert a column sharding to a head sharding."""
     x, axis, sizes = node.args
     assert isinstance(x, Node) and isinstance(sizes, list | tuple)
@@ -252,10 +252,10 @@ def _unflatten(sharder: _Sharder, node: Node) -> Placement:
     if sharded is None or axis not in (-1, last) or len(sizes) != 2:
         return _whole(sharder, node)
     split = sharded.split.in_units(int(node.meta["val"].shape[-1]))
-    return Placement((ShardedAxis(last, sharded.over, split),))
+    return Sharding((ShardedAxis(last, sharded.over, split),))
 
 
-def _flatten(sharder: _Sharder, node: Node) -> Placement:
+def _flatten(sharder: _Sharder, node: Node) -> Sharding:
     """Convert a head sharding to a column sharding."""
     x = node.args[0]
     assert isinstance(x, Node)
@@ -264,10 +264,10 @@ def _flatten(sharder: _Sharder, node: Node) -> Placement:
     if sharded is None or x.meta["val"].dim() != last + 2:
         return _whole(sharder, node)
     split: Split = sharded.split.times(int(x.meta["val"].shape[-1]))
-    return Placement((ShardedAxis(last, sharded.over, split),))
+    return Sharding((ShardedAxis(last, sharded.over, split),))
 
 
-_RULES: Mapping[Any, Callable[[_Sharder, Node], Placement]] = {
+_RULES: Mapping[Any, Callable[[_Sharder, Node], Sharding]] = {
     ops.linear.overload: _linear,
     ops.expert_linear.overload: _expert_linear,
     ops.swiglu.overload: _value_by_value,

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from tilewright.compiler import ops
-from tilewright.compiler.ir.info import Placement, info, set_info
+from tilewright.compiler.ir.info import Sharding, info, set_info
 from tilewright.compiler.ir.recipe import take
 from tilewright.compiler.ir.rewrite import emit, find_calls
 from tilewright.compiler.passes.runner import PassContext, graph_pass
@@ -54,7 +54,7 @@ def _expert_parts(graph_module: GraphModule) -> int:
     return 1
 
 
-def _cut(node: Node, placement: Placement, ranks: RankAxes, rank: int) -> None:
+def _cut(node: Node, placement: Sharding, ranks: RankAxes, rank: int) -> None:
     recipe = info(node).recipe
     assert recipe is not None
     kept = {

@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from tilewright.compiler.devices import DeviceSpec
-from tilewright.compiler.ir.info import WHOLE, NodeInfo, Placement, info
+from tilewright.compiler.ir.info import WHOLE, NodeInfo, Sharding, info
 from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.precision import output_format
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
@@ -90,7 +90,7 @@ class LoweringContext:
         rows: int,
         columns: int,
         format_: str,
-        placement: Placement = WHOLE,
+        placement: Sharding = WHOLE,
         *,
         suffix: str = "",
     ) -> TtValue:
@@ -134,7 +134,7 @@ class LoweringContext:
             transposed=False,
         )
 
-    def place_of(self, weight: Any) -> Placement:
+    def place_of(self, weight: Any) -> Sharding:
         """Return the placement of a weight or a state."""
         return self.places.weights.get(as_node(weight), WHOLE)
 
@@ -154,7 +154,7 @@ def whose(node: Node) -> tuple[str, int | None]:
     return info(node).fqn, info(node).layer
 
 
-def share_of(placement: Placement, axis: int, size: int) -> int:
+def share_of(placement: Sharding, axis: int, size: int) -> int:
     """Return the size of a chip's shard along an axis with ``size`` elements."""
     sharded = placement.along(axis)
     return size if sharded is None else sharded.split.size

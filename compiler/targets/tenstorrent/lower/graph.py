@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.devices import get_device
-from tilewright.compiler.ir.info import Placement, info
+from tilewright.compiler.ir.info import Sharding, info
 from tilewright.compiler.ir.text import operator_name
 from tilewright.compiler.mesh import ROWS, Mesh
 from tilewright.compiler.targets.tenstorrent.lower.attention import lower_attention
@@ -303,7 +303,7 @@ def _finish_product(ctx: LoweringContext, node: Node, out: TtValue, group: str) 
         whole = ctx.value(node, out.rows, out.columns, format_, suffix="gathered")
         ctx.put(node, AllGather(whole, *whose(node), scattered, ROWS))
     elif out.partial:
-        summed = Placement(out.placement.sharded)
+        summed = Sharding(out.placement.sharded)
         reduced = ctx.value(node, out.rows, out.columns, format_, summed, suffix="reduced")
         ctx.put(node, TtAllReduce(reduced, *whose(node), out, out.partial))
     if group == "lm_head" and out.over:

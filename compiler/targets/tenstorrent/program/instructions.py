@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from tilewright.compiler.formats import FIDELITIES, get_format
 from tilewright.compiler.formats.block_float import TILE, BlockFloat
-from tilewright.compiler.ir.info import WHOLE, Placement
+from tilewright.compiler.ir.info import WHOLE, Sharding
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
 from tilewright.compiler.mesh import Mesh, Split
@@ -64,7 +64,7 @@ class TtValue:
     columns: int
     format: str
     memory: Memory
-    placement: Placement = WHOLE
+    placement: Sharding = WHOLE
 
     @property
     def over(self) -> str:
@@ -110,7 +110,7 @@ class TtWeight:
     columns: int
     format: str
     memory: Memory
-    placement: Placement = WHOLE
+    placement: Sharding = WHOLE
     transposed: bool = True
     num_experts: int = 0
 
@@ -176,7 +176,7 @@ class Cache:
     format: str
     num_pages: int
     page: int
-    placement: Placement = WHOLE
+    placement: Sharding = WHOLE
 
     @property
     def over(self) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.ir.info import WHOLE, Placement, ShardedAxis, info
+from tilewright.compiler.ir.info import WHOLE, ShardedAxis, Sharding, info
 from tilewright.compiler.mesh import ROWS, Split, deal, join
 from tilewright.compiler.targets.tenstorrent.program.instructions import EXPERTS
 from tilewright.errors import CompileError
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 _OUT = 1
 
 
-def matmul_outputs(places: Places, node: Node) -> Placement | None:
+def matmul_outputs(places: Places, node: Node) -> Sharding | None:
     """Return the column placement for routers, gates and delta rule inputs, else None.
 
     Raises:
@@ -60,7 +60,7 @@ def value_heads(places: Places, rule: Node) -> Split:
     return _whole_heads(places, rule, int(rule.meta["val"].shape[-2]))
 
 
-def assign_conv(places: Places, node: Node) -> Placement:
+def assign_conv(places: Places, node: Node) -> Sharding:
     """Place a convolution and its weight as the input channels."""
     weight, window = node.args[1:3]
     assert isinstance(weight, Node) and isinstance(window, Node)
@@ -69,7 +69,7 @@ def assign_conv(places: Places, node: Node) -> Placement:
     return result
 
 
-def assign_delta_rule(places: Places, node: Node) -> Placement:
+def assign_delta_rule(places: Places, node: Node) -> Sharding:
     """Place the delta rule's value heads, vectors and state."""
     args: Any = node.args
     heads = value_heads(places, node)
@@ -78,7 +78,7 @@ def assign_delta_rule(places: Places, node: Node) -> Placement:
     return _columns(places, heads.times(int(node.meta["val"].shape[-1])))
 
 
-def assign_experts(places: Places, node: Node) -> Placement:
+def assign_experts(places: Places, node: Node) -> Sharding:
     """Place whole experts on each chip. The sum over chips is the product.
 
     Raises:
@@ -93,8 +93,8 @@ def assign_experts(places: Places, node: Node) -> Placement:
     split = _whole(places, node, count, "experts")
     for argument in (weight, *node.args[4:5]):
         assert isinstance(argument, Node)
-        places.weights[argument] = Placement((ShardedAxis(EXPERTS, ROWS, split),))
-    return Placement(partial=ROWS)
+        places.weights[argument] = Sharding((ShardedAxis(EXPERTS, ROWS, split),))
+    return Sharding(partial=ROWS)
 
 
 def _whole_heads(places: Places, node: Node, count: int) -> Split:
@@ -111,5 +111,5 @@ def _whole(places: Places, node: Node, count: int, noun: str) -> Split:
     return deal(count, mesh.rows, unit=1)
 
 
-def _columns(places: Places, split: Split) -> Placement:
-    return WHOLE if places.mesh.rows == 1 else Placement((ShardedAxis(_OUT, ROWS, split),))
+def _columns(places: Places, split: Split) -> Sharding:
+    return WHOLE if places.mesh.rows == 1 else Sharding((ShardedAxis(_OUT, ROWS, split),))

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.formats.block_float import TILE
-from tilewright.compiler.ir.info import WHOLE, Placement, ShardedAxis, info
+from tilewright.compiler.ir.info import WHOLE, ShardedAxis, Sharding, info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
 from tilewright.compiler.mesh import (
@@ -48,9 +48,9 @@ def max_tiles_a_core(columns: int) -> int:
     return tiles // shard_cores(tiles)
 
 
-def sharded_columns(over: str, split: Split | None) -> Placement:
+def sharded_columns(over: str, split: Split | None) -> Sharding:
     """Return the placement for columns sharded over a mesh axis, or `WHOLE` without an axis."""
-    return Placement((ShardedAxis(OUT, over, split),)) if over and split is not None else WHOLE
+    return Sharding((ShardedAxis(OUT, over, split),)) if over and split is not None else WHOLE
 
 
 class Places:
@@ -70,21 +70,21 @@ class Places:
             CompileError: The mesh cannot split the heads.
         """
         self.mesh = mesh
-        self.made: dict[Node, Placement] = {}
-        self.weights: dict[Node, Placement] = {}
+        self.made: dict[Node, Sharding] = {}
+        self.weights: dict[Node, Sharding] = {}
         for node in graph_module.graph.nodes:
             if node.op == "call_function":  # an operator without a rule has no instruction either
                 rule = _RULES.get(node.target)
                 self.made[node] = WHOLE if rule is None else rule(self, node)
 
-    def read(self, argument: Any) -> Placement:
+    def read(self, argument: Any) -> Sharding:
         """Return a value's placement for its readers, after sums are added and logits gathered."""
         node = as_node(argument)
         if info(node).tensor_group == "lm_head":
             return WHOLE
-        return Placement(self.made[node].sharded)
+        return Sharding(self.made[node].sharded)
 
-    def over(self, axis: str, size: int) -> Placement:
+    def over(self, axis: str, size: int) -> Sharding:
         """Return the placement for ``size`` columns over a mesh axis. `WHOLE` if the axis has one
         chip.
         """
@@ -123,14 +123,14 @@ def recipe_of(argument: Any) -> WeightRecipe:
     return found
 
 
-def _embedding(places: Places, node: Node) -> Placement:
+def _embedding(places: Places, node: Node) -> Sharding:
     """Shard the columns: every chip looks up its own residual-stream columns."""
     table = as_node(node.args[1])
     places.weights[table] = found = places.over(COLUMNS, recipe_of(table).shape[1])
     return found
 
 
-def _like(places: Places, node: Node) -> Placement:
+def _like(places: Places, node: Node) -> Sharding:
     """Return the first operand's placement. A norm's weight gets the same placement."""
     found = places.read(node.args[0])
     if node.target is ops.rms_norm.overload and node.meta["val"].ndim == 2:
@@ -138,13 +138,13 @@ def _like(places: Places, node: Node) -> Placement:
     return found
 
 
-def _gate(places: Places, node: Node) -> Placement:
+def _gate(places: Places, node: Node) -> Sharding:
     """Return the wider operand's placement. A gate may be the first or the second operand."""
     operands = [each for each in node.args if isinstance(each, Node)]
     return places.read(max(operands, key=lambda each: each.meta["val"].shape[-1]))
 
 
-def _linear(places: Places, node: Node) -> Placement:
+def _linear(places: Places, node: Node) -> Sharding:
     """Place a matmul and its weight.
 
     The first matmul in a block is sharded over outputs. The second matmul is sharded over inputs.
@@ -168,11 +168,11 @@ def _linear(places: Places, node: Node) -> Placement:
     if inputs is None:
         places.weights[weight] = found
         return found
-    places.weights[weight] = Placement((ShardedAxis(IN, inputs.over, inputs.split), *found.sharded))
-    return Placement(found.sharded, partial=inputs.over)
+    places.weights[weight] = Sharding((ShardedAxis(IN, inputs.over, inputs.split), *found.sharded))
+    return Sharding(found.sharded, partial=inputs.over)
 
 
-def _bias(places: Places, bias: Any, inputs: ShardedAxis | None, columns: Placement) -> Placement:
+def _bias(places: Places, bias: Any, inputs: ShardedAxis | None, columns: Sharding) -> Sharding:
     """Return a bias's placement. After a matmul with partial sums, the first chip has the bias and
     all other chips have zeros.
     """
@@ -180,10 +180,10 @@ def _bias(places: Places, bias: Any, inputs: ShardedAxis | None, columns: Placem
         return columns
     size = recipe_of(bias).shape[0]
     shares = [(IndexRange(0 if rank == 0 else None, size),) for rank in range(places.mesh.rows)]
-    return Placement((ShardedAxis(OUT, inputs.over, Split(tuple(shares))),))
+    return Sharding((ShardedAxis(OUT, inputs.over, Split(tuple(shares))),))
 
 
-def _merged_heads(places: Places, attend: Node) -> Placement:
+def _merged_heads(places: Places, attend: Node) -> Sharding:
     """Return the placement for merged Q, K and V outputs, by heads.
 
     Raises:
@@ -208,7 +208,7 @@ def _merged_heads(places: Places, attend: Node) -> Placement:
     return sharded_columns(ROWS, split)
 
 
-def _attention(places: Places, node: Node) -> Placement:
+def _attention(places: Places, node: Node) -> Sharding:
     """Shard the query heads as the preceding matmul, and the cache by the same heads."""
     if places.mesh.rows == 1:
         return WHOLE
@@ -216,11 +216,11 @@ def _attention(places: Places, node: Node) -> Placement:
     heads, head_dim = deal_heads(places.mesh, args)
     places.weights[as_node(args.kv_cache)] = sharded_columns(ROWS, heads.keys(head_dim))
     if args.sinks is not None:
-        places.weights[as_node(args.sinks)] = Placement((ShardedAxis(OUT, ROWS, heads.queries(1)),))
+        places.weights[as_node(args.sinks)] = Sharding((ShardedAxis(OUT, ROWS, heads.queries(1)),))
     return sharded_columns(ROWS, heads.queries(head_dim))
 
 
-_RULES: Mapping[Any, Callable[[Places, Node], Placement]] = {
+_RULES: Mapping[Any, Callable[[Places, Node], Sharding]] = {
     ops.embedding.overload: _embedding,
     ops.linear.overload: _linear,
     ops.rope_attention_step.overload: _attention,
