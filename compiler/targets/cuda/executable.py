@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -30,11 +29,11 @@ from tilewright.compiler.targets.cuda.numerics import EXACT_IN_BF16
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now, needs_host
 from tilewright.compiler.targets.cuda.outputs.sampled_tokens import SampledTokenReader
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingBatch, drawing_of
-from tilewright.compiler.targets.cuda.state.encoded_images import EncodedImages
+from tilewright.compiler.targets.cuda.state.encoded_images import EncodedImages, has_offsets
 from tilewright.compiler.targets.cuda.state.final_states import FinalStates
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.ragged import can_join, one, split
-from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.snapshot_positions import cut
 from tilewright.compiler.targets.cuda.state.swap import SwappedSlots
 from tilewright.compiler.targets.cuda.state.tables import PagedState
@@ -42,7 +41,6 @@ from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes
 from tilewright.compiler.targets.cuda.weights.stream import Weights
-from tilewright.compiler.targets.host.batch import visible_ends
 from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, MemoryUse
 from tilewright.compiler.targets.interface.step import (
@@ -75,6 +73,12 @@ _NUM_ENDS = 16
 """Maximum number of end tokens for a slot in device tables. The host checks further end tokens."""
 
 
+def _prompt_wire(options: CompileOptions) -> str | None:
+    """Return the format for prompt sums between ranks. None: the format of all sums."""
+    is_free = not (options.compute == "exact" or options.is_strict or options.parallel.wire)
+    return PROMPT_WIRE if is_free else None
+
+
 class CudaExecutable(Executable):
     """A compiled model on one GPU, with one program for prefill and decode.
 
@@ -105,43 +109,66 @@ class CudaExecutable(Executable):
         rows = decode_rows(options)
         num_pages = num_pages or options.max_batch * pages_of(options.max_context)
         self._state = PagedState(
-            plan.states, options, device, num_pages=num_pages, sequence_specs=plan.sequence_states,
+            plan.states,
+            options,
+            device,
+            num_pages=num_pages,
+            sequence_specs=plan.sequence_states,
             num_marks=num_marks(plan, options),
-        )  # fmt: skip
+        )
         reserved = copy_bytes(plan, copies)
         self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
         self.device, self._weights, self.logit_columns = device, weights, plan.logit_columns
         self._requested = options.parallel.exchange
-        exact = options.compute == "exact"
-        is_free = not (exact or options.is_strict or options.parallel.wire)
-        prompt_wire = PROMPT_WIRE if is_free else None
-        self._steps = StepRunner(
-            plan, weights, self._state, max_rows=rows[-1], exact=exact, prompt_wire=prompt_wire,
-            strict_rows=self.capabilities.max_invariant_rows, copies=copies,
-            max_drafts=self.capabilities.max_drafts,
-        )  # fmt: skip
-        self.notes = self._steps.copies.said(options.copies) + weights.roundings(exact=exact)
-        if prompt_wire and options.parallel.tensor > 1:
-            self.notes += (f"sums of prompts, and of rows beside them, travel in {prompt_wire}",)
+        self._is_exact = options.compute == "exact"
+        self._steps = self._make_steps(plan, options, max_rows=rows[-1], copies=copies)
+        self.notes = self._precision_notes(options)
         if device.type == "cuda":
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
         self._device_slots = SlotTable(options.max_batch, _NUM_ENDS, device)
         self._buckets = self._make_buckets(plan, rows, options)
         self._slot_states: dict[Slot, SlotState] = {}
-        self._images, self._is_exact = EncodedImages(device), exact
+        self._images = EncodedImages(device)
         self._away = SwappedSlots(self._slot_states, self._state, self._device_slots)
         self._captured_slots: CapturedSlots | None = None
         self._answers = SampledTokenReader(
-            self._device_slots, self._slot_states, leave=self._leave,
-            width=lambda: self.num_choosable, max_rows=max(options.max_batch, rows[-1]),
-        )  # fmt: skip
+            self._device_slots,
+            self._slot_states,
+            leave=self._leave,
+            width=lambda: self.num_choosable,
+            max_rows=max(options.max_batch, rows[-1]),
+        )
         shared = self._state, self._device_slots, self._buckets, self._answers, self._slot_states
         self._joined = MixedBatchRunner(self._steps, *shared, check=self._check, leave=self._leave)
         has_states = self.capabilities.has_sequence_state
         self._drafts = DraftSteps(*shared, has_states=has_states, leave=self._leave)
         self._draft_weights = draft_weights
         self._layer = self._make_layer(plan, draft_weights, rows, options)
+
+    def _make_steps(
+        self, plan: KernelProgram, options: CompileOptions, *, max_rows: int, copies: Kinds
+    ) -> Steps:
+        return Steps(
+            plan,
+            self._weights,
+            self._state,
+            max_rows=max_rows,
+            exact=self._is_exact,
+            prompt_wire=_prompt_wire(options),
+            strict_rows=self.capabilities.max_invariant_rows,
+            copies=copies,
+            max_drafts=self.capabilities.max_drafts,
+        )
+
+    def _precision_notes(self, options: CompileOptions) -> tuple[str, ...]:
+        """Return notes on roundings of weights and of messages between ranks."""
+        notes = self._steps.copies.said(options.copies)
+        notes += self._weights.roundings(exact=self._is_exact)
+        wire = _prompt_wire(options)
+        if wire and options.parallel.tensor > 1:
+            notes += (f"sums of prompts, and of rows beside them, travel in {wire}",)
+        return notes
 
     def _make_layer(
         self,
@@ -257,8 +284,10 @@ class CudaExecutable(Executable):
         batches, alone = split(
             [chunk for chunk in step.prompts if not self._runs_alone(chunk)],
             limits.max_prompts if shares else 1,
-            marks=limits.marks, most_rows=limits.most_shared, beside=bool(decoding),
-        )  # fmt: skip
+            marks=limits.marks,
+            most_rows=limits.most_shared,
+            beside=bool(decoding),
+        )
         alone += [chunk for chunk in step.prompts if self._runs_alone(chunk)]
         self._answers.begin(len(decodes) + len(verified) + len(batches) + len(alone))
         parts = [self._drafts.run(slots, step) for slots in verified]
@@ -356,11 +385,7 @@ class CudaExecutable(Executable):
         """Copy state within the device, to the host or back. Encode or drop an image."""
         if isinstance(edit, EncodeImage):
             assert self.encoder is not None, "there is no tower"
-            values = self.encoder.encode_tensor(edit.height, edit.width, edit.pixels)
-            values = values.to(self.device)
-            if self.image_value_bytes == 2:
-                values = values.bfloat16()
-            self._images.add(edit.image, values, self.encoder.tile_keys)
+            self._images.encode(edit, self.encoder, value_bytes=self.image_value_bytes)
         elif isinstance(edit, DropImage):
             self._images.drop(edit.image)
         elif isinstance(edit, CopyState):
@@ -485,36 +510,12 @@ class CudaExecutable(Executable):
 
     def _runs_alone(self, chunk: PrefillChunk) -> bool:
         """Return whether a chunk needs a forward of its own, without a graph."""
-        return bool(chunk.visible) or self._has_offsets(chunk)
-
-    def _has_offsets(self, chunk: PrefillChunk) -> bool:
-        """Return whether a chunk has images, or rotary positions that differ from its positions."""
         delta = self._slot_states[chunk.slot].rotary_delta
-        return bool(chunk.images or chunk.rotary or delta)
+        return bool(chunk.visible) or has_offsets(chunk, delta)
 
     def _with_images(self, rows: TokenBatch, chunk: PrefillChunk) -> TokenBatch:
-        """Add a chunk's image embeddings, rotary offsets and visible tiles to its rows."""
-        if chunk.visible:
-            rows = replace(rows, tiles=self._images.of_chunk(chunk))
-        if not self._has_offsets(chunk):
-            return rows
-        count = len(chunk.tokens)
-        if chunk.rotary:
-            assert self.encoder is not None, "there is no tower"
-            axes = np.array(chunk.rotary).reshape(3, count)
-            index = np.arange(chunk.start, chunk.end)
-            offsets = send(self.encoder.by_pair(axes - index), self.device)
-        else:
-            delta = self._slot_states[chunk.slot].rotary_delta
-            offsets = torch.full((count,), delta, dtype=torch.int64, device=self.device)
-        if (ends := visible_ends(chunk)) is not None:
-            rows = replace(rows, ends=send(ends, self.device))
-        if not chunk.images:
-            return replace(rows, offsets=offsets)
-        runs = [np.arange(run.offset, run.offset + run.count) for run in chunk.images]
-        parts = [self._images[run.image][run.first :][: run.count] for run in chunk.images]
-        image_rows = send(np.concatenate(runs), self.device), torch.cat(parts)
-        return replace(rows, offsets=offsets, image_rows=image_rows)
+        delta = self._slot_states[chunk.slot].rotary_delta
+        return self._images.add_to_rows(rows, chunk, self.encoder, rotary_delta=delta)
 
     def _end_prompt(
         self, chunk: PrefillChunk, step: Step, logits: Tensor, choice: SamplingBatch, is_late: bool
