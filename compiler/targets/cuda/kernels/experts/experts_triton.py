@@ -8,6 +8,7 @@ letters: T tokens, K experts for a token, C channels, O outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -84,6 +85,31 @@ class Finish:
 PLAIN = Finish()
 
 
+class _Pairs(NamedTuple):
+    """A tile's pairs of a token and an expert, in a kernel, ``[PAIRS]``."""
+
+    token: Any
+    choice: Any
+    is_pair: Any
+
+
+class _Output(NamedTuple):
+    """The output in a kernel. ``choice_stride`` is the distance between a token's results."""
+
+    ptr: Any
+    stride: Any
+    choice_stride: Any
+    num_rows: Any
+
+
+class _Epilogue(NamedTuple):
+    """The arguments of :class:`Finish` in a kernel."""
+
+    bias_ptr: Any
+    limit: Any
+    alpha: Any
+
+
 @triton.jit
 def _tile(tiles_ptr, num_tiles):
     """Return a program's expert, its first pair and its end, in pair order."""
@@ -95,20 +121,44 @@ def _tile(tiles_ptr, num_tiles):
 
 
 @triton.jit
-def _store_pairs(
-    out_ptr,
+def _swiglu(
     sums,
-    token,
-    choice,
-    is_pair,
     first_row,
     num_rows,
-    out_stride,
-    out_each,
-    bias_ptr,
+    epilogue,
     expert,
-    limit,
-    alpha,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+):
+    """Return the SwiGLU of gate and up rows, ``[ROWS / 2, PAIRS]``, and its output rows."""
+    # Permute row 16 p + 8 s + g to [p, g, pair, s]: gate and up become neighbors.
+    sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, PAIRS), (0, 2, 3, 1))
+    gate, up = tl.split(sides)
+    row = first_row // 2 + tl.arange(0, ROWS // 2)
+    gate, up = gate.reshape(ROWS // 2, PAIRS), up.reshape(ROWS // 2, PAIRS)
+    if epilogue.bias_ptr is not None:
+        inside, bias = row < num_rows, epilogue.bias_ptr + expert * num_rows * 2
+        gate += tl.load(bias + row, mask=inside, other=0.0)[:, None]
+        up += tl.load(bias + num_rows + row, mask=inside, other=0.0)[:, None]
+    if CLAMPED:
+        limit = epilogue.limit
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        y = gate * tl.sigmoid(gate * epilogue.alpha) * (up + 1.0)
+    else:
+        y = gate * tl.sigmoid(gate) * up
+    return y, row
+
+
+@triton.jit
+def _store_pairs(
+    out,
+    sums,
+    pairs,
+    first_row,
+    epilogue,
+    expert,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     SWIGLU: tl.constexpr,
@@ -118,33 +168,20 @@ def _store_pairs(
     """Store ``sums [ROWS, PAIRS]`` of the rows from ``first_row``, or the SwiGLU of their gate and
     up.
 
-    ``bias_ptr`` has the rows of all experts. An expert's gate rows precede its up rows.
+    The bias has the rows of all experts. An expert's gate rows precede its up rows.
     """
     if SWIGLU:
-        # Permute row 16 p + 8 s + g to [p, g, pair, s]: gate and up become neighbors.
-        sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, PAIRS), (0, 2, 3, 1))
-        gate, up = tl.split(sides)
-        place = first_row // 2 + tl.arange(0, ROWS // 2)
-        gate, up = gate.reshape(ROWS // 2, PAIRS), up.reshape(ROWS // 2, PAIRS)
-        if bias_ptr is not None:
-            inside, bias = place < num_rows, bias_ptr + expert * num_rows * 2
-            gate += tl.load(bias + place, mask=inside, other=0.0)[:, None]
-            up += tl.load(bias + num_rows + place, mask=inside, other=0.0)[:, None]
-        if CLAMPED:
-            gate = tl.where(gate > limit, limit, gate)
-            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-            y = gate * tl.sigmoid(gate * alpha) * (up + 1.0)
-        else:
-            y = gate * tl.sigmoid(gate) * up
+        y, row = _swiglu(sums, first_row, out.num_rows, epilogue, expert, ROWS, PAIRS, CLAMPED)
     else:
         y = sums
-        place = first_row + tl.arange(0, ROWS)
-        if bias_ptr is not None:
-            bias = bias_ptr + expert * num_rows
-            y += tl.load(bias + place, mask=place < num_rows, other=0.0)[:, None]
-    target = out_ptr + token[None, :] * out_stride + choice[None, :] * out_each + place[:, None]
-    y = rounded(y, out_ptr.dtype.element_ty, CHAINED)
-    tl.store(target, y, mask=(place < num_rows)[:, None] & is_pair[None, :])
+        row = first_row + tl.arange(0, ROWS)
+        if epilogue.bias_ptr is not None:
+            bias = epilogue.bias_ptr + expert * out.num_rows
+            y += tl.load(bias + row, mask=row < out.num_rows, other=0.0)[:, None]
+    target = out.ptr + pairs.token[None, :] * out.stride
+    target = target + pairs.choice[None, :] * out.choice_stride + row[:, None]
+    y = rounded(y, out.ptr.dtype.element_ty, CHAINED)
+    tl.store(target, y, mask=(row < out.num_rows)[:, None] & pairs.is_pair[None, :])
 
 
 @triton.jit
@@ -202,11 +239,12 @@ def _expert_linear_kernel(
                 data_ptr, words_ptr, packed_row, step, all_row_tiles, STEPS, KIND
             )
             sums = product(weights, x, sums, CHAINED)
+        out = _Output(out_ptr, out_stride, out_each, num_rows)
+        pairs, epilogue = _Pairs(token, choice, is_pair), _Epilogue(bias_ptr, limit, alpha)
+        first_row, sums = tl.program_id(0) * ROWS, sums * scale
         _store_pairs(
-            out_ptr, sums * scale, token, choice, is_pair, tl.program_id(0) * ROWS, num_rows,
-            out_stride, out_each, bias_ptr, expert, limit, alpha,
-            ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED,
-        )  # fmt: skip
+            out, sums, pairs, first_row, epilogue, expert, ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED
+        )
 
 
 @triton.jit
@@ -257,11 +295,10 @@ def _expert_linear_large_kernel(
             at = step * COLUMNS
             x = tl.load(x_rows + at + column, mask=at + column < num_columns, other=0.0)
             sums = product(weights.load([expert * packed_rows + row, at]), x, sums, CHAINED)
-        _store_pairs(
-            out_ptr, sums * scale, token, choice, place < last, row, num_rows,
-            out_stride, out_each, bias_ptr, expert, limit, alpha,
-            ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED,
-        )  # fmt: skip
+        out = _Output(out_ptr, out_stride, out_each, num_rows)
+        pairs, epilogue = _Pairs(token, choice, place < last), _Epilogue(bias_ptr, limit, alpha)
+        sums *= scale
+        _store_pairs(out, sums, pairs, row, epilogue, expert, ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED)
 
 
 def expert_linear(
@@ -293,31 +330,68 @@ def expert_linear(
     packed_rows = packed.num_rows // 2 if swiglu else packed.num_rows
     assert not rest and packed_rows - 8 < num_rows <= packed_rows and packed.is_paired == swiglu
     assert out.shape[0] == num_tokens and out.stride(1) == 1 == x.stride(1)
-    own = x.shape[1] == top_k * num_columns and top_k > 1
     tiling = tiling or tiling_of(packed, groups.tile_size, x.dtype)
-    num_tiles, padded_rows = groups.tiles.shape[1], packed.num_row_tiles * TILE_ROWS
-    grid = (triton.cdiv(padded_rows, tiling.rows), num_tiles)
-    strides = out.stride(0), num_rows, x.stride(0), num_columns if own else 0
-    act = finish.checked(packed.num_experts * num_rows, swiglu=swiglu)
-    sizes = {"ROWS": tiling.rows, "PAIRS": groups.tile_size, "CLAMPED": finish.limit > 0}
-    sizes |= {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, "SWIGLU": swiglu}
-    assert (own or x.shape[1] >= num_columns) and (packed.kind == "bf16" or not tiling.columns)
+    assert x.shape[1] >= num_columns and (packed.kind == "bf16" or not tiling.columns)
+    padded_rows = packed.num_row_tiles * TILE_ROWS
+    grid = (triton.cdiv(padded_rows, tiling.rows), groups.tiles.shape[1])
+    arguments = _arguments(out, x, packed, groups, top_k=top_k, tiling=tiling, finish=finish)
     if tiling.columns:
-        weights = TensorDescriptor.from_tensor(packed.data, [tiling.rows, tiling.columns])
         _expert_linear_large_kernel[grid](
-            out, x, weights, groups.order, groups.tiles, num_rows, num_columns,
-            padded_rows, num_tiles, top_k, *strides, packed.scale, *act,
-            STEPS=packed.data.shape[1] // tiling.columns, COLUMNS=tiling.columns,
-            **sizes, **chained(out),
-        )  # fmt: skip
+            weights=TensorDescriptor.from_tensor(packed.data, [tiling.rows, tiling.columns]),
+            packed_rows=padded_rows,
+            STEPS=packed.data.shape[1] // tiling.columns,
+            COLUMNS=tiling.columns,
+            **arguments,
+        )
         return
     _expert_linear_kernel[grid](
-        out, x, packed.data, None if packed.kind == "bf16" else words_of(packed),
-        groups.order, groups.tiles, num_rows, num_columns,
-        packed.num_row_tiles, packed.num_experts * packed.num_row_tiles, num_tiles, top_k, *strides,
-        packed.scale, *act, KIND=packed.kind, STEPS=packed.num_column_tiles,
-        **sizes, **chained(out),
-    )  # fmt: skip
+        data_ptr=packed.data,
+        words_ptr=None if packed.kind == "bf16" else words_of(packed),
+        row_tiles=packed.num_row_tiles,
+        all_row_tiles=packed.num_experts * packed.num_row_tiles,
+        KIND=packed.kind,
+        STEPS=packed.num_column_tiles,
+        **arguments,
+    )
+
+
+def _arguments(
+    out: Tensor,
+    x: Tensor,
+    packed: PackedWeight,
+    groups: Groups,
+    *,
+    top_k: int,
+    tiling: Tiling,
+    finish: Finish,
+) -> dict[str, Any]:
+    """Return the arguments of both kernels: operands, strides, epilogue and tile sizes."""
+    num_rows, num_columns = out.shape[1] // top_k, packed.num_columns
+    swiglu, has_own_x = packed.is_paired, x.shape[1] == top_k * num_columns and top_k > 1
+    bias, limit, alpha = finish.checked(packed.num_experts * num_rows, swiglu=swiglu)
+    operands = {"out_ptr": out, "x_ptr": x, "order_ptr": groups.order, "tiles_ptr": groups.tiles}
+    return {
+        **operands,
+        "num_rows": num_rows,
+        "num_columns": num_columns,
+        "num_tiles": groups.tiles.shape[1],
+        "top_k": top_k,
+        "out_stride": out.stride(0),
+        "out_each": num_rows,
+        "x_stride": x.stride(0),
+        "x_each": num_columns if has_own_x else 0,
+        "scale": packed.scale,
+        "bias_ptr": bias,
+        "limit": limit,
+        "alpha": alpha,
+        "ROWS": tiling.rows,
+        "PAIRS": groups.tile_size,
+        "SWIGLU": swiglu,
+        "CLAMPED": finish.limit > 0,
+        "num_warps": tiling.num_warps,
+        "num_stages": tiling.num_stages,
+        **chained(out),
+    }
 
 
 def tiling_of(packed: PackedWeight, tile_size: int, operand: torch.dtype) -> Tiling:
