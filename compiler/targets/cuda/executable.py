@@ -148,8 +148,8 @@ class CudaExecutable(Executable):
 
     def _make_steps(
         self, plan: KernelProgram, options: CompileOptions, *, max_rows: int, copies: Kinds
-    ) -> Steps:
-        return Steps(
+    ) -> StepRunner:
+        return StepRunner(
             plan,
             self._weights,
             self._state,
