@@ -12,7 +12,7 @@ from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.base import WHOLE, RawModel, Read, setting
 from tilewright.models.checkpoints.quantized.float4 import MXFP4, NVFP4, take_float4
 from tilewright.models.checkpoints.quantized.float8 import CODES, take_float8
-from tilewright.models.checkpoints.quantized.groups import SCALAR_SHAPES, Scheme, Schemes
+from tilewright.models.checkpoints.quantized.groups import Scheme, Schemes
 from tilewright.models.checkpoints.quantized.integers import Codes, IntegerTensor, fields
 
 _SCALES = ("F32", "BF16", "F16")
@@ -123,7 +123,8 @@ def read_compressed(config: Mapping[str, object], where: str, model: RawModel) -
             _take_bytes(model, module, schemes.of(model, module, f"{module}.weight"))
         elif dtype == CODES:
             scheme = schemes.of(model, module, f"{module}.weight")
-            scheme.check_scale(model, f"{module}.weight_scale")
+            outputs = (*model.tensors[f"{module}.weight"].shape, 0)[0]
+            scheme.check_scale(model, f"{module}.weight_scale", outputs)
             take_float8(model, module, _block_of(model, module, scheme), "weight_scale")
     if config.get("kv_cache_scheme"):
         model.notes.append(f"{where}: kv_cache_scheme is not used; the cache keeps its own format")
@@ -137,7 +138,7 @@ def _take_packed(model: RawModel, module: str, scheme: Scheme) -> None:
     if rows < 1 or columns < 1:
         raise model.error(f"{module}.weight_shape", f"has {[rows, columns]}", "rows and columns")
     scheme.check_parts(model, module)
-    scheme.check_scale(model, scale)
+    scheme.check_scale(model, scale, rows)
     num_words = -(-columns * bits // 32)
     if stored != (rows, num_words):
         what = f"has shape {list(stored)} for weight_shape {[rows, columns]}"
@@ -146,12 +147,7 @@ def _take_packed(model: RawModel, module: str, scheme: Scheme) -> None:
     order = f"{module}.weight_g_idx"
     has_order = order in model.tensors
     model.take(packed, ("I32",), (rows, num_words))
-    shape = model.tensors[scale].shape if scale in model.tensors else ()
-    model.take(
-        scale,
-        _SCALES,
-        shape if scheme.strategy == "tensor" and shape in SCALAR_SHAPES else (rows, groups),
-    )
+    model.take(scale, _SCALES, scheme.scale_shape(model, scale, rows, groups))
     if has_order:
         model.take(order, ("I32", "I64"), (columns,))
     zeros = f"{module}.weight_zero_point"
@@ -177,17 +173,12 @@ def _take_bytes(model: RawModel, module: str, scheme: Scheme) -> None:
     if len(shape) != 2:
         raise model.error(codes, f"is I8 {list(shape)}", "I8 of two axes")
     rows, columns = shape
-    stored = model.tensors[scale].shape if scale in model.tensors else (rows, 1)
     if not columns:
         raise model.error(codes, f"is I8 {list(shape)}", "columns")
     scheme.check_parts(model, module)
-    scheme.check_scale(model, scale)
+    scheme.check_scale(model, scale, rows)
     groups = columns // scheme.columns_per_scale(model, scale, columns)
-    wanted = (
-        stored
-        if stored in SCALAR_SHAPES and scheme.strategy in (None, "tensor")
-        else (rows, groups)
-    )
+    wanted = scheme.scale_shape(model, scale, rows, groups)
     model.take(codes, ("I8",), shape)
     model.take(scale, _SCALES, wanted)
     zeros = f"{module}.weight_zero_point"

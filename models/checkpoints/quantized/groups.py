@@ -54,20 +54,28 @@ class Scheme:
             if is_needed and name not in model.tensors:
                 raise model.error(name, "is missing", f"the tensor, which {self.where} names")
 
-    def check_scale(self, model: RawModel, scale: str) -> None:
-        """Refuse scales of another strategy.
+    def check_scale(self, model: RawModel, scale: str, rows: int) -> None:
+        """Refuse scales of another strategy, for a weight with ``rows`` outputs.
 
         Raises:
             CheckpointError: A tensor has scales per channel, or channels a scale per tensor.
         """
         shape = model.tensors[scale].shape if scale in model.tensors else None
-        is_scalar = shape in SCALAR_SHAPES
         if shape is None or self.strategy not in ("tensor", "channel"):
             return
-        if is_scalar != (self.strategy == "tensor") and shape != (1, 1):
+        is_scalar = shape in SCALAR_SHAPES
+        if is_scalar != (self.strategy == "tensor") and not (is_scalar and rows == 1):
             what = f"has shape {list(shape)} with strategy {self.strategy} in {self.where}"
-            wanted = "a number" if self.strategy == "tensor" else "a scale per output"
+            wanted = "a number" if self.strategy == "tensor" else f"[{rows}, 1]"
             raise model.error(scale, what, wanted)
+
+    def scale_shape(self, model: RawModel, scale: str, rows: int, groups: int) -> tuple[int, ...]:
+        """Return the shape for a weight's scales: as stored for a common scale, else rows and
+        groups.
+        """
+        stored = model.tensors[scale].shape if scale in model.tensors else (rows, groups)
+        is_common = self.strategy in (None, "tensor") or (self.strategy, rows) == ("channel", 1)
+        return stored if is_common and stored in SCALAR_SHAPES else (rows, groups)
 
     def columns_per_scale(self, model: RawModel, scale: str, columns: int) -> int:
         """Return the columns with a common scale, for the scales ``[rows, groups]``.

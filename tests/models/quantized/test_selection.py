@@ -24,9 +24,13 @@ from tests.models.quantized.test_integers import (
     of_gptq,
     packed,
 )
-from tests.models.quantized.test_packages import MLX, affine
+from tests.models.quantized.test_packages import DTYPES, MLX, affine
 from tilewright.errors import CheckpointError
 from tilewright.models import load_model
+from tilewright.models.checkpoints.quantized.base import RawModel, RawTensor
+from tilewright.models.checkpoints.quantized.compressed import read_compressed
+
+NAMES = {**DTYPES, torch.int32: "I32", torch.int64: "I64"}
 
 
 def groups(**weights: Any) -> dict[str, Any]:
@@ -55,6 +59,31 @@ def test_partial_blocks_have_the_configured_size(block: tuple[int, int], tmp_pat
 def test_float_groups_have_the_configured_size(tmp_path: Path) -> None:
     config = groups(strategy="group", group_size=32)
     check_values(tmp_path / "m", write(tmp_path / "m", quantizer((1, 32), **BF16), config))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+@pytest.mark.parametrize("case", ["float", "bytes", "packed"])
+def test_a_channel_scale_of_one_output_may_have_one_axis(case: str, shape: tuple[int, ...]) -> None:
+    """As of Qwen3.5's gate of the shared expert. compressed-tensors writes two axes."""
+    int8s = of_weights(num_bits=8, strategy="channel", group_size=None)
+    quantize, config = {
+        "float": (quantizer(by_row=True, **BF16), groups(strategy="channel")),
+        "bytes": (int8(), int8s),
+        "packed": (packed(8, None), int8s),
+    }[case]
+    for rows in (1, 2):
+        weight, rng = np.ones((rows, 128), np.float32), np.random.default_rng(3)
+        stored, values = quantize(weight, rng)
+        stored["weight_scale"] = stored["weight_scale"][:1].reshape(shape)
+        tensors = {f"m.{name}": tensor for name, tensor in stored.items()}
+        raw = {n: RawTensor(tuple(t.shape), NAMES[t.dtype], t.nbytes) for n, t in tensors.items()}
+        model = RawModel(Path("m"), raw, lambda name, where, own=tensors: own[name][where])  # type: ignore[misc]
+        if rows > 1:
+            with pytest.raises(CheckpointError, match=r"m\.weight_scale .*; allowed: \[2, 1\]"):
+                read_compressed(config, "config.json", model)
+            continue
+        read_compressed(config, "config.json", model)
+        assert np.array_equal(model.found["m.weight"].values(model.read, 0, 1).numpy(), values)
 
 
 def test_groups_match_names_then_expressions_then_classes(tmp_path: Path) -> None:
@@ -86,7 +115,7 @@ REFUSED = [
         (codes, config, SAME, rf"\[{shape}\] with strategy {name} in .*; allowed: {wanted}")
         for name, wanted, shape, whole in (
             ("tensor", "a number", r"\d+, 1", False),
-            ("channel", "a scale per output", "1?", True),
+            ("channel", r"\[\d+, 1\]", "1?", True),
         )
         for codes, config in (
             (quantizer(by_row=not whole, **BF16), groups(strategy=name)),
