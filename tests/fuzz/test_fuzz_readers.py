@@ -10,6 +10,7 @@ import json
 import os
 import random
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def experts(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.n
 def from_package(scheme: str) -> Quantize:
     def run(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
         own = SCHEMES[scheme]
-        return {name: own[name] for name in {*own} - {"value", "entry"}}, weight
+        return {name: own[name] for name in own if name not in ("value", "entry")}, weight
 
     return run
 
@@ -125,15 +126,23 @@ def entry_of(name: str) -> str:
 
 
 def made(name: str) -> tuple[dict[str, Any], Tensors, dict[str, str]]:
-    """A valid configuration, tensors and metadata."""
-    quantize, config = CASES[name]
+    """A valid configuration, tensors and metadata. A mutation replaces tensors whole."""
+    return copy.deepcopy(CASES[name][1]), dict(stored_by(name)), entries_of(name)
+
+
+@cache
+def stored_by(name: str) -> Tensors:
+    quantize, _ = CASES[name]
     tensors: Tensors = {"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(8, 4)}
     for seed, module in enumerate(MODULES):
         stored, _ = quantize(np.ones(SHAPE, np.float32), np.random.default_rng(seed))
         middle = "" if name == "mxfp4 experts" else "."
         tensors |= {f"{module}{middle}{key}": tensor for key, tensor in stored.items()}
-    entries = {f"{module}.weight": entry_of(name) for module in MODULES}
-    return copy.deepcopy(config), tensors, entries
+    return tensors
+
+
+def entries_of(name: str) -> dict[str, str]:
+    return {f"{module}.weight": entry_of(name) for module in MODULES}
 
 
 def mutated_value(value: Any, rng: random.Random) -> Any:
