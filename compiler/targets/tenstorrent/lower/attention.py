@@ -27,7 +27,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     TtValue,
     UpdateCache,
 )
-from tilewright.compiler.targets.tenstorrent.program.places import (
+from tilewright.compiler.targets.tenstorrent.program.placements import (
     as_node,
     deal_heads,
     sharded_columns,

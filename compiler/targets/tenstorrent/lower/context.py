@@ -22,7 +22,12 @@ from tilewright.compiler.targets.tenstorrent.program.placement import (
     check_activation_format,
     heads_memory,
 )
-from tilewright.compiler.targets.tenstorrent.program.places import OUT, Places, as_node, recipe_of
+from tilewright.compiler.targets.tenstorrent.program.placements import (
+    OUT,
+    Placements,
+    as_node,
+    recipe_of,
+)
 
 SMALL = ComputeConfig("hifi4")
 """Fidelity for norms and rotations: fp32 sums and four phases, independent of the configuration."""
@@ -60,7 +65,7 @@ class LoweringContext:
         self.device, self.mesh, self.phase = device.name, mesh, phase
         self.num_banks = device.num_banks
         self.batch, self.length, self.context = batch, length, context
-        self.places = Places(graph_module, mesh)
+        self.places = Placements(graph_module, mesh)
         self.instructions: list[TtInstruction] = []
         rows, dram = batch * length, Memory()
         self.tokens = TtValue("tokens", rows, 1, "int32", dram)

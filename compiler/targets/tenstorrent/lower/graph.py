@@ -1,6 +1,6 @@
 """Lowering from a graph to device instructions for a phase and a mesh.
 
-Placements come from `Places`. Formats and fidelities come from the graph. A collective follows
+Placements come from `Placements`. Formats and fidelities come from the graph. A collective follows
 every matmul with partial sums.
 """
 
@@ -55,7 +55,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     TtWeight,
 )
 from tilewright.compiler.targets.tenstorrent.program.memory_plan import bytes_on_a_core
-from tilewright.compiler.targets.tenstorrent.program.places import IN, OUT, recipe_of
+from tilewright.compiler.targets.tenstorrent.program.placements import IN, OUT, recipe_of
 from tilewright.errors import CompileError
 
 aten = torch.ops.aten

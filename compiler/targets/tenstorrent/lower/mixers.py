@@ -27,7 +27,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     TtValue,
     TtWeight,
 )
-from tilewright.compiler.targets.tenstorrent.program.places import OUT, as_node, recipe_of
+from tilewright.compiler.targets.tenstorrent.program.placements import OUT, as_node, recipe_of
 from tilewright.errors import CompileError
 
 

@@ -11,18 +11,18 @@ from tilewright.compiler.ir.info import WHOLE, info
 from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.table import get_target
-from tilewright.compiler.targets.tenstorrent.program.places import IN, OUT, Places
+from tilewright.compiler.targets.tenstorrent.program.placements import IN, OUT, Placements
 from tilewright.distributed.parallel import ParallelConfig
 
 PRECISION = board_precision("bf16")
 
 
-def board_places(mesh: Mesh) -> Places:
+def board_places(mesh: Mesh) -> Placements:
     graph_module, _ = lowered(tiny_model(num_layers=1), target="n150", precision=PRECISION)
-    return Places(graph_module, mesh)
+    return Placements(graph_module, mesh)
 
 
-def axes_by_group(places: Places) -> dict[str, set[tuple[str, str]]]:
+def axes_by_group(places: Placements) -> dict[str, set[tuple[str, str]]]:
     """Of every tensor group's products: which axes are dealt, and over which mesh axis."""
     found: dict[str, set[tuple[str, str]]] = {}
     for weight, placement in places.weights.items():

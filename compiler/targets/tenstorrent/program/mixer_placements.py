@@ -17,13 +17,13 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import EXPERTS
 from tilewright.errors import CompileError
 
 if TYPE_CHECKING:
-    from tilewright.compiler.targets.tenstorrent.program.places import Places
+    from tilewright.compiler.targets.tenstorrent.program.placements import Placements
 
 aten = torch.ops.aten
 _OUT = 1
 
 
-def matmul_outputs(places: Places, node: Node) -> Sharding | None:
+def matmul_outputs(places: Placements, node: Node) -> Sharding | None:
     """Return the column placement for routers, gates and delta rule inputs, else None.
 
     Raises:
@@ -45,7 +45,7 @@ def matmul_outputs(places: Places, node: Node) -> Sharding | None:
     return None
 
 
-def qkv_split(places: Places, rule: Node) -> Split:
+def qkv_split(places: Placements, rule: Node) -> Split:
     """Return the columns by chip: queries, keys, values."""
     args: Any = rule.args
     num_key_heads, key_dim = args[5], args[6]
@@ -55,12 +55,12 @@ def qkv_split(places: Places, rule: Node) -> Split:
     return join(keys, keys.moved(width), values.moved(2 * width))
 
 
-def value_heads(places: Places, rule: Node) -> Split:
+def value_heads(places: Placements, rule: Node) -> Split:
     """Return the value heads by chip."""
     return _whole_heads(places, rule, int(rule.meta["val"].shape[-2]))
 
 
-def assign_conv(places: Places, node: Node) -> Sharding:
+def assign_conv(places: Placements, node: Node) -> Sharding:
     """Place a convolution and its weight as the input channels."""
     weight, window = node.args[1:3]
     assert isinstance(weight, Node) and isinstance(window, Node)
@@ -69,7 +69,7 @@ def assign_conv(places: Places, node: Node) -> Sharding:
     return result
 
 
-def assign_delta_rule(places: Places, node: Node) -> Sharding:
+def assign_delta_rule(places: Placements, node: Node) -> Sharding:
     """Place the delta rule's value heads, vectors and state."""
     args: Any = node.args
     heads = value_heads(places, node)
@@ -78,7 +78,7 @@ def assign_delta_rule(places: Places, node: Node) -> Sharding:
     return _columns(places, heads.times(int(node.meta["val"].shape[-1])))
 
 
-def assign_experts(places: Places, node: Node) -> Sharding:
+def assign_experts(places: Placements, node: Node) -> Sharding:
     """Place whole experts on each chip. The sum over chips is the product.
 
     Raises:
@@ -97,11 +97,11 @@ def assign_experts(places: Places, node: Node) -> Sharding:
     return Sharding(partial=ROWS)
 
 
-def _whole_heads(places: Places, node: Node, count: int) -> Split:
+def _whole_heads(places: Placements, node: Node, count: int) -> Split:
     return _whole(places, node, count, "heads of the delta rule")
 
 
-def _whole(places: Places, node: Node, count: int, noun: str) -> Split:
+def _whole(places: Placements, node: Node, count: int, noun: str) -> Split:
     mesh = places.mesh
     if mesh.columns > 1 or count % mesh.rows:
         raise CompileError(
@@ -111,5 +111,5 @@ def _whole(places: Places, node: Node, count: int, noun: str) -> Split:
     return deal(count, mesh.rows, unit=1)
 
 
-def _columns(places: Places, split: Split) -> Sharding:
+def _columns(places: Placements, split: Split) -> Sharding:
     return WHOLE if places.mesh.rows == 1 else Sharding((ShardedAxis(_OUT, ROWS, split),))

@@ -29,7 +29,7 @@ from tilewright.compiler.mesh import (
     join,
     split_heads,
 )
-from tilewright.compiler.targets.tenstorrent.program import mixer_places
+from tilewright.compiler.targets.tenstorrent.program import mixer_placements
 from tilewright.compiler.targets.tenstorrent.program.placement import shard_cores
 from tilewright.errors import CompileError
 
@@ -53,7 +53,7 @@ def sharded_columns(over: str, split: Split | None) -> Sharding:
     return Sharding((ShardedAxis(OUT, over, split),)) if over and split is not None else WHOLE
 
 
-class Places:
+class Placements:
     """Placements for the values and the weights in a graph.
 
     A matmul with sharded inputs makes partial sums. Lowering appends the collective that adds them.
@@ -123,14 +123,14 @@ def recipe_of(argument: Any) -> WeightRecipe:
     return found
 
 
-def _embedding(places: Places, node: Node) -> Sharding:
+def _embedding(places: Placements, node: Node) -> Sharding:
     """Shard the columns: every chip looks up its own residual-stream columns."""
     table = as_node(node.args[1])
     places.weights[table] = found = places.over(COLUMNS, recipe_of(table).shape[1])
     return found
 
 
-def _like(places: Places, node: Node) -> Sharding:
+def _like(places: Placements, node: Node) -> Sharding:
     """Return the first operand's placement. A norm's weight gets the same placement."""
     found = places.read(node.args[0])
     if node.target is ops.rms_norm.overload and node.meta["val"].ndim == 2:
@@ -138,13 +138,13 @@ def _like(places: Places, node: Node) -> Sharding:
     return found
 
 
-def _gate(places: Places, node: Node) -> Sharding:
+def _gate(places: Placements, node: Node) -> Sharding:
     """Return the wider operand's placement. A gate may be the first or the second operand."""
     operands = [each for each in node.args if isinstance(each, Node)]
     return places.read(max(operands, key=lambda each: each.meta["val"].shape[-1]))
 
 
-def _linear(places: Places, node: Node) -> Sharding:
+def _linear(places: Placements, node: Node) -> Sharding:
     """Place a matmul and its weight.
 
     The first matmul in a block is sharded over outputs. The second matmul is sharded over inputs.
@@ -154,7 +154,7 @@ def _linear(places: Places, node: Node) -> Sharding:
     inputs = places.read(node.args[0]).along(OUT)
     is_second = inputs is not None and inputs.over == ROWS
     reader = next(iter(node.users))
-    own = mixer_places.matmul_outputs(places, node)
+    own = mixer_placements.matmul_outputs(places, node)
     if own is not None:
         found = own
     elif reader.target is ops.rope_attention_step.overload:
@@ -172,7 +172,7 @@ def _linear(places: Places, node: Node) -> Sharding:
     return Sharding(found.sharded, partial=inputs.over)
 
 
-def _bias(places: Places, bias: Any, inputs: ShardedAxis | None, columns: Sharding) -> Sharding:
+def _bias(places: Placements, bias: Any, inputs: ShardedAxis | None, columns: Sharding) -> Sharding:
     """Return a bias's placement. After a matmul with partial sums, the first chip has the bias and
     all other chips have zeros.
     """
@@ -183,7 +183,7 @@ def _bias(places: Places, bias: Any, inputs: ShardedAxis | None, columns: Shardi
     return Sharding((ShardedAxis(OUT, inputs.over, Split(tuple(shares))),))
 
 
-def _merged_heads(places: Places, attend: Node) -> Sharding:
+def _merged_heads(places: Placements, attend: Node) -> Sharding:
     """Return the placement for merged Q, K and V outputs, by heads.
 
     Raises:
@@ -208,7 +208,7 @@ def _merged_heads(places: Places, attend: Node) -> Sharding:
     return sharded_columns(ROWS, split)
 
 
-def _attention(places: Places, node: Node) -> Sharding:
+def _attention(places: Placements, node: Node) -> Sharding:
     """Shard the query heads as the preceding matmul, and the cache by the same heads."""
     if places.mesh.rows == 1:
         return WHOLE
@@ -220,7 +220,7 @@ def _attention(places: Places, node: Node) -> Sharding:
     return sharded_columns(ROWS, heads.queries(head_dim))
 
 
-_RULES: Mapping[Any, Callable[[Places, Node], Sharding]] = {
+_RULES: Mapping[Any, Callable[[Placements, Node], Sharding]] = {
     ops.embedding.overload: _embedding,
     ops.linear.overload: _linear,
     ops.rope_attention_step.overload: _attention,
@@ -236,8 +236,8 @@ _RULES: Mapping[Any, Callable[[Places, Node], Sharding]] = {
     aten.tanh.default: _like,
     aten.unflatten.int: _like,
     aten.flatten.using_ints: _like,
-    ops.causal_conv1d_step.overload: mixer_places.assign_conv,
-    ops.gated_delta_rule_step.overload: mixer_places.assign_delta_rule,
-    ops.expert_linear.overload: mixer_places.assign_experts,
+    ops.causal_conv1d_step.overload: mixer_placements.assign_conv,
+    ops.gated_delta_rule_step.overload: mixer_placements.assign_delta_rule,
+    ops.expert_linear.overload: mixer_placements.assign_experts,
 }
 """Placement rule by operator."""
