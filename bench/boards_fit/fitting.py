@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewright.compiler.targets.tenstorrent.perf.constants import START, Constants
-from tilewright.compiler.targets.tenstorrent.perf.price import once_seconds, work_seconds
+from tilewright.compiler.targets.tenstorrent.perf.estimate import once_seconds, work_seconds
 from tilewright.compiler.targets.tenstorrent.perf.work import InstructionCost
 
 Vector = NDArray[np.float64]

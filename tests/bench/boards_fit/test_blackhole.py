@@ -21,7 +21,7 @@ from tilewright.compiler.targets.tenstorrent.perf.blackhole import (
     prompt_seconds,
     software_of,
 )
-from tilewright.compiler.targets.tenstorrent.perf.price import price, step_seconds
+from tilewright.compiler.targets.tenstorrent.perf.estimate import estimate, step_seconds
 from tilewright.compiler.targets.tenstorrent.perf.work import program_work
 
 
@@ -50,7 +50,7 @@ def test_two_readers_of_a_bank_halve_the_cycles_of_a_matmul() -> None:
     times = [blackhole_seconds(work, BLACKHOLE, name) for name in ("tt_2025_11", "tt_2026_09")]
     assert times[0][2] == 2 * times[1][2] and times[0][1] == times[1][1]
     assert software_of(decode) == "tt_2026_09"
-    assert step_seconds(decode) == pytest.approx(sum(each.seconds for each in price(decode)))
+    assert step_seconds(decode) == pytest.approx(sum(each.seconds for each in estimate(decode)))
     slower = replace(decode, device="P100")
     assert step_seconds(slower) == step_seconds(decode), "the banks are those of the program"
 
@@ -62,7 +62,7 @@ def test_an_untraced_prompt_takes_the_time_of_the_host_or_of_the_chips() -> None
     host, chips = sum(part[0] for part in parts), sum(max(part[1:]) for part in parts)
     assert name != TRACED and host > chips
     assert step_seconds(prompt) == pytest.approx(host)
-    assert {line.bound for line in price(prompt)[:-1]} == {"start"}
+    assert {line.bound for line in estimate(prompt)[:-1]} == {"start"}
     slow = tuple(replace(cost, bytes_read=10**9, activation_bytes=10**9) for cost in work)
     assert is_host_bound(((cost, 1.0) for cost in work), BLACKHOLE, name)
     assert not is_host_bound(((cost, 1.0) for cost in slow), BLACKHOLE, name)

@@ -14,10 +14,10 @@ from bench.boards_fit.wormhole import PUBLISHED
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.tenstorrent.perf.constants import CLOCK, FITTED, PHASE_CYCLES
 from tilewright.compiler.targets.tenstorrent.perf.model import (
-    Priced,
+    InstructionEstimate,
+    estimate,
     explain_time,
     predict,
-    price,
     step_seconds,
 )
 from tilewright.compiler.targets.tenstorrent.perf.work import InstructionCost, program_work
@@ -60,10 +60,10 @@ def whole(precision: str, model: str, device: str, **sizes: Any) -> DeviceProgra
     return dataclasses.replace(program, instructions=repeated)
 
 
-def lines_of(program: DeviceProgram, name: str, group: str = "") -> list[Priced]:
+def lines_of(program: DeviceProgram, name: str, group: str = "") -> list[InstructionEstimate]:
     return [
         line
-        for line in price(program)
+        for line in estimate(program)
         if line.work is not None and (line.work.name, line.work.group) == (name, group)
     ]
 
@@ -73,7 +73,7 @@ def test_a_step_is_the_sum_of_its_instructions_and_one_cost(
     make: Callable[[], DeviceProgram],
 ) -> None:
     program = make()
-    lines = price(program)
+    lines = estimate(program)
     assert [line.instruction for line in lines] == [*program.instructions, None]
     assert all(line.seconds > 0 for line in lines)
     assert step_seconds(program) == pytest.approx(sum(line.seconds for line in lines))
@@ -96,7 +96,7 @@ def test_a_product_takes_its_bytes_or_its_cycles() -> None:
 
 
 def test_more_phases_take_longer_where_cycles_bind() -> None:
-    def product(fidelity: str) -> Priced:
+    def product(fidelity: str) -> InstructionEstimate:
         heading = f"precision_cfg = {{ff2: bfp4}}, fidelity_cfg = {{li_ff2: {fidelity}}}"
         return lines_of(decode(heading), "Matmul", "ff2")[0]
 
@@ -121,7 +121,7 @@ def test_more_chips_read_less_and_sum_more() -> None:
         sum(work.bytes_read for work in program_work(program)) for program in (n150, n300, t3k)
     ]
     assert reads[0] > 1.9 * reads[1] > 1.9**2 * reads[2]
-    assert not [line for line in price(n150) if line.bound in ("links", "steps")]
+    assert not [line for line in estimate(n150) if line.bound in ("links", "steps")]
     steps = [
         {line.work.ring_steps for line in lines_of(program, "ReduceScatter") if line.work}
         for program in (n300, t3k)
@@ -165,7 +165,7 @@ def test_a_bias_costs_its_own() -> None:
     program = decode(model="Qwen2.5-7B")
     (bias,) = {
         line.seconds
-        for line in price(program)
+        for line in estimate(program)
         if isinstance(line.instruction, Matmul) and line.instruction.bias is not None
     }
     without = dataclasses.replace(FITTED, bias_seconds=0.0)

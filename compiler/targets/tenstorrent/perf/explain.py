@@ -6,7 +6,11 @@ import dataclasses
 from collections import Counter, defaultdict
 
 from tilewright.compiler.targets.tenstorrent.perf.constants import Constants
-from tilewright.compiler.targets.tenstorrent.perf.price import Priced, price, seconds_by_work
+from tilewright.compiler.targets.tenstorrent.perf.estimate import (
+    InstructionEstimate,
+    estimate,
+    seconds_by_work,
+)
 from tilewright.compiler.targets.tenstorrent.perf.work import InstructionCost, program_work
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DeviceProgram,
@@ -28,8 +32,8 @@ def explain_rows(
     MB: read from a chip's DRAM, or sent over its links. ``bound``: what most of the time is spent
     on.
     """
-    lines: defaultdict[str, list[Priced]] = defaultdict(list)
-    for line in price(program, constants, attended=attended):
+    lines: defaultdict[str, list[InstructionEstimate]] = defaultdict(list)
+    for line in estimate(program, constants, attended=attended):
         lines[_label(line)].append(line)
     whole = sum(line.seconds for found in lines.values() for line in found)
     ordered = sorted(lines.items(), key=lambda item: -sum(line.seconds for line in item[1]))
@@ -66,13 +70,13 @@ def _in_format(
     return seconds_by_work(program, constants)(changed)[0]
 
 
-def _label(line: Priced) -> str:
+def _label(line: InstructionEstimate) -> str:
     if line.work is None:
         return _ONCE
     return " ".join(part for part in (line.work.name, line.work.group) if part)
 
 
-def _cells(label: str, lines: list[Priced], whole: float) -> tuple[str, ...]:
+def _cells(label: str, lines: list[InstructionEstimate], whole: float) -> tuple[str, ...]:
     seconds = sum(line.seconds for line in lines)
     work = [line.work for line in lines if line.work is not None]
     moved = sum(each.bytes_read + each.link_bytes for each in work)

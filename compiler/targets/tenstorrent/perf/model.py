@@ -1,6 +1,6 @@
 """Predicted speed for programs on a board.
 
-A step's time is the sum over its instructions (``price.py``) and a constant.
+A step's time is the sum over its instructions (``estimate.py``) and a constant.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from tilewright.compiler.targets.tenstorrent.perf.constants import (
     SMALLEST_FITTED,
     Constants,
 )
+from tilewright.compiler.targets.tenstorrent.perf.estimate import (
+    InstructionEstimate,
+    estimate,
+    is_blackhole,
+    step_seconds,
+)
 from tilewright.compiler.targets.tenstorrent.perf.explain import (
     COST_COLUMNS,
     EXPLAIN_COLUMNS,
     cost_rows,
     explain_rows,
-)
-from tilewright.compiler.targets.tenstorrent.perf.price import (
-    Priced,
-    is_blackhole,
-    price,
-    step_seconds,
 )
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DECODE,
@@ -34,7 +34,14 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
 )
 from tilewright.compiler.targets.tenstorrent.program.placement import PROMPT_CHUNK
 
-__all__ = ["Prediction", "Priced", "explain_time", "predict", "price", "step_seconds"]
+__all__ = [
+    "InstructionEstimate",
+    "Prediction",
+    "estimate",
+    "explain_time",
+    "predict",
+    "step_seconds",
+]
 
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 """Title, column names and rows."""

@@ -50,7 +50,7 @@ BOUND_ONCE = "once"
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class InstructionEstimate:
     """Time for one instruction in seconds, and its bottleneck (``bound``)."""
 
     instruction: TtInstruction | None
@@ -59,9 +59,9 @@ class Priced:
     bound: str
 
 
-def price(
+def estimate(
     program: DeviceProgram, constants: Constants | None = None, *, attended: int | None = None
-) -> tuple[Priced, ...]:
+) -> tuple[InstructionEstimate, ...]:
     """Return the time for every instruction and, last, a step's constant time.
 
     The last entry has ``instruction`` None.
@@ -74,13 +74,13 @@ def price(
     work = program_work(program, attended=attended)
     seconds_of = seconds_by_work(program, constants)
     lines = [
-        Priced(instruction, each, *seconds_of(each))
+        InstructionEstimate(instruction, each, *seconds_of(each))
         for instruction, each in zip(program.instructions, work, strict=True)
     ]
     once = 0.0
     if constants is not None or not is_blackhole(program):
         once = once_seconds(constants or FITTED, is_decode=is_decode)
-    return (*lines, Priced(None, None, once, BOUND_ONCE))
+    return (*lines, InstructionEstimate(None, None, once, BOUND_ONCE))
 
 
 def is_blackhole(program: DeviceProgram) -> bool:
@@ -132,8 +132,8 @@ def _blackhole_prompt(
 def step_seconds(
     program: DeviceProgram, constants: Constants | None = None, *, attended: int | None = None
 ) -> float:
-    """Return a step's time in seconds: the sum over `price`."""
-    return sum(line.seconds for line in price(program, constants, attended=attended))
+    """Return a step's time in seconds: the sum over `estimate`."""
+    return sum(line.seconds for line in estimate(program, constants, attended=attended))
 
 
 def once_seconds(constants: Constants, *, is_decode: bool) -> float:
