@@ -13,9 +13,9 @@ from rich.console import Console
 
 from tests.batch.rows import record
 from tilewright.batch.engine import FinishedRequest
-from tilewright.cli.terminal import batch_progress, pulse
+from tilewright.cli.terminal import batch_progress, periodic_status_line
 from tilewright.cli.terminal.batch_progress import Bar
-from tilewright.cli.terminal.pulse import PulsingSign
+from tilewright.cli.terminal.periodic_status_line import PeriodicStatusLine
 
 
 def shown(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -46,9 +46,9 @@ def test_a_log_has_a_line_now_and_then_of_what_is_being_done(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Whoever is busy with it: the thread that says it asks nobody."""
-    monkeypatch.setattr(pulse, "_SECONDS", 0.01)
+    monkeypatch.setattr(periodic_status_line, "_SECONDS", 0.01)
     found = ""
-    with PulsingSign() as sign:
+    with PeriodicStatusLine() as sign:
         steps: list[tuple[Any, str]] = [
             (lambda: sign.show("opening"), r"\d+ s: opening\n"),
             (lambda: sign.progress("weights", 1, 4), r"\d+ s: weights 25 %\n"),

@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.conftest import Refused
 from tilewright import LLM
-from tilewright.cli.arguments.ask import Sign, read_args
+from tilewright.cli.arguments.ask import ModelStatusLine, read_args
 from tilewright.cli.commands import chat
 from tilewright.cli.main import main
 from tilewright.models.tokenizer.chat_template import Message
@@ -91,9 +91,11 @@ def test_a_model_without_a_template_is_refused(refused: Refused, tiny_folder: Pa
 @pytest.fixture
 def talk(tiny_gguf: Path) -> Iterator[chat.Talk]:
     argv = [str(tiny_gguf)]
-    asked = read_args(argv, chat._ChatArgs, Sign(), prog="tilewright chat", description="")
+    asked = read_args(
+        argv, chat._ChatArgs, ModelStatusLine(), prog="tilewright chat", description=""
+    )
     with LLM(tiny_gguf, max_num_seqs=1, use_cache=False) as llm:
-        yield chat.Talk(llm, asked, Sign())
+        yield chat.Talk(llm, asked, ModelStatusLine())
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(
@@ -134,7 +136,7 @@ def test_a_typed_mistake_is_said_and_the_conversation_goes_on(
         return line
 
     monkeypatch.setattr("builtins.input", typed)
-    chat._talk_typed(talk, Sign())
+    chat._talk_typed(talk, ModelStatusLine())
     error = capfd.readouterr().err
     assert "unknown command /wrong" in error and "Ctrl-D or /quit leaves" in error
     assert "2 tokens" in error

@@ -124,13 +124,13 @@ def test_a_sign_of_life_comes_before_anything_heavy(tiny_gguf: Path) -> None:
 import sys
 from tilewright.cli.main import main
 import tilewright.cli.arguments.ask as asking
-show = asking.Sign.show
+show = asking.ModelStatusLine.show
 def first(self, text):
     heavy = {"torch", "onnxruntime", "tokenizers", "numpy", "rich"} & {*sys.modules}
     print("HEAVY" if heavy else "LIGHT", flush=True)
-    asking.Sign.show = show
+    asking.ModelStatusLine.show = show
     show(self, text)
-asking.Sign.show = first
+asking.ModelStatusLine.show = first
 sys.exit(main(sys.argv[1:]))
 """
     reading, writing = pty.openpty()

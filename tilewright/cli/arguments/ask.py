@@ -59,7 +59,7 @@ class PromptArgs:
 
 
 def read_args(
-    argv: Sequence[str], extra: type, sign: Sign, *, prog: str, description: str
+    argv: Sequence[str], extra: type, sign: ModelStatusLine, *, prog: str, description: str
 ) -> PromptArgs:
     """Read a command line with a path, the ``extra`` options and this module's options.
 
@@ -89,7 +89,7 @@ def messages_of(system: str | None) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}] if system else []
 
 
-class Sign(StatusLine):
+class ModelStatusLine(StatusLine):
     """A status line that names the model."""
 
     def opening(self, model: object) -> None:
@@ -97,7 +97,7 @@ class Sign(StatusLine):
         self.show(f"opening {model or DEFAULT_MODEL}")
 
 
-def open_model(args: PromptArgs, sign: Sign) -> ModelHandle:
+def open_model(args: PromptArgs, sign: ModelStatusLine) -> ModelHandle:
     """Open the requested model without compiling. Imports heavy modules."""
     warnings.filterwarnings("ignore", module="torch")
     with _collected_later():
@@ -129,7 +129,7 @@ def _collected_later() -> Iterator[None]:
 
 
 def compile_model(
-    args: PromptArgs, source: ModelHandle, sign: Sign, *, context: int | None = None
+    args: PromptArgs, source: ModelHandle, sign: ModelStatusLine, *, context: int | None = None
 ) -> LLM:
     """Compile the requested model for a single sequence. None: the configuration's context."""
     from tilewright.api import compile, open_draft_model

@@ -42,7 +42,7 @@ from tilewright.options.resolve import ResolvedConfig, resolve
 from tilewright.utils.json_lines import check_writable
 
 if TYPE_CHECKING:
-    from tilewright.cli.arguments.ask import Sign
+    from tilewright.cli.arguments.ask import ModelStatusLine
 
 DEFAULT_RESULTS = Path("results/results.jsonl")
 _MAX_BATCH = 256
@@ -150,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def read_options(argv: Sequence[str], sign: Sign | None = None) -> RunOptions | None:
+def read_options(argv: Sequence[str], sign: ModelStatusLine | None = None) -> RunOptions | None:
     """Return the checked command line, or None for ``--list``.
 
     ``sign`` shows the first progress line after parsing, before any file is read.

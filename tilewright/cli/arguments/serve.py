@@ -20,7 +20,7 @@ from tilewright.options.resolve import ResolvedConfig, resolve
 from tilewright.serve.web.settings import ServerConfig
 
 if TYPE_CHECKING:
-    from tilewright.cli.arguments.ask import Sign
+    from tilewright.cli.arguments.ask import ModelStatusLine
 
 _MAX_KEYS = 1024
 
@@ -47,7 +47,7 @@ class ServeOptions:
 
 
 def read_serve_options(
-    argv: Sequence[str], sign: Sign | None = None, *, last_wins: bool = False
+    argv: Sequence[str], sign: ModelStatusLine | None = None, *, last_wins: bool = False
 ) -> ServeOptions:
     """Read and check the command line for ``tilewright serve``.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright.cli.arguments.batch import RAY, BatchOptions, read_batch_options
-from tilewright.cli.terminal.pulse import PulsingSign
+from tilewright.cli.terminal.periodic_status_line import PeriodicStatusLine
 from tilewright.serve.web.errors import ApiError
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ def main(argv: list[str]) -> int:
         if path is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             path = Path(folder) / f"answers{_suffix(options)}"
-        return _run(options, path, stack.enter_context(PulsingSign()))
+        return _run(options, path, stack.enter_context(PeriodicStatusLine()))
 
 
 def _suffix(options: BatchOptions) -> str:
     return options.input.suffix if options.input is not None else ".jsonl"
 
 
-def _run(options: BatchOptions, path: Path, sign: PulsingSign) -> int:
+def _run(options: BatchOptions, path: Path, sign: PeriodicStatusLine) -> int:
     import warnings
 
     warnings.filterwarnings("ignore", module="torch")
@@ -110,7 +110,7 @@ def _answer(
     journal: BatchJournal,
     *,
     rows: Sequence[int],
-    sign: PulsingSign,
+    sign: PeriodicStatusLine,
 ) -> Meter | None:
     """Answer the rows without an answer. Return None if all rows have an answer."""
     from tilewright.cli.terminal.batch_progress import Bar
@@ -142,7 +142,7 @@ def _here(
     journal: BatchJournal,
     *,
     bar: Bar,
-    sign: PulsingSign,
+    sign: PeriodicStatusLine,
 ) -> Meter:
     from tilewright.cli.processes.batch_engine import batch_engine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from tilewright.cli.arguments.ask import Sign
+from tilewright.cli.arguments.ask import ModelStatusLine
 from tilewright.cli.arguments.bench import RunOptions, read_options
 from tilewright.cli.commands import bench_serve, nodes
 from tilewright.compiler.devices import BOARDS
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         return bench_serve.main(argv)
     if nodes.has_options(argv):
         return nodes.main(argv, prog="tilewright bench --nodes")
-    sign = Sign()
+    sign = ModelStatusLine()
     try:
         options = read_options(argv, sign)
     finally:
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
 
 def run(options: RunOptions) -> int:
     """Open the model; measure it, or emulate and predict where the target's device is not here."""
-    sign = Sign()
+    sign = ModelStatusLine()
     sign.opening(options.model.path)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.api import load

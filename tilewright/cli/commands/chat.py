@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright.cli.arguments.ask import (
     AskArguments,
+    ModelStatusLine,
     PromptArgs,
-    Sign,
     compile_model,
     cost_line,
     messages_of,
@@ -51,7 +51,7 @@ class _ChatArgs(AskArguments):
 
 def main(argv: list[str]) -> int:
     """Run ``tilewright chat``. Return the exit code."""
-    sign, words = Sign(), "Talk with a model, turn by turn."
+    sign, words = ModelStatusLine(), "Talk with a model, turn by turn."
     try:
         args = read_args(argv, _ChatArgs, sign, prog="tilewright chat", description=words)
         source = open_model(args, sign)
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
 class Talk:
     """A conversation: its messages, and the settings for the next answer."""
 
-    def __init__(self, llm: LLM, args: PromptArgs, sign: Sign) -> None:
+    def __init__(self, llm: LLM, args: PromptArgs, sign: ModelStatusLine) -> None:
         self._llm, self._sign = llm, sign
         self._sampling: dict[str, Any] = dict(args.sampling)
         self.messages: list[dict[str, str]] = messages_of(args.arguments.system)
@@ -191,7 +191,7 @@ def _with(sampling: dict[str, Any], name: str, text: str) -> dict[str, Any]:
     return found
 
 
-def _talk_typed(talk: Talk, sign: Sign) -> None:
+def _talk_typed(talk: Talk, sign: ModelStatusLine) -> None:
     """Read lines until the user leaves. Errors are printed and do not end the conversation."""
     while True:
         try:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright.cli.arguments.ask import (
     AskArguments,
+    ModelStatusLine,
     PromptArgs,
-    Sign,
     compile_model,
     cost_line,
     messages_of,
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     """Run ``tilewright run``. Return the exit code."""
     if nodes.has_options(argv):
         return nodes.main(argv)
-    sign, started = Sign(), time.perf_counter()
+    sign, started = ModelStatusLine(), time.perf_counter()
     words = (
         "Answer a prompt with a model. Other options: tilewright run --nodes --help "
         "(distributed-llama)."
@@ -148,7 +148,9 @@ def _context(source: ModelHandle, args: PromptArgs, num_prompt: int) -> int:
     return min(most, max(wanted, _LEAST_CONTEXT))
 
 
-def _answer(llm: LLM, tokens: tuple[int, ...], images: Any, args: PromptArgs, sign: Sign) -> Answer:
+def _answer(
+    llm: LLM, tokens: tuple[int, ...], images: Any, args: PromptArgs, sign: ModelStatusLine
+) -> Answer:
     with llm.stream_tokens(tokens, images, **args.sampling) as stream:
         for number, piece in enumerate(stream):
             if not args.arguments.as_json:

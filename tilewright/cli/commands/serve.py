@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.cli.arguments.ask import Sign
+from tilewright.cli.arguments.ask import ModelStatusLine
 from tilewright.cli.arguments.serve import ServeOptions, read_serve_options
 from tilewright.errors import ConfigError
 from tilewright.serve.web.health import is_healthy
@@ -31,7 +31,7 @@ _ADDRESS = "tilewright: http://"
 
 def main(argv: list[str]) -> int:
     """Run ``tilewright serve`` until a signal; returns the exit code."""
-    sign = Sign()
+    sign = ModelStatusLine()
     try:
         options = read_serve_options(argv, sign)
         return _run(options, list(options.argv), sign)
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         sign.clear()
 
 
-def _run(options: ServeOptions, argv: list[str], sign: Sign) -> int:
+def _run(options: ServeOptions, argv: list[str], sign: ModelStatusLine) -> int:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -50,7 +50,7 @@ def _run(options: ServeOptions, argv: list[str], sign: Sign) -> int:
     return _serve(options, argv, sign)
 
 
-def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
+def _serve(options: ServeOptions, argv: list[str], sign: ModelStatusLine) -> int:
     from tilewright.serve.engines.replicas import replicas_of
     from tilewright.serve.web.server import serve
     from tilewright.serve.web.server_log import tell
@@ -89,7 +89,7 @@ def _load_tokenizer(folder: Path, chat_template: str | None) -> Tokenizer:
     return Tokenizer(vocabulary)
 
 
-def _detach(options: ServeOptions, argv: list[str], sign: Sign) -> int:
+def _detach(options: ServeOptions, argv: list[str], sign: ModelStatusLine) -> int:
     """Start a server apart from this process, and wait until it answers or ends."""
     path = options.log
     if path is None:

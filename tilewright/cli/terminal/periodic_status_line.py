@@ -1,4 +1,4 @@
-"""A sign of life for logs: what is being done, said now and then. Imports nothing heavy."""
+"""A status line that also writes to logs, at intervals. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from tilewright.cli.arguments.ask import Sign
+from tilewright.cli.arguments.ask import ModelStatusLine
 
 _SECONDS = 10.0
 
 
-class PulsingSign(Sign):
+class PeriodicStatusLine(ModelStatusLine):
     """A status line that writes plain lines without a terminal: every ten seconds, and for other
     work after a second. A thread writes them, with the seconds since the start.
     """
