@@ -36,7 +36,12 @@ from tilewright.compiler.targets.interface.base import (
     WeightStorage,
 )
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
-from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, Chosen, SamplerOutput
+from tilewright.compiler.targets.interface.step import (
+    END_TOKEN,
+    GOES_ON,
+    SampledTokens,
+    SamplerOutput,
+)
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, hidden_size, lower, vocab_size
 
 _ZERO = Meaning(NOT_HONOURED, "zeros")
@@ -117,7 +122,7 @@ class NullExecutable(HostExecutable):
             max_drafts=MAX_DRAFTS,
         )
         self.num_steps = 0
-        self._last: tuple[tuple[Slot, ...], Chosen | None] = (), None
+        self._last: tuple[tuple[Slot, ...], SampledTokens | None] = (), None
 
     def step(self, step: Step) -> StepOutput:
         self.num_steps += bool(step.decode or step.prompts)
@@ -142,13 +147,13 @@ class NullExecutable(HostExecutable):
         found = chosen
         return [SamplerOutput(step.decode, lambda: found)]
 
-    def _zeros(self, slots: Sequence[Slot]) -> Chosen | None:
+    def _zeros(self, slots: Sequence[Slot]) -> SampledTokens | None:
         """What is chosen for slots whose tokens the zeros alone decide; None where others are."""
         chosen = [self._slot_states[slot].sampling for slot in slots]
         if not all(each.is_greedy and not each.changes_logits for each in chosen):
             return None
         why = [END_TOKEN if 0 in each.stop_token_ids else GOES_ON for each in chosen]
-        return Chosen([0] * len(why), why)
+        return SampledTokens([0] * len(why), why)
 
     def forward(self, batch: Batch) -> np.ndarray:
         return np.broadcast_to(np.float32(0), (len(batch.logit_rows), self.vocab_size))

@@ -19,13 +19,13 @@ from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.interface.base import Capabilities, Executable, MemoryUse
 from tilewright.compiler.targets.interface.step import (
     AssignPages,
-    Chosen,
     CloseSlot,
     CopyState,
     DropSwapped,
     LoadState,
     OpenSlot,
     PrefillChunk,
+    SampledTokens,
     SamplerOutput,
     SaveState,
     Slot,
@@ -72,16 +72,16 @@ class _Waiting:
     masks: dict[Slot, np.ndarray] = field(default_factory=dict)
 
 
-def _mixed(groups: list[tuple[Slot, ...]], read: Callable[[int], Chosen]) -> StepOutput:
+def _mixed(groups: list[tuple[Slot, ...]], read: Callable[[int], SampledTokens]) -> StepOutput:
     """Return all rows of a step in a single part."""
 
-    def all_of_them() -> Chosen:
+    def all_of_them() -> SampledTokens:
         found = [read(index) for index in range(len(groups))]
         counts = None
         if any(each.counts for each in found):
             counts = [one for each in found for one in each.counts or (1,) * len(each.tokens)]
         rows = [[one for each in found for one in getattr(each, n)] for n in _ROWS]
-        return Chosen(rows[0], rows[1], counts=counts)
+        return SampledTokens(rows[0], rows[1], counts=counts)
 
     slots = tuple(slot for group in groups for slot in group)
     return StepOutput((SamplerOutput(slots, all_of_them),), is_mixed=True)
@@ -145,7 +145,7 @@ class QueuedExecutable(Executable):
         assert len(self._unread) <= 2, "more than one step ahead"
         self.log.append(("launch", number))
 
-        def read(index: int) -> Chosen:
+        def read(index: int) -> SampledTokens:
             if number in self._unread:
                 assert number == min(self._unread), "a step is read before the one before it"
                 assert self._waiting is not choice, "a step is read before it is chosen from"
@@ -155,7 +155,7 @@ class QueuedExecutable(Executable):
                 self.clock.now = max(self.clock.now, choice.done)
             tokens, why = zip(*(row for rows in answers[index] for row in rows), strict=True)
             counts = [len(rows) for rows in answers[index]] if step.drafts else None
-            return Chosen(tokens, why, counts=counts)
+            return SampledTokens(tokens, why, counts=counts)
 
         if step.decode and step.prompts and self.capabilities.passes:
             return _mixed(groups, read)

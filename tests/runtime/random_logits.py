@@ -14,7 +14,13 @@ from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.host.batch import Batch
 from tilewright.compiler.targets.host.executable import HostExecutable
 from tilewright.compiler.targets.interface.base import Capabilities, MemoryUse
-from tilewright.compiler.targets.interface.step import Chosen, SamplerOutput, Slot, Step, StepOutput
+from tilewright.compiler.targets.interface.step import (
+    SampledTokens,
+    SamplerOutput,
+    Slot,
+    Step,
+    StepOutput,
+)
 from tilewright.compiler.targets.interface.token_masks import TokenMask
 from tilewright.models.tokenizer.tokenizer import byte_of_character
 from tilewright.runtime.grammar.matchers import Grammars
@@ -66,8 +72,8 @@ class RandomLogits(HostExecutable):
         parts = super().step(step).parts
         return StepOutput(tuple(replace(part, read=self._logged(part, number)) for part in parts))
 
-    def _logged(self, part: SamplerOutput, number: int) -> Callable[[], Chosen]:
-        def read() -> Chosen:
+    def _logged(self, part: SamplerOutput, number: int) -> Callable[[], SampledTokens]:
+        def read() -> SampledTokens:
             self.log.append(f"read {number}")
             return part.read()
 

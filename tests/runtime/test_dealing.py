@@ -12,8 +12,8 @@ from tests.runtime.queued import Clock, QueuedExecutable
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import (
-    Chosen,
     PrefillChunk,
+    SampledTokens,
     SamplerOutput,
     Slot,
     Step,
@@ -279,9 +279,9 @@ class Timed(QueuedExecutable):
         return StepOutput((*parts, *([self._part(chosen, self.free_at)] if chosen else [])))
 
     def _part(self, slots: tuple[Slot, ...], done: float) -> SamplerOutput:
-        def read() -> Chosen:
+        def read() -> SampledTokens:
             self.clock.now = max(self.clock.now, done)
-            return Chosen([0] * len(slots), [0] * len(slots))
+            return SampledTokens([0] * len(slots), [0] * len(slots))
 
         return SamplerOutput(slots, read)
 

@@ -15,7 +15,13 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cpu.native.executable import _max_drafts
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
-from tilewright.compiler.targets.interface.step import Chosen, OpenSlot, PrefillChunk, Slot, Step
+from tilewright.compiler.targets.interface.step import (
+    OpenSlot,
+    PrefillChunk,
+    SampledTokens,
+    Slot,
+    Step,
+)
 from tilewright.compiler.targets.interface.token_masks import TokenMask, num_words, put_bits
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
@@ -67,7 +73,7 @@ def begin(executable: Executable) -> dict[Slot, Line]:
     return lines
 
 
-def rows_of(chosen: Chosen) -> Line:
+def rows_of(chosen: SampledTokens) -> Line:
     assert chosen.logprobs is not None
     scores = [each.chosen for each in chosen.logprobs]
     return list(zip(chosen.tokens, chosen.why, scores, strict=True))

@@ -13,8 +13,8 @@ from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     GOES_ON,
     NOT_A_NUMBER,
-    Chosen,
     Pooled,
+    SampledTokens,
     Slot,
     StepOutput,
 )
@@ -439,7 +439,7 @@ class EngineLoop:
         self,
         rows: Mapping[Slot, RequestState],
         slots: Sequence[Slot],
-        chosen: Chosen,
+        chosen: SampledTokens,
         now: float,
         served: list[RequestState],
     ) -> None:
@@ -461,7 +461,9 @@ class EngineLoop:
                     served.append(request)
             first = last
 
-    def _take_token(self, request: RequestState, chosen: Chosen, at: int, now: float) -> bool:
+    def _take_token(
+        self, request: RequestState, chosen: SampledTokens, at: int, now: float
+    ) -> bool:
         """Give a token to its request. Return whether the request takes it."""
         why, logprobs = chosen.why[at], chosen.logprobs
         if why == NOT_A_NUMBER:

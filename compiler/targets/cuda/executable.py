@@ -46,7 +46,6 @@ from tilewright.compiler.targets.interface.base import CompileOptions, Executabl
 from tilewright.compiler.targets.interface.step import (
     GOES_ON,
     AssignPages,
-    Chosen,
     CloseSlot,
     CopyState,
     DropImage,
@@ -55,6 +54,7 @@ from tilewright.compiler.targets.interface.step import (
     LoadState,
     OpenSlot,
     PrefillChunk,
+    SampledTokens,
     SamplerOutput,
     SaveState,
     Slot,
@@ -205,7 +205,7 @@ class CudaExecutable(Executable):
         drafts = self._layer.propose(step.proposes, lengths, self._drafts.next_tokens())
         tokens = [token for draft in drafts.values() for token in draft]
         sizes = [len(draft) for draft in drafts.values()]
-        chosen = Chosen(tokens, [GOES_ON] * len(tokens), counts=sizes)
+        chosen = SampledTokens(tokens, [GOES_ON] * len(tokens), counts=sizes)
         self._answers.begin(1)
         return StepOutput((SamplerOutput(tuple(drafts), lambda: chosen),))
 

@@ -18,9 +18,9 @@ from tilewright.compiler.targets.interface.step import (
     END_TOKEN,
     GOES_ON,
     NOT_A_NUMBER,
-    Chosen,
     ImageId,
     LogProbs,
+    SampledTokens,
     Slot,
 )
 from tilewright.compiler.targets.interface.token_masks import TokenMask
@@ -80,7 +80,7 @@ class HostChoice:
         slots: The slots.
         logits: float32 ``[R, V]``. Only the first ``num_choosable`` columns are sampled.
         num_top: Value of `Step.logprobs`.
-        echo: Value for :class:`Chosen`.
+        echo: Value for :class:`SampledTokens`.
         num_choosable: Real token count.
         drafts: Draft tokens by slot. A slot with k drafts has k + 1 rows.
         chosen: The result. None before sampling.
@@ -92,7 +92,7 @@ class HostChoice:
     echo: list[LogProbs] | None
     num_choosable: int
     drafts: Mapping[Slot, tuple[int, ...]] = field(default_factory=dict)
-    chosen: Chosen | None = None
+    chosen: SampledTokens | None = None
 
     def choose(self, slot_states: Mapping[Slot, SlotState], allowed: TokenMask) -> None:
         """Sample a token per slot and store it as the slot's next input."""
@@ -114,7 +114,7 @@ class HostChoice:
         scores = None
         if self.num_top is not None:
             scores = log_probs(kept, tokens, self.num_top)
-        self.chosen = Chosen(tokens, why, scores, self.echo, counts=counts)
+        self.chosen = SampledTokens(tokens, why, scores, self.echo, counts=counts)
 
     def _first_rows(self) -> np.ndarray | slice:
         """Return the first of each slot's rows."""
@@ -153,7 +153,7 @@ class HostChoice:
             used += range(at + 1 - counts[-1], at + 1)
         return tokens, why, counts, used
 
-    def read(self) -> Chosen:
+    def read(self) -> SampledTokens:
         """Return the sampled tokens with their finish state."""
         assert self.chosen is not None, "the choice still waits for its masks"
         return self.chosen

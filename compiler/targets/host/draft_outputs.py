@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from tilewright.compiler.targets.interface.step import Chosen, Step
+from tilewright.compiler.targets.interface.step import SampledTokens, Step
 
 
 def divide(step: Step) -> tuple[Step, Step]:
@@ -19,18 +19,18 @@ def divide(step: Step) -> tuple[Step, Step]:
     return replace(verified, masked=False), replace(others, drafts={})
 
 
-def output_at(chosen: Chosen, index: int) -> Chosen:
+def output_at(chosen: SampledTokens, index: int) -> SampledTokens:
     """Return a single token's output."""
     scores = None if chosen.logprobs is None else (chosen.logprobs[index],)
-    return Chosen((chosen.tokens[index],), (chosen.why[index],), scores)
+    return SampledTokens((chosen.tokens[index],), (chosen.why[index],), scores)
 
 
-def join(slots: Iterable[Sequence[Chosen]]) -> Chosen:
+def join(slots: Iterable[Sequence[SampledTokens]]) -> SampledTokens:
     """Join the outputs of several slots."""
     slots = list(slots)
     outputs = [output for slot in slots for output in slot]
     scores = [output.logprobs[0] for output in outputs if output.logprobs is not None]
-    return Chosen(
+    return SampledTokens(
         [output.tokens[0] for output in outputs],
         [output.why[0] for output in outputs],
         scores or None,

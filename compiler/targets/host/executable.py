@@ -26,7 +26,6 @@ from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
 from tilewright.compiler.targets.interface.step import (
     GOES_ON,
-    Chosen,
     CloseSlot,
     CopyState,
     DropImage,
@@ -37,6 +36,7 @@ from tilewright.compiler.targets.interface.step import (
     OpenSlot,
     Pooled,
     PrefillChunk,
+    SampledTokens,
     SamplerOutput,
     SaveState,
     Slot,
@@ -50,7 +50,7 @@ from tilewright.compiler.targets.interface.token_masks import TokenMask
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NOTHING = SamplerOutput((), lambda: Chosen((), ()))
+_NOTHING = SamplerOutput((), lambda: SampledTokens((), ()))
 """A follower's result."""
 
 
@@ -157,7 +157,7 @@ class HostExecutable(Executable):
         drafts = self.draft_layer.propose(counts, known, self.num_choosable)
         flat = [token for draft in drafts.values() for token in draft]
         sizes = [len(draft) for draft in drafts.values()]
-        chosen = Chosen(flat, [GOES_ON] * len(flat), counts=sizes)
+        chosen = SampledTokens(flat, [GOES_ON] * len(flat), counts=sizes)
         return SamplerOutput(tuple(drafts), lambda: chosen)
 
     def step_for_followers(self, step: Step) -> Step:
@@ -327,7 +327,7 @@ class HostExecutable(Executable):
             parts = self._verify_in_turn(verified)
             return parts + (self._run_decode(others) if others.decode else [])
         turn = replace(step, drafts={}, prompts=(), edits=())
-        outputs = {slot: list[Chosen]() for slot in step.decode}
+        outputs = {slot: list[SampledTokens]() for slot in step.decode}
         while turn.decode:
             chosen, going = self._run_decode(turn)[0].read(), []
             for index, slot in enumerate(turn.decode):
@@ -360,7 +360,7 @@ class HostExecutable(Executable):
             self._copy(chunk.slot, slot, chunk.end)
         if chunk.pools:
             pooled = pooled_of(np.concatenate(every))
-            return SamplerOutput((), lambda: Chosen((), (), pooled=pooled))
+            return SamplerOutput((), lambda: SampledTokens((), (), pooled=pooled))
         if chunk.echoes:
             return self._echo(chunk, np.concatenate(every), step)
         if not chunk.chooses:

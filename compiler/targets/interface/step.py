@@ -31,7 +31,7 @@ ImageId = NewType("ImageId", int)
 """Encoded image number, chosen by the runtime."""
 
 GOES_ON, END_TOKEN, NOT_A_NUMBER = 0, 1, 2
-"""Values of :attr:`Chosen.why`."""
+"""Values of :attr:`SampledTokens.why`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +344,7 @@ class Pooled:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SampledTokens:
     """Sampled tokens for a part of a step, in slot order.
 
     Attributes:
@@ -381,7 +381,7 @@ class SamplerOutput:
     """
 
     slots: tuple[Slot, ...]
-    read: Callable[[], Chosen]
+    read: Callable[[], SampledTokens]
     logits: Callable[[], Tensor] | None = None
 
 

@@ -17,8 +17,8 @@ from tilewright.cli.arguments.bench import read_options
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.interface.step import (
-    Chosen,
     PrefillChunk,
+    SampledTokens,
     Slot,
     Step,
     SwapHandle,
@@ -92,7 +92,7 @@ class Requests:
 
         return read
 
-    def _take(self, requests: Sequence[int], chosen: Chosen) -> None:
+    def _take(self, requests: Sequence[int], chosen: SampledTokens) -> None:
         counts = chosen.counts or [1] * len(requests)
         assert len(counts) == len(requests)
         assert sum(counts) == len(chosen.tokens) == len(chosen.why)

@@ -32,8 +32,8 @@ from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     END_TOKEN,
     GOES_ON,
-    Chosen,
     PrefillChunk,
+    SampledTokens,
     Slot,
     Step,
 )
@@ -101,7 +101,7 @@ def test_tokens_are_chosen_as_the_op_does(
 
 
 def test_end_tokens_finish_their_own_row_alone(executable: Executable) -> None:
-    def read(rows: list[SamplingParams]) -> Chosen:
+    def read(rows: list[SamplingParams]) -> SampledTokens:
         slots = started(executable, rows)
         found = executable.step(first_step(slots)).parts[0].read()
         release(executable, slots)
@@ -112,7 +112,7 @@ def test_end_tokens_finish_their_own_row_alone(executable: Executable) -> None:
     assert endless.why == [GOES_ON] * 3
     others = [next(t for t in range(61) if t not in tokens) for _ in tokens]
     ends = [(others[0],), (others[1], tokens[1]), (tokens[2], tokens[2], others[2])]
-    expected = Chosen(tokens, [GOES_ON, END_TOKEN, END_TOKEN])
+    expected = SampledTokens(tokens, [GOES_ON, END_TOKEN, END_TOKEN])
     assert read([SamplingParams(stop_token_ids=each) for each in ends]) == expected
     one = SamplingParams(temperature=1.0, top_k=1, seed=9)  # a single candidate
     assert read([replace(one, stop_token_ids=each) for each in ends]) == expected
@@ -126,12 +126,12 @@ def test_more_end_tokens_than_the_device_looks_for_end_a_sequence(executable: Ex
     many = SamplingParams(stop_token_ids=(*range(100, 140), tokens[1]))
     for rows, why in (([many, many], [GOES_ON, END_TOKEN]), ([GREEDY] * 2, [GOES_ON] * 2)):
         slots = started(executable, rows)
-        assert executable.step(first_step(slots)).parts[0].read() == Chosen(tokens, why)
+        assert executable.step(first_step(slots)).parts[0].read() == SampledTokens(tokens, why)
         release(executable, slots)
     slots = started(executable, [many, many])
     output = executable.step(replace(first_step(slots), masked=True))
     executable.choose(output, allowed_of({slot: np.arange(61) == tokens[1] for slot in slots}))
-    assert output.parts[0].read() == Chosen([tokens[1]] * 2, [END_TOKEN] * 2)
+    assert output.parts[0].read() == SampledTokens([tokens[1]] * 2, [END_TOKEN] * 2)
     release(executable, slots)
 
 
@@ -144,7 +144,7 @@ def test_a_prompt_chooses_its_first_token(
     chunk = PrefillChunk(slot, 0, tuple(random_tokens(num_tokens)), chooses=True)
     output = executable.step(Step(prompts=(chunk,), want_logits=True))
     expected, _ = choose_tokens(joined(output), [SamplingRow(row, num_tokens)])
-    assert output.parts[0].read() == Chosen(expected, [GOES_ON])
+    assert output.parts[0].read() == SampledTokens(expected, [GOES_ON])
     leave_slot(executable, slot)
 
 

@@ -18,9 +18,9 @@ from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.host.choice import SlotState
 from tilewright.compiler.targets.interface.step import (
     AssignPages,
-    Chosen,
     CloseSlot,
     OpenSlot,
+    SampledTokens,
     SamplerOutput,
     Slot,
     Step,
@@ -37,7 +37,7 @@ class _Verification:
     """
 
     slots: tuple[Slot, ...]
-    read: Callable[[], Chosen]
+    read: Callable[[], SampledTokens]
 
 
 class _Settled(NamedTuple):

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tilewright.compiler.targets.host.choice import log_probs
-from tilewright.compiler.targets.interface.step import Chosen
+from tilewright.compiler.targets.interface.step import SampledTokens
 
 
 def accept_drafts(
-    sampled: Chosen,
+    sampled: SampledTokens,
     drafts: Sequence[tuple[int, ...]],
     *,
     logits: Tensor | None = None,
     num_top: int | None = None,
-) -> Chosen:
+) -> SampledTokens:
     """Return the emitted tokens by slot.
 
     A slot emits sampled tokens until a draft differs from the sampled token.
@@ -42,4 +42,4 @@ def accept_drafts(
     if num_top is not None:
         assert logits is not None
         scores = log_probs(logits[rows].numpy(), tokens, num_top)
-    return Chosen(tokens, why, scores, counts=counts)
+    return SampledTokens(tokens, why, scores, counts=counts)

@@ -19,7 +19,7 @@ from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
     make_choice,
 )
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send
-from tilewright.compiler.targets.interface.step import Chosen, Slot
+from tilewright.compiler.targets.interface.step import SampledTokens, Slot
 from tilewright.compiler.targets.interface.token_masks import TokenMask
 
 
@@ -79,7 +79,7 @@ class DeviceChoice:
     again: Callable[[], None]
     ring: PinnedRing
     ends: Ends
-    reader: Callable[[], Chosen] | None = None
+    reader: Callable[[], SampledTokens] | None = None
 
     def choose(self, allowed: TokenMask) -> None:
         """Apply the masks and queue the selection."""
@@ -99,7 +99,7 @@ class DeviceChoice:
         sent = send(rows, device), send(words.view(np.int32), device)
         forbid(self.logits, *sent, width=self.choice.width)
 
-    def read(self) -> Chosen:
+    def read(self) -> SampledTokens:
         """Wait for the selected tokens and their finish reasons."""
         assert self.reader is not None, "the choice still waits for its masks"
         return self.reader()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingBatch, num_why_words
-from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, Chosen
+from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, SampledTokens
 
 Ends = Mapping[int, Collection[int]]
 """End tokens by index, if the device has no capacity for them."""
@@ -35,7 +35,7 @@ class _PinnedBuffer:
     array: np.ndarray
     event: torch.cuda.Event
     views: dict[int, Tensor] = field(default_factory=dict)
-    read: Callable[[], Chosen] | None = None
+    read: Callable[[], SampledTokens] | None = None
 
     @classmethod
     def empty(cls, num_words: int) -> _PinnedBuffer:
@@ -61,7 +61,7 @@ class PinnedRing:
         self._buffers: list[_PinnedBuffer] = []
         self._next = 0
 
-    def send(self, choice: SamplingBatch, count: int, ends: Ends) -> Callable[[], Chosen]:
+    def send(self, choice: SamplingBatch, count: int, ends: Ends) -> Callable[[], SampledTokens]:
         """Start the transfer of the first ``count`` tokens. Return their reader."""
         if self._device.type != "cuda":
             tokens, why = choice.tokens[:count].tolist(), choice.why[:count].tolist()
@@ -76,9 +76,9 @@ class PinnedRing:
             buffer.read()  # a late reader returns what this call keeps
         buffer.copy(choice.results)
         first = choice.first
-        kept: list[Chosen] = []
+        kept: list[SampledTokens] = []
 
-        def read() -> Chosen:
+        def read() -> SampledTokens:
             if not kept:
                 buffer.event.synchronize()
                 tokens = buffer.array[first : first + count].tolist()
@@ -90,8 +90,8 @@ class PinnedRing:
         return read
 
 
-def _chosen(tokens: list[int], why: list[int], ends: Ends) -> Chosen:
+def _chosen(tokens: list[int], why: list[int], ends: Ends) -> SampledTokens:
     for row, more in ends.items():
         if why[row] == GOES_ON and tokens[row] in more:
             why[row] = END_TOKEN
-    return Chosen(tokens, why)
+    return SampledTokens(tokens, why)

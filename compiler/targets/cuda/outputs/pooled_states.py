@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.interface.step import Chosen, Pooled
+from tilewright.compiler.targets.interface.step import Pooled, SampledTokens
 
 _ROWS = 4096
 """Rows normed at a time: the temporary tensors of longer chunks would take memory of the pages."""
@@ -32,7 +32,7 @@ def pool_rows(x: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
     return torch.stack((total, states[-1]))
 
 
-def read_pooled(pooled: Tensor, count: int) -> Callable[[], Chosen]:
+def read_pooled(pooled: Tensor, count: int) -> Callable[[], SampledTokens]:
     """Send ``pooled [2, hidden]`` of ``count`` tokens to the host. Return its reader."""
     if pooled.device.type != "cuda":
         return lambda: _chosen(pooled, count)
@@ -41,13 +41,13 @@ def read_pooled(pooled: Tensor, count: int) -> Callable[[], Chosen]:
     event = torch.cuda.Event()
     event.record()
 
-    def read() -> Chosen:
+    def read() -> SampledTokens:
         event.synchronize()
         return _chosen(place, count)
 
     return read
 
 
-def _chosen(pooled: Tensor, count: int) -> Chosen:
+def _chosen(pooled: Tensor, count: int) -> SampledTokens:
     total, last = pooled.numpy().copy()
-    return Chosen((), (), pooled=Pooled(count, total, last))
+    return SampledTokens((), (), pooled=Pooled(count, total, last))

@@ -33,8 +33,8 @@ from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.host.choice import HostChoice, SlotState, log_probs
 from tilewright.compiler.targets.interface.step import (
-    Chosen,
     PrefillChunk,
+    SampledTokens,
     SamplerOutput,
     Slot,
     Step,
@@ -144,7 +144,7 @@ class SampledTokenReader:
 
     def verified(
         self, rows: DraftRows, bucket: Bucket, step: Step
-    ) -> tuple[SamplerOutput, Callable[[], Chosen]]:
+    ) -> tuple[SamplerOutput, Callable[[], SampledTokens]]:
         """Return a pass's output with drafts, and its emitted tokens' reader. Every rank
         may read them.
         """
@@ -157,7 +157,7 @@ class SampledTokenReader:
         sampled = self._ring.send(choice, count, self._ends_of(token_slots))
 
         @cache
-        def read() -> Chosen:
+        def read() -> SampledTokens:
             return accept_drafts(sampled(), rows.drafts, logits=kept, num_top=num_top)
 
         checked = self._checked(read)
@@ -316,13 +316,13 @@ class SampledTokenReader:
             return {}
         return {at: self._ends[slot] for at, slot in enumerate(slots) if slot in self._ends}
 
-    def _checked(self, read: Callable[[], Chosen]) -> Callable[[], Chosen]:
+    def _checked(self, read: Callable[[], SampledTokens]) -> Callable[[], SampledTokens]:
         """Add a check for failed ranks, which would make tokens invalid."""
         group = self.group
         if group is None:
             return read
 
-        def checked() -> Chosen:
+        def checked() -> SampledTokens:
             found = read()
             group.check()
             return found
@@ -333,7 +333,7 @@ class SampledTokenReader:
 def _nothing(slots: tuple[Slot, ...]) -> SamplerOutput:
     """Return an output whose tokens are on another rank."""
 
-    def read() -> Chosen:
+    def read() -> SampledTokens:
         raise AssertionError("rank 0 answers")
 
     return SamplerOutput(slots, read)

@@ -46,7 +46,7 @@ class SamplingBatch:
 
     Attributes:
         results: ``why`` and ``tokens`` in a shared buffer, which a single copy sends, int64.
-        tokens, why: Results ``[B]``; see :class:`Chosen`.
+        tokens, why: Results ``[B]``; see :class:`SampledTokens`.
         parameters: Sampling parameters for B rows.
         positions: Positions ``[B]`` of the selected tokens.
         width: Selectable logit count, from the first.
