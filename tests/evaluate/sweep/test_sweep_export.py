@@ -32,7 +32,7 @@ from tilewright.evaluate.results.result_file import dumps, loads
 from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.export import SUMMARY_COLUMNS, csv_text, markdown, to_results
 from tilewright.evaluate.sweep.journal import Added, SweepState, TrialFinished, TrialStarted
-from tilewright.evaluate.sweep.standings import ranked
+from tilewright.evaluate.sweep.leaderboard import make_leaderboard
 from tilewright.evaluate.sweep.summary import rows
 
 NUM_POSITIONS = 400
@@ -182,10 +182,10 @@ def test_accuracy_on_another_text_stands_apart() -> None:
 
 def test_two_configurations_of_one_name_are_told_apart() -> None:
     again = measured("a", [40.0] * 3, 0, effective="other", precision_id="id-z")
-    names = [each.label for each in ranked(rows(state_of([*SWEEP, *again])))]
+    names = [each.label for each in make_leaderboard(rows(state_of([*SWEEP, *again])))]
     assert names == ["a (id-a)", "b, c", "d", "a (id-z)"]
     twice = rows(state_of(SWEEP)) + rows(state_of(measured("a", [1.0], 0, effective="new")))
-    names = [each.label for each in ranked(twice)]
+    names = [each.label for each in make_leaderboard(twice)]
     assert names[0] == "a (id-a) (a)" and names[-1] == "a (id-a) (new)"
 
 
@@ -194,12 +194,15 @@ def test_only_rounds_taken_together_are_compared() -> None:
     drifting = measured("a", [50.0, 100.0, 200.0], 4), measured("b", [52.0, 104.0, 208.0], 4)
     c = measured("c", [40.0, 80.0, 160.0], 4)
     del c[2]
-    shown = {each.label: each for each in ranked(rows(state_of([*drifting[0], *drifting[1], *c])))}
+    shown = {
+        each.label: each
+        for each in make_leaderboard(rows(state_of([*drifting[0], *drifting[1], *c])))
+    }
     points = {label: each.placed.point for label, each in shown.items() if each.placed}
     assert [points[name].rounds for name in "abc"] == [(50, 100, 200), (52, 104, 208), (40,)]
     assert shown["a"].placed is not None and shown["a"].placed.standing == "dominated"
     four = measured("d", [48.0, 96.0, 192.0, 1.0], 4)
-    shown = {each.label: each for each in ranked(rows(state_of([*drifting[0], *four])))}
+    shown = {each.label: each for each in make_leaderboard(rows(state_of([*drifting[0], *four])))}
     assert {len(each.placed.point.rounds) for each in shown.values() if each.placed} == {3}
 
 
@@ -215,7 +218,7 @@ def test_many_equal_names_are_named_once_in_full() -> None:
 
 def test_one_configuration_of_two_sweeps_is_named_once() -> None:
     both = rows(state_of(SWEEP)) + rows(state_of(measured("a", [70.0] * 3, 4)))
-    first = ranked(both)[0]
+    first = make_leaderboard(both)[0]
     assert first.label == "a"
     assert first.row.speed_result is not None and len(first.row.speed_result.repeats) == 12
 

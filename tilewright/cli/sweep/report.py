@@ -19,7 +19,12 @@ from tilewright.evaluate.results.result_file import append, read
 from tilewright.evaluate.sweep import summary
 from tilewright.evaluate.sweep.export import csv_text, markdown, to_results
 from tilewright.evaluate.sweep.journal import Planned, SweepState
-from tilewright.evaluate.sweep.standings import Ranked, comparable, place_name, ranked
+from tilewright.evaluate.sweep.leaderboard import (
+    LeaderboardEntry,
+    comparable,
+    make_leaderboard,
+    place_name,
+)
 from tilewright.evaluate.sweep.summary import SweptRow
 from tilewright.utils.json_lines import check_writable
 
@@ -177,8 +182,8 @@ def _fronts(states: dict[str, SweepState], name: str) -> list[tuple[str, Figure]
     found = [row for state in states.values() for row in summary.rows(state)]
     if len(states) > 1:  # rounds of different sweeps are not paired
         found = [summary.in_rounds(row, []) for row in found]
-    groups: dict[tuple[str, ...], list[Ranked]] = {}
-    for each in ranked(found):
+    groups: dict[tuple[str, ...], list[LeaderboardEntry]] = {}
+    for each in make_leaderboard(found):
         if each.placed is not None:
             groups.setdefault(comparable(each.row), []).append(each)
     if not groups:
@@ -212,7 +217,7 @@ def _stems(keys: Sequence[tuple[str, ...]], name: str) -> list[str]:
     return found
 
 
-def _draw(members: Sequence[Ranked], headers: Sequence[Planned]) -> Figure:
+def _draw(members: Sequence[LeaderboardEntry], headers: Sequence[Planned]) -> Figure:
     from tilewright.evaluate.plots.plot import draw_front
 
     row = members[0].row

@@ -17,7 +17,7 @@ from tilewright.evaluate.report.display import decimal, span
 from tilewright.evaluate.results.row import ResultRow
 from tilewright.evaluate.sweep import estimate
 from tilewright.evaluate.sweep.journal import FAILURES, CellState, SweepJournal, SweepState
-from tilewright.evaluate.sweep.standings import ranked
+from tilewright.evaluate.sweep.leaderboard import make_leaderboard
 from tilewright.evaluate.sweep.summary import SweptRow, rows
 
 _MAX_CASE_WIDTH = 18
@@ -73,7 +73,7 @@ def configurations(state: SweepState, *, has_runner: bool) -> Listing:
     found = _labelled(state)
     standings = {
         member.cell.id: each.placed.standing
-        for each in ranked(found)
+        for each in make_leaderboard(found)
         if each.placed is not None
         for member in each.row.states
     }
@@ -88,7 +88,11 @@ def configurations(state: SweepState, *, has_runner: bool) -> Listing:
 
 def front_table(state: SweepState, *, has_runner: bool) -> Listing:
     """Return the front, with a line for equal configurations and notes on unproven differences."""
-    placed = [(e.row, e.label, e.placed) for e in ranked(_labelled(state)) if e.placed is not None]
+    placed = [
+        (e.row, e.label, e.placed)
+        for e in make_leaderboard(_labelled(state))
+        if e.placed is not None
+    ]
     lines, notes = [], []
     for row, label, each in placed:
         if each.standing == "front":

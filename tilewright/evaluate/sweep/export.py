@@ -19,7 +19,12 @@ from tilewright.evaluate.results.record import Drafts, Result
 from tilewright.evaluate.results.stats import MIN_ROUNDS
 from tilewright.evaluate.sweep import summary
 from tilewright.evaluate.sweep.journal import SweepState
-from tilewright.evaluate.sweep.standings import Ranked, by_place, place_name, ranked
+from tilewright.evaluate.sweep.leaderboard import (
+    LeaderboardEntry,
+    by_place,
+    make_leaderboard,
+    place_name,
+)
 from tilewright.evaluate.sweep.summary import SweptRow
 from tilewright.runtime.speculative.config import DRAFT_MODEL, NGRAM
 
@@ -54,7 +59,7 @@ def markdown(state: SweepState, extra: str = "") -> str:
     found = summary.rows(state)
     if extra:  # contains the single layers
         found = [each for each in found if not all("." in s.cell.part for s in each.states)]
-    shown = ranked(found)
+    shown = make_leaderboard(found)
     parts = [_introduction(state)]
     for members in by_place(shown):
         parts += _summary(members)
@@ -110,7 +115,7 @@ def _introduction(state: SweepState) -> str:
     return f"# Sweep: {plain_line(planned.plan)}\n\n{text}\n\n{_LEGEND}"
 
 
-def _summary(members: Sequence[Ranked]) -> list[str]:
+def _summary(members: Sequence[LeaderboardEntry]) -> list[str]:
     """Return the table of a place with notes on its standings, empty without values."""
     lines = [_summary_line(each) for each in members if each.row.accuracies or each.row.results]
     if not lines:
@@ -146,7 +151,7 @@ def _board_column(name: str) -> str:
     return f"{name}, predicted" if name.startswith(("Speed", "TTFT", "Weights")) else name
 
 
-def _summary_line(each: Ranked) -> tuple[str, ...]:
+def _summary_line(each: LeaderboardEntry) -> tuple[str, ...]:
     figures, rounds = each.row.figures(), each.row.rounds
     low_high = "" if len(rounds) < 2 else span(min(rounds), max(rounds))
     measured = row.cells(figures, (*_ACCURACY, *_SPEED))
@@ -168,7 +173,7 @@ def draft_precision(drafts: Drafts, heading: str) -> str:
     return ", ".join(_DRAFT_GROUP.findall(heading)) or "as the model"
 
 
-def _drafts(shown: Sequence[Ranked]) -> str:
+def _drafts(shown: Sequence[LeaderboardEntry]) -> str:
     """Return the acceptance of drafts by configuration, empty without drafts."""
     lines = []
     for member in shown:
@@ -181,7 +186,7 @@ def _drafts(shown: Sequence[Ranked]) -> str:
     return f"## Drafts\n\n{_table(DRAFT_COLUMNS, lines, is_emulated=False)}" if lines else ""
 
 
-def _other_texts(shown: Sequence[Ranked]) -> str:
+def _other_texts(shown: Sequence[LeaderboardEntry]) -> str:
     """Return the accuracies on texts outside the summary."""
     lines = [
         (each.row.cell.model_name, each.names, accuracy.text, *row.cells(figures, _ACCURACY))
@@ -206,7 +211,7 @@ def _unfinished(state: SweepState) -> str:
     return "## Cells without a result\n\n" + "".join(lines) if lines else ""
 
 
-def _pooled(found: Sequence[SweptRow], shown: Sequence[Ranked]) -> list[Result]:
+def _pooled(found: Sequence[SweptRow], shown: Sequence[LeaderboardEntry]) -> list[Result]:
     """Return the rows' records with the merged values of equal configurations."""
     owners = {id(state): each.row for each in shown for state in each.row.states}
     pooled = []
@@ -219,7 +224,7 @@ def _pooled(found: Sequence[SweptRow], shown: Sequence[Ranked]) -> list[Result]:
 
 def _csv_lines(state: SweepState) -> Iterator[dict[str, CsvValue]]:
     found = summary.rows(state)
-    owners = {id(s): each for each in ranked(found) for s in each.row.states}
+    owners = {id(s): each for each in make_leaderboard(found) for s in each.row.states}
     for each in found:
         owner = owners[id(each.states[0])]
         yield {

@@ -26,7 +26,7 @@ _LABEL_LENGTH = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
+class LeaderboardEntry:
     """A row with its label and its standing.
 
     Attributes:
@@ -65,7 +65,7 @@ def comparable(row: SweptRow) -> tuple[str, ...]:
     return *place(row), *reference, "" if speed is None else speed.case
 
 
-def ranked(found: Sequence[SweptRow]) -> list[Ranked]:
+def make_leaderboard(found: Sequence[SweptRow]) -> list[LeaderboardEntry]:
     """Return sweep rows with their standings. Equal rows are merged."""
     merged = [
         replace(row, names=tuple(dict.fromkeys(row.names))) for row in summary.merge_equal(found)
@@ -81,12 +81,12 @@ def ranked(found: Sequence[SweptRow]) -> list[Ranked]:
         points = [replace(row, names=(labels[i],)) for i, row in zip(whole, rows, strict=True)]
         found_points = filter(None, map(summary.point, points))
         placed |= dict(zip(whole, pareto.front(list(found_points)), strict=True))
-    return [Ranked(row, labels[i], placed.get(i)) for i, row in enumerate(merged)]
+    return [LeaderboardEntry(row, labels[i], placed.get(i)) for i, row in enumerate(merged)]
 
 
-def by_place(found: Sequence[Ranked]) -> list[list[Ranked]]:
+def by_place(found: Sequence[LeaderboardEntry]) -> list[list[LeaderboardEntry]]:
     """Return the rows for each table, in order."""
-    groups: dict[tuple[str, ...], list[Ranked]] = {}
+    groups: dict[tuple[str, ...], list[LeaderboardEntry]] = {}
     for each in found:
         groups.setdefault(place(each.row), []).append(each)
     return list(groups.values())
