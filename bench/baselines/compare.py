@@ -35,7 +35,7 @@ from bench.common import (
 )
 from tilewright.compiler.devices import CPU_BACKENDS, describe_cpu
 from tilewright.errors import ConfigError, TilewrightError, allowed
-from tilewright.evaluate.load.client import COMPLETIONS, Heard, at_most, connected
+from tilewright.evaluate.load.client import COMPLETIONS, ResponseTiming, at_most, connected
 from tilewright.evaluate.report.comparisons import rates_table, read_parts, source_of, write_part
 from tilewright.evaluate.results import stats
 from tilewright.models import find_model, load_model
@@ -95,7 +95,7 @@ class Measure:
     num_users: int = 1
     num_busy: int = 0
 
-    def rate(self, heard: Sequence[Heard]) -> float:
+    def rate(self, heard: Sequence[ResponseTiming]) -> float:
         """Return tokens per second.
 
         Prefill ends with the answer: a single token may have no text. Decode counts tokens between
@@ -177,7 +177,7 @@ class ComparedEngine:
         return {**names, **sizes, "rates": rates}
 
 
-async def _ask(url: str, measure: Measure, prompts: list[list[int]]) -> list[Heard]:
+async def _ask(url: str, measure: Measure, prompts: list[list[int]]) -> list[ResponseTiming]:
     async with connected(url, "any") as client:
         jobs = [
             partial(

@@ -17,7 +17,7 @@ from bench.baselines.genai_server import handler
 from bench.common import KINDS
 from tests.cli.conftest import Refused
 from tilewright.errors import TilewrightError
-from tilewright.evaluate.load.client import COMPLETIONS, Heard, at_most, connected
+from tilewright.evaluate.load.client import COMPLETIONS, ResponseTiming, at_most, connected
 from tilewright.evaluate.report.comparisons import read_parts
 
 
@@ -67,21 +67,23 @@ def test_a_round_has_prefill_users_and_busy_processes() -> None:
 
 
 def test_rates_by_hand() -> None:
-    assert Measure("p", 512, 1).rate([Heard(ended=0.25, count=1)]) == 2048, "a token without text"
-    one = Heard(began=10.0, times=[1.0, 1.5, 2.0, 2.5], count=4)
+    assert Measure("p", 512, 1).rate([ResponseTiming(ended=0.25, count=1)]) == 2048, (
+        "a token without text"
+    )
+    one = ResponseTiming(began=10.0, times=[1.0, 1.5, 2.0, 2.5], count=4)
     assert Measure("d", 8, 4).rate([one]) == 2.0, "without the first token"
     # Chunks of two tokens. Both users decode from 11.5 to 12.5 only.
-    other = Heard(began=11.0, times=[0.5, 1.0, 1.5, 2.0], count=8)
+    other = ResponseTiming(began=11.0, times=[0.5, 1.0, 1.5, 2.0], count=8)
     assert Measure("d", 8, 4, 2).rate([one, other]) == 2 + 4
     with pytest.raises(TilewrightError, match="--decode-tokens"):
-        Measure("d", 8, 4, 2).rate([one, Heard(began=20.0, times=[1.0, 2.0], count=2)])
+        Measure("d", 8, 4, 2).rate([one, ResponseTiming(began=20.0, times=[1.0, 2.0], count=2)])
 
 
 def test_an_engine_without_a_server_is_an_endpoint() -> None:
     def generate(tokens: object, count: int) -> Iterator[int]:
         yield from range(count)
 
-    async def ask(url: str) -> list[Heard]:
+    async def ask(url: str) -> list[ResponseTiming]:
         async with connected(url, "any") as client:
             body = {"prompt": [1, 2, 3], "max_tokens": 5}
             return (await at_most(2, [partial(client.stream, COMPLETIONS, body)] * 2))[0]

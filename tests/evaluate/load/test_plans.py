@@ -15,7 +15,7 @@ from tests.serve.conftest import Server
 from tilewright.cli.main import main
 from tilewright.errors import TilewrightError
 from tilewright.evaluate.load.chats import _common
-from tilewright.evaluate.load.client import Client, Heard, connected, read_metrics
+from tilewright.evaluate.load.client import Client, ResponseTiming, connected, read_metrics
 from tilewright.evaluate.load.contest import LEVELS, contest
 from tilewright.evaluate.load.figures import Figures, rows_of, summary
 from tilewright.evaluate.load.plans import PLANS
@@ -66,9 +66,11 @@ class _Streaming(Client):
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
+    async def stream(
+        self, path: str, body: dict[str, Any], most: int | None = None
+    ) -> ResponseTiming:
         self.events.append("asked")
-        return Heard(times=[0.0, 1.0], count=2)
+        return ResponseTiming(times=[0.0, 1.0], count=2)
 
 
 def test_an_intruder_is_made_before_there_is_a_stream_to_silence(
@@ -92,13 +94,15 @@ class _Forgetful(Client):
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
 
-    async def whole(self, path: str, body: dict[str, Any]) -> Heard:
+    async def whole(self, path: str, body: dict[str, Any]) -> ResponseTiming:
         self.asked[key := json.dumps(body)] += 1
-        return Heard(text="other" if self.asked[key] == 3 else "same")
+        return ResponseTiming(text="other" if self.asked[key] == 3 else "same")
 
-    async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
+    async def stream(
+        self, path: str, body: dict[str, Any], most: int | None = None
+    ) -> ResponseTiming:
         await asyncio.sleep(1)
-        return Heard()
+        return ResponseTiming()
 
     async def fetch(self, path: str, body: dict[str, Any] | None = None) -> Any:
         return {"invariant": "greedy"}
@@ -117,12 +121,14 @@ class _Remembering(Client):
         assert body is not None
         return {"tokens": self.tokens(body["messages"])}
 
-    async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
+    async def stream(
+        self, path: str, body: dict[str, Any], most: int | None = None
+    ) -> ResponseTiming:
         prompt = self.tokens(body["messages"])
         cached = max((_common(prompt, old) for old in self.known), default=0)
         said = {"role": "assistant", "content": "yes, and more"}
         self.known.append(self.tokens([*body["messages"], said]))
-        heard = Heard(times=[0.1, 0.2], text=said["content"], count=4)
+        heard = ResponseTiming(times=[0.1, 0.2], text=said["content"], count=4)
         heard.num_prompt, heard.num_cached = len(prompt), cached
         return heard
 
@@ -140,7 +146,9 @@ def test_the_last_prompts_are_asked_again_with_an_empty_cache() -> None:
     class Slow(_Remembering):
         """Delays the first token in proportion to the computed prompt."""
 
-        async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
+        async def stream(
+            self, path: str, body: dict[str, Any], most: int | None = None
+        ) -> ResponseTiming:
             heard = await super().stream(path, body, most)
             heard.times = [1e-3 * (heard.num_prompt - heard.num_cached), 1.0]
             return heard
@@ -160,7 +168,9 @@ def test_the_last_prompts_are_asked_again_with_an_empty_cache() -> None:
 
         num_flushed = 0
 
-        async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
+        async def stream(
+            self, path: str, body: dict[str, Any], most: int | None = None
+        ) -> ResponseTiming:
             heard = await super().stream(path, body, most)
             heard.error = "full" if self.num_flushed > 1 else ""
             return heard
@@ -205,9 +215,9 @@ def test_the_contest_asks_the_same_at_each_level(is_told: bool) -> None:
         async def fetch(self, path: str) -> object:
             return {"data": [{} if is_told else {"meta": {"weights": "random"}}]}
 
-        async def whole(self, path: str, body: dict[str, object]) -> Heard:
+        async def whole(self, path: str, body: dict[str, object]) -> ResponseTiming:
             asked.append(body)
-            return Heard(times=[0.0], count=2, num_prompt=3)
+            return ResponseTiming(times=[0.0], count=2, num_prompt=3)
 
     shape = LoadConfig(output_tokens=1024, drawn_lengths=is_told)
     rows = asyncio.run(rows_of(contest(Told(), shape)))  # type: ignore[arg-type]
@@ -236,8 +246,8 @@ def test_the_contest_empties_the_cache_before_every_level(said: int) -> None:
             flushed.append(path)
             return said
 
-        async def whole(self, path: str, body: dict[str, object]) -> Heard:
-            return Heard(error="no template")
+        async def whole(self, path: str, body: dict[str, object]) -> ResponseTiming:
+            return ResponseTiming(error="no template")
 
     run = rows_of(contest(Told(), LoadConfig(flush=True, levels=(4, 64))))  # type: ignore[arg-type]
     if said == 200:
@@ -251,19 +261,25 @@ def test_the_contest_empties_the_cache_before_every_level(said: int) -> None:
 
 
 def test_good_answers_begin_soon_and_go_on_quickly() -> None:
-    good, late = Heard(times=[0.3, 0.37], count=4), Heard(times=[0.31, 0.32], count=4)
-    slow, whole = Heard(times=[0.1, 0.2], count=4), Heard(times=[0.1], count=4)
-    assert summary([good, late, slow, Heard(error="gone")], 2.0)["good_requests_per_second"] == 0.5
+    good, late = (
+        ResponseTiming(times=[0.3, 0.37], count=4),
+        ResponseTiming(times=[0.31, 0.32], count=4),
+    )
+    slow, whole = ResponseTiming(times=[0.1, 0.2], count=4), ResponseTiming(times=[0.1], count=4)
+    assert (
+        summary([good, late, slow, ResponseTiming(error="gone")], 2.0)["good_requests_per_second"]
+        == 0.5
+    )
     assert "good_requests_per_second" not in summary([whole], 2.0)
 
 
 def test_a_summary_counts_a_chunk_s_tokens_and_wants_one_answer() -> None:
-    heard = Heard(times=[0.5, 0.7, 0.9], count=5)
-    figures = summary([heard, Heard(error="gone")], 2.0)
+    heard = ResponseTiming(times=[0.5, 0.7, 0.9], count=5)
+    figures = summary([heard, ResponseTiming(error="gone")], 2.0)
     assert figures["failed"] == 1 and figures["output_tokens_per_second"] == 2.5
     assert figures["itl_ms_p50"] == pytest.approx(100) and figures["tpot_ms_p50"] == 100
     with pytest.raises(TilewrightError, match=r"every request failed \(gone\)"):
-        summary([Heard(error="gone")], 1.0)
+        summary([ResponseTiming(error="gone")], 1.0)
 
 
 def test_metrics_are_read_over_engines_and_by_part() -> None:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import AsyncIterator
 from typing import Any
 
-from tilewright.evaluate.load.client import CHAT, Client, Heard, flush
+from tilewright.evaluate.load.client import CHAT, Client, ResponseTiming, flush
 from tilewright.evaluate.load.figures import Figures, times
 from tilewright.evaluate.load.shape import LoadConfig
 
@@ -22,7 +22,7 @@ async def chats(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     """
     system = shape.words(random.Random(shape.seed), shape.long_tokens)
     seen: list[list[int]] = []
-    turns: list[list[Heard]] = [[] for _ in range(shape.turns)]
+    turns: list[list[ResponseTiming]] = [[] for _ in range(shape.turns)]
     possible, shared, cached, num_prompt_tokens = 0, 0, 0, 0
     histories = [[{"role": "system", "content": system}] for _ in range(shape.concurrency)]
     choosers = [random.Random(shape.seed + 1 + user) for user in range(shape.concurrency)]
@@ -63,7 +63,9 @@ async def chats(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     }
 
 
-async def _beside_cold(client: Client, bodies: list[dict[str, Any]], warm: list[Heard]) -> Figures:
+async def _beside_cold(
+    client: Client, bodies: list[dict[str, Any]], warm: list[ResponseTiming]
+) -> Figures:
     """Return times to first token with an empty prefix cache, and the earlier times for the same
     prompts.
     """

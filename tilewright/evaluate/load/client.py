@@ -28,7 +28,7 @@ _JSON = {"content-type": "application/json"}
 
 
 @dataclass(slots=True)
-class Heard:
+class ResponseTiming:
     """A received response and its times.
 
     Attributes:
@@ -81,12 +81,14 @@ class Client:
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
         self._session, self.url, self._model = session, url, model
 
-    async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
+    async def stream(
+        self, path: str, body: dict[str, Any], most: int | None = None
+    ) -> ResponseTiming:
         """Send a request and receive the stream. Close the connection after ``most`` chunks with
         text.
         """
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        heard = Heard(began=time.perf_counter())
+        heard = ResponseTiming(began=time.perf_counter())
         try:
             async with self._post(path, {**body, **options}) as answer:
                 if answer.status != 200:
@@ -109,9 +111,9 @@ class Client:
             heard.error = str(error) or type(error).__name__
         return heard
 
-    async def whole(self, path: str, body: dict[str, Any]) -> Heard:
+    async def whole(self, path: str, body: dict[str, Any]) -> ResponseTiming:
         """Send a request without streaming. The only time is the response's end."""
-        heard = Heard(began=time.perf_counter())
+        heard = ResponseTiming(began=time.perf_counter())
         try:
             async with self._post(path, body) as answer:
                 response = msgspec.json.decode(await answer.read())
@@ -211,7 +213,7 @@ class _StreamEvent(msgspec.Struct):
 _EVENT = msgspec.json.Decoder(_StreamEvent)  # fields without a name here are skipped
 
 
-def _take(heard: Heard, line: bytes) -> None:
+def _take(heard: ResponseTiming, line: bytes) -> None:
     event = _EVENT.decode(line.removeprefix(_HEAD))
     if event.error is not None:
         heard.error = str(event.error)
@@ -249,12 +251,12 @@ async def flush(client: Client) -> None:
 
 
 async def at_most(
-    limit: int, jobs: Sequence[Callable[[], Awaitable[Heard]]]
-) -> tuple[list[Heard], float]:
+    limit: int, jobs: Sequence[Callable[[], Awaitable[ResponseTiming]]]
+) -> tuple[list[ResponseTiming], float]:
     """Run jobs, ``limit`` at a time (closed loop). Return the results and the total seconds."""
     gate = asyncio.Semaphore(limit)
 
-    async def run(job: Callable[[], Awaitable[Heard]]) -> Heard:
+    async def run(job: Callable[[], Awaitable[ResponseTiming]]) -> ResponseTiming:
         async with gate:
             return await job()
 
@@ -264,12 +266,12 @@ async def at_most(
 
 
 async def arriving(
-    rate: float, seed: int, jobs: Sequence[Callable[[], Awaitable[Heard]]]
-) -> tuple[list[Heard], float]:
+    rate: float, seed: int, jobs: Sequence[Callable[[], Awaitable[ResponseTiming]]]
+) -> tuple[list[ResponseTiming], float]:
     """Run jobs in an open loop with ``rate`` starts a second (Poisson). See :func:`at_most`."""
     chooser, at = random.Random(seed), 0.0
 
-    async def run(job: Callable[[], Awaitable[Heard]], after: float) -> Heard:
+    async def run(job: Callable[[], Awaitable[ResponseTiming]], after: float) -> ResponseTiming:
         await asyncio.sleep(after)
         return await job()
 

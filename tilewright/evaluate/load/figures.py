@@ -7,7 +7,7 @@ import statistics
 from collections.abc import AsyncIterator, Sequence
 
 from tilewright.errors import TilewrightError
-from tilewright.evaluate.load.client import Heard
+from tilewright.evaluate.load.client import ResponseTiming
 
 Figures = dict[str, float | str]
 
@@ -20,7 +20,7 @@ async def rows_of(plan: AsyncIterator[Figures]) -> list[Figures]:
     return [row async for row in plan]
 
 
-def summary(heard: Sequence[Heard], seconds: float) -> Figures:
+def summary(heard: Sequence[ResponseTiming], seconds: float) -> Figures:
     """Sum up answers that took ``seconds`` together; definitions as in vLLM's benchmark.
 
     Raises:
@@ -48,7 +48,7 @@ def summary(heard: Sequence[Heard], seconds: float) -> Figures:
     }
 
 
-def _goodput(spoke: Sequence[Heard], seconds: float) -> Figures:
+def _goodput(spoke: Sequence[ResponseTiming], seconds: float) -> Figures:
     """Good answers a second; nothing where none came in pieces, whose times nobody could see."""
     if all(len(each.times) < 2 for each in spoke):
         return {}

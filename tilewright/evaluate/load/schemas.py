@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from tilewright.evaluate.load.client import CHAT, COMPLETIONS, Client, Heard, at_most
+from tilewright.evaluate.load.client import CHAT, COMPLETIONS, Client, ResponseTiming, at_most
 from tilewright.evaluate.load.figures import Figures
 from tilewright.evaluate.load.shape import LoadConfig
 
@@ -75,16 +75,18 @@ def keeps(text: str) -> bool:
     )
 
 
-def _mean(heard: list[Heard]) -> float:
+def _mean(heard: list[ResponseTiming]) -> float:
     return sum(each.per_token for each in heard) / len(heard)
 
 
-def _free(client: Client, shape: LoadConfig, number: int) -> Callable[[], Awaitable[Heard]]:
+def _free(
+    client: Client, shape: LoadConfig, number: int
+) -> Callable[[], Awaitable[ResponseTiming]]:
     body = shape.body(random.Random(shape.seed + number))
     return partial(client.stream, COMPLETIONS, body)
 
 
-def _bound(client: Client, shape: LoadConfig) -> Callable[[], Awaitable[Heard]]:
+def _bound(client: Client, shape: LoadConfig) -> Callable[[], Awaitable[ResponseTiming]]:
     schema = {"name": "row", "schema": SCHEMA}
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": "Name something, with a number and colours."}],

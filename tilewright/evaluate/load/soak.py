@@ -6,7 +6,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
-from tilewright.evaluate.load.client import COMPLETIONS, Client, Heard, at_most
+from tilewright.evaluate.load.client import COMPLETIONS, Client, ResponseTiming, at_most
 from tilewright.evaluate.load.figures import Figures
 from tilewright.evaluate.load.shape import LoadConfig
 
@@ -40,14 +40,14 @@ async def soak(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
 async def _stretch(client: Client, shape: LoadConfig, begin: int, end: int) -> Figures:
     refused = 0
 
-    async def malformed(number: int) -> Heard:
+    async def malformed(number: int) -> ResponseTiming:
         nonlocal refused
         body = _MALFORMED_BODIES[number % len(_MALFORMED_BODIES)]
         status = await client.status(COMPLETIONS, body)
         refused += status == 400
-        return Heard(error="" if status == 400 else f"status {status} for {body!r}")
+        return ResponseTiming(error="" if status == 400 else f"status {status} for {body!r}")
 
-    jobs: list[Callable[[], Awaitable[Heard]]] = []
+    jobs: list[Callable[[], Awaitable[ResponseTiming]]] = []
     num_cancelled = 0
     for number in range(begin, end):
         chooser = random.Random(shape.seed + number)
