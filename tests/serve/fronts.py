@@ -19,7 +19,7 @@ import uvloop
 from tests.serve.asked import Asked
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
-from tilewright.serve.front import Front, LoadCoder
+from tilewright.serve.api_server import ApiServer, LoadCoder
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.web.server import listen, serving
 from tilewright.serve.web.settings import ServerConfig
@@ -36,7 +36,7 @@ FAKE = Path(__file__).with_name("fake_engine.py")
 class Running(Asked):
     """A front that listens: what it knows may be read from here, for it is only read."""
 
-    front: Front
+    front: ApiServer
     loop: asyncio.AbstractEventLoop
 
     def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Mapping[str, str]]:

@@ -26,11 +26,11 @@ from tilewright.runtime.messages import (
     ToEngine,
 )
 from tilewright.runtime.request import EngineRequest
+from tilewright.serve.api_server import ApiServer
 from tilewright.serve.engines.client import EngineClient
 from tilewright.serve.engines.process import READY
 from tilewright.serve.engines.request_tracker import RequestTracker
 from tilewright.serve.engines.routing import ReplicaRouter
-from tilewright.serve.front import Front
 from tilewright.serve.prompt.structured import GrammarValidator
 from tilewright.serve.prompt.template import read_template
 from tilewright.serve.web.app import make_app
@@ -123,7 +123,7 @@ def scripted(template: str, **chosen: Any) -> Iterator[Scripted]:
     client = ScriptedClient(coder)
 
     async def start() -> web.AppRunner:
-        front = Front(settings, (), lambda folder: coder)
+        front = ApiServer(settings, (), lambda folder: coder)
         await front.client.close()  # no engine was started
         front.client, front.coder = client, coder
         front.template = read_template(coder, settings.tool_format)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from aiohttp import web
 
 from tilewright.serve.web.http_io import (
+    API_SERVER,
     CLIENT,
-    FRONT,
     Route,
     ignored_fields,
     read_body,
@@ -26,13 +26,13 @@ async def _completions(request: web.Request) -> web.StreamResponse:
 
 async def _chat_job(request: web.Request) -> tuple[CompletionTask, dict[str, str]]:
     """Return the task and the response headers. The task does not contain the body."""
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     body, ignored = decode(await read_body(request, front), ChatRequest)
     return await front.chat_job(body), ignored_fields(ignored)
 
 
 async def _completion_job(request: web.Request) -> tuple[CompletionTask, dict[str, str]]:
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     body, ignored = decode(await read_body(request, front), CompletionRequest)
     return await front.completion_job(body), ignored_fields(ignored)
 

@@ -15,12 +15,12 @@ from msgspec import Meta, Struct
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.runtime.messages import EngineReady, RequestFailed, RequestFinished, RequestStarted
 from tilewright.runtime.request import UNNUMBERED, EngineRequest
-from tilewright.serve.front import Front
+from tilewright.serve.api_server import ApiServer
 from tilewright.serve.prompt.prepare import TokenizedPrompt, check_prompt, encode
 from tilewright.serve.web.errors import invalid, unsupported
 from tilewright.serve.web.http_io import (
+    API_SERVER,
     CLIENT,
-    FRONT,
     Route,
     ignored_fields,
     json_response,
@@ -49,7 +49,7 @@ class EmbeddingRequest(Struct, kw_only=True, frozen=True):
 
 
 async def _embeddings(request: web.Request) -> web.Response:
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     parsed, ignored = decode(await read_body(request, front), EmbeddingRequest)
     ready, _ = front.up()
     front.check_model(parsed.model, ready)
@@ -81,7 +81,7 @@ def _check(parsed: EmbeddingRequest, ready: EngineReady) -> None:
 
 
 async def _prompts(
-    front: Front, parsed: EmbeddingRequest, ready: EngineReady
+    front: ApiServer, parsed: EmbeddingRequest, ready: EngineReady
 ) -> list[TokenizedPrompt]:
     """Return a prompt for each input. Raise an ApiError with status 400 for bad input."""
     _, coder = front.up()
@@ -104,7 +104,7 @@ async def _prompts(
 
 
 async def _embed(
-    front: Front, parsed: EmbeddingRequest, prompts: Sequence[TokenizedPrompt], *, client: str
+    front: ApiServer, parsed: EmbeddingRequest, prompts: Sequence[TokenizedPrompt], *, client: str
 ) -> list[bytes]:
     """Return a little-endian float32 vector for each prompt, computed in groups."""
     vectors = []
@@ -115,7 +115,7 @@ async def _embed(
 
 
 async def _embed_together(
-    front: Front, parsed: EmbeddingRequest, prompts: Sequence[TokenizedPrompt], client: str
+    front: ApiServer, parsed: EmbeddingRequest, prompts: Sequence[TokenizedPrompt], client: str
 ) -> list[bytes]:
     began = time.perf_counter()
     handle = front.client.submit(

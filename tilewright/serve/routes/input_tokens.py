@@ -7,8 +7,8 @@ from aiohttp import web
 from tilewright.serve.responses.request import ResponsesRequest
 from tilewright.serve.routes.responses import begin_response
 from tilewright.serve.web.http_io import (
+    API_SERVER,
     CLIENT,
-    FRONT,
     Route,
     ignored_fields,
     json_response,
@@ -18,7 +18,7 @@ from tilewright.serve.web.requests import decode
 
 
 async def _input_tokens(request: web.Request) -> web.Response:
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     body, ignored = decode(await read_body(request, front), ResponsesRequest)
     job, _ = await begin_response(front, body, request[CLIENT])
     count = job.usage()["prompt_tokens"]

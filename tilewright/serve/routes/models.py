@@ -7,12 +7,12 @@ from typing import Any
 from aiohttp import web
 
 from tilewright.runtime.messages import EngineReady
-from tilewright.serve.front import Front
+from tilewright.serve.api_server import ApiServer
 from tilewright.serve.output.choice import token_text
 from tilewright.serve.responses.store import MAX_STORED, MAX_STORED_BYTES
 from tilewright.serve.routes.embeddings import MAX_INPUTS
 from tilewright.serve.web.errors import ApiError
-from tilewright.serve.web.http_io import FRONT, Route, json_response
+from tilewright.serve.web.http_io import API_SERVER, Route, json_response
 from tilewright.serve.web.requests import MAX_PROMPTS, MAX_STOPS
 
 _FACTS = ("parameters", "precision", "target", "weights", "device")
@@ -26,7 +26,7 @@ _PROMISES = {
 
 
 async def _models(request: web.Request) -> web.Response:
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     ready, _ = front.up()
     return json_response(
         {"object": "list", "data": [_card(front, name) for name in front.names(ready)]}
@@ -34,7 +34,7 @@ async def _models(request: web.Request) -> web.Response:
 
 
 async def _model(request: web.Request) -> web.Response:
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     ready, _ = front.up()
     name = request.match_info["id"]
     if name not in front.names(ready):
@@ -44,7 +44,7 @@ async def _model(request: web.Request) -> web.Response:
     return json_response(_card(front, name))
 
 
-def _card(front: Front, name: str) -> dict[str, Any]:
+def _card(front: ApiServer, name: str) -> dict[str, Any]:
     ready, _ = front.up()
     facts: dict[str, Any] = {key: ready.facts.get(key) for key in _FACTS}
     facts["precision"] = ready.facts.get("configuration", facts["precision"])
@@ -62,7 +62,7 @@ def _card(front: Front, name: str) -> dict[str, Any]:
     }
 
 
-def _image_limits(front: Front) -> dict[str, int]:
+def _image_limits(front: ApiServer) -> dict[str, int]:
     limits = front.settings.limit_mm_per_prompt
     return {
         "max_images": limits.max_images,
@@ -76,7 +76,7 @@ def _modalities(ready: EngineReady) -> list[str]:
 
 
 async def _props(request: web.Request) -> web.Response:
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     ready, coder = front.up()
     defaults = {"temperature": 0.0, "top_p": 1.0, **front.defaults}
     return json_response(
@@ -125,7 +125,7 @@ async def _props(request: web.Request) -> web.Response:
     )
 
 
-def _format_source(front: Front) -> str:
+def _format_source(front: ApiServer) -> str:
     """What the format of calls is known from."""
     if front.settings.tool_format is not None:
         return "option"
@@ -139,7 +139,7 @@ def _determinism(ready: EngineReady) -> str:
 
 
 async def _tokenizer_info(request: web.Request) -> web.Response:
-    _, coder = request.app[FRONT].up()
+    _, coder = request.app[API_SERVER].up()
     ends = [token_text(coder, token) for token in coder.eos_ids]
     return json_response(
         {

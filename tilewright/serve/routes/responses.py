@@ -7,15 +7,15 @@ from typing import Any
 
 from aiohttp import web
 
-from tilewright.serve.front import Front
+from tilewright.serve.api_server import ApiServer
 from tilewright.serve.responses.answer import ResponseSpelling
 from tilewright.serve.responses.items import Item, items_of
 from tilewright.serve.responses.request import ResponsesRequest, chat_of, check_responses
 from tilewright.serve.responses.store import Stored
 from tilewright.serve.web.errors import ApiError, invalid
 from tilewright.serve.web.http_io import (
+    API_SERVER,
     CLIENT,
-    FRONT,
     Route,
     ignored_fields,
     json_response,
@@ -36,14 +36,14 @@ _MOST_LISTED, _LISTED = 100, 20
 
 
 async def _create(request: web.Request) -> web.StreamResponse:
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     parsed, ignored = decode(await read_body(request, front), ResponsesRequest)
     job, spelling = await begin_response(front, parsed, request[CLIENT])
     return await answer(request, job, spelling, ignored_fields(ignored))
 
 
 async def begin_response(
-    front: Front, parsed: ResponsesRequest, client: str
+    front: ApiServer, parsed: ResponsesRequest, client: str
 ) -> tuple[CompletionTask, ResponseSpelling]:
     """Return the job and the spelling of a response, or raise ApiError."""
     check_responses(parsed)
@@ -88,7 +88,7 @@ async def _retrieve(request: web.Request) -> web.Response:
 
 async def _delete(request: web.Request) -> web.Response:
     response_id = _stored(request).body["id"]
-    request.app[FRONT].responses.remove(request[CLIENT], response_id)
+    request.app[API_SERVER].responses.remove(request[CLIENT], response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -116,7 +116,7 @@ async def _input_items(request: web.Request) -> web.Response:
 def _stored(request: web.Request) -> Stored:
     """The response that a path names; raises ApiError 404."""
     response_id = request.match_info["id"]
-    stored = request.app[FRONT].responses.find(request[CLIENT], response_id)
+    stored = request.app[API_SERVER].responses.find(request[CLIENT], response_id)
     if stored is None:
         said = f"response {response_id[:100]!r} is not stored"
         raise ApiError(404, "not_found", said, param="id")

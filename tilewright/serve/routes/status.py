@@ -8,11 +8,11 @@ from aiohttp import web
 
 from tilewright.compiler import __version__
 from tilewright.serve.metrics import OPEN_METRICS
-from tilewright.serve.web.http_io import FRONT, Route, json_response
+from tilewright.serve.web.http_io import API_SERVER, Route, json_response
 
 
 async def _health(request: web.Request) -> web.Response:
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     said: dict[str, Any] = {"status": front.health()}
     if len(front.client.engines) > 1:
         said |= {"replicas": len(front.client.engines), "missing": front.client.missing}
@@ -30,7 +30,7 @@ async def _version(request: web.Request) -> web.Response:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     is_open = "application/openmetrics-text" in request.headers.get("accept", "")
     data = front.metrics.render(front.client.engines, is_open=is_open)
     kind = OPEN_METRICS if is_open else "text/plain; version=0.0.4"

@@ -12,7 +12,7 @@ from tilewright.serve.prompt.prepare import TokenizedPrompt, encode
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.tools.tool_request import read_tools
 from tilewright.serve.web.errors import invalid, refuse
-from tilewright.serve.web.http_io import FRONT, Route, json_response, read_body
+from tilewright.serve.web.http_io import API_SERVER, Route, json_response, read_body
 from tilewright.serve.web.requests import (
     DetokenizeRequest,
     TemplateRequest,
@@ -22,7 +22,7 @@ from tilewright.serve.web.requests import (
 
 
 async def _tokenize(request: web.Request) -> web.Response:
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     body, _ = decode(await read_body(request, front), TokenizeRequest)
     ready, coder = front.up()
     add_special = bool(body.add_special_tokens or body.add_special)
@@ -56,7 +56,7 @@ def _pieces(coder: TextCoder, tokens: Sequence[int]) -> list[str]:
 
 
 async def _detokenize(request: web.Request) -> web.Response:
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     body, _ = decode(await read_body(request, front), DetokenizeRequest)
     _, coder = front.up()
     try:
@@ -67,7 +67,7 @@ async def _detokenize(request: web.Request) -> web.Response:
 
 
 async def _apply_template(request: web.Request) -> web.Response:
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     body, _ = decode(await read_body(request, front), TemplateRequest)
     text = await front.render(body, read_tools(body.tools))
     return json_response({"prompt": text})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from aiohttp import web
 
-from tilewright.serve.front import Front
+from tilewright.serve.api_server import ApiServer
 from tilewright.serve.routes import (
     admin,
     embeddings,
@@ -21,7 +21,7 @@ from tilewright.serve.routes import (
 from tilewright.serve.routes import chat_completions as asking
 from tilewright.serve.routes.schema import schema_route
 from tilewright.serve.web.guard import guard
-from tilewright.serve.web.http_io import FRONT, Route
+from tilewright.serve.web.http_io import API_SERVER, Route
 from tilewright.serve.web.settings import MAX_IMAGE_BODY
 
 
@@ -41,10 +41,10 @@ def routes(*, has_admin: bool) -> list[Route]:
     return [*entries, schema_route(entries)]
 
 
-def make_app(front: Front) -> web.Application:
+def make_app(front: ApiServer) -> web.Application:
     """Return the web application for ``front``. The caller starts and closes ``front``."""
     app = web.Application(middlewares=[guard], client_max_size=MAX_IMAGE_BODY)
-    app[FRONT] = front
+    app[API_SERVER] = front
     entries = routes(has_admin=front.settings.admin)
     paths = [path for _, path, _ in entries]
     for method, path, handler in entries:

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from tilewright.serve.front import Front
+from tilewright.serve.api_server import ApiServer
 from tilewright.serve.routes.page import PAGE
 from tilewright.serve.web.errors import ApiError
-from tilewright.serve.web.http_io import CLIENT, FRONT, HEADERS, ID, Handler, too_large
+from tilewright.serve.web.http_io import API_SERVER, CLIENT, HEADERS, ID, Handler, too_large
 from tilewright.serve.web.server_log import say, say_fault
 
 _OPEN = frozenset(("/health", "/v1/health", "/live", *PAGE))
@@ -43,7 +43,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Names every request, checks who asks, and makes every error one of the API's."""
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     request[ID], request[CLIENT] = _request_id(request), ""
     request[HEADERS] = {"x-request-id": request[ID]}
     if front.settings.cors_origins:
@@ -86,7 +86,7 @@ def _request_id(request: web.Request) -> str:
     return header if is_good else secrets.token_hex(16)
 
 
-def _refusal(front: Front, error: ApiError) -> web.Response:
+def _refusal(front: ApiServer, error: ApiError) -> web.Response:
     front.metrics.refuse(error.code)
     response = web.Response(
         status=error.status,
@@ -113,7 +113,7 @@ def _missing(request: web.Request, error: web.HTTPException) -> ApiError:
     return ApiError(error.status, "invalid_request", error.reason)
 
 
-def _check_key(request: web.Request, front: Front) -> None:
+def _check_key(request: web.Request, front: ApiServer) -> None:
     keys = front.settings.api_key
     if not keys or request.path in _OPEN:
         return
@@ -125,7 +125,7 @@ def _check_key(request: web.Request, front: Front) -> None:
     request[CLIENT] = str(fits.index(True))
 
 
-def _check_origin(request: web.Request, front: Front) -> str:
+def _check_origin(request: web.Request, front: ApiServer) -> str:
     """The foreign origin that may ask; empty where a page of this server asks, or no browser."""
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     named = front.settings.cors_origins

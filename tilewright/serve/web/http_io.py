@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 import msgspec
 from aiohttp import web
 
-from tilewright.serve.front import Front
+from tilewright.serve.api_server import ApiServer
 from tilewright.serve.web.errors import ApiError
 from tilewright.serve.web.settings import MAX_BODY
 
-FRONT = web.AppKey("front", Front)
+API_SERVER = web.AppKey("front", ApiServer)
 ID = web.RequestKey("id", str)
 CLIENT = web.RequestKey("client", str)
 """Which of the server's keys a request has shown, by its number; empty where there are none."""
@@ -24,7 +24,7 @@ Route: TypeAlias = tuple[str, str, Handler]
 """Method, path, and who answers."""
 
 
-async def read_body(request: web.Request, front: Front) -> bytes:
+async def read_body(request: web.Request, front: ApiServer) -> bytes:
     """The bytes of a JSON body, within the limits. The request keeps none of them, nor their kind:
     it may wait for long.
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from tilewright.errors import ConfigError, TilewrightError
-from tilewright.serve.front import Front, LoadCoder
+from tilewright.serve.api_server import ApiServer, LoadCoder
 from tilewright.serve.web.app import make_app
 from tilewright.serve.web.connections import Connection, connections_for, limits
 from tilewright.serve.web.errors import ApiError
@@ -71,9 +71,9 @@ def serve(
 @contextlib.asynccontextmanager
 async def serving(
     settings: ServerConfig, command: Sequence[str], load_coder: LoadCoder, bound: socket.socket
-) -> AsyncIterator[Front]:
+) -> AsyncIterator[ApiServer]:
     """Run an API server on ``bound`` with its engines during the block."""
-    front = Front(settings, command, load_coder)
+    front = ApiServer(settings, command, load_coder)
     runner = web.AppRunner(
         make_app(front), handler_cancellation=True, shutdown_timeout=1.0, **limits()
     )
@@ -124,7 +124,7 @@ async def _first(signals: asyncio.Queue[int], ended: asyncio.Future[str]) -> str
     return ended.result() if ended.done() else None
 
 
-async def _drain(front: Front, signals: asyncio.Queue[int]) -> None:
+async def _drain(front: ApiServer, signals: asyncio.Queue[int]) -> None:
     """Refuse new requests, and wait for running requests.
 
     The wait ends after ``drain_timeout`` or at a second signal.

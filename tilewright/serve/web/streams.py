@@ -11,12 +11,12 @@ import msgspec
 from aiohttp import HttpVersion11, web
 
 from tilewright.runtime.messages import NewTokens, RequestFailed, RequestStarted
+from tilewright.serve.api_server import ApiServer
 from tilewright.serve.engines.request_tracker import Answer, RequestHandle
-from tilewright.serve.front import Front
 from tilewright.serve.output.choice import ChoiceStream, Scored
 from tilewright.serve.output.reasoning import AnswerDelta, joined
 from tilewright.serve.web.errors import ApiError
-from tilewright.serve.web.http_io import FRONT, HEADERS, ID, json_response
+from tilewright.serve.web.http_io import API_SERVER, HEADERS, ID, json_response
 from tilewright.serve.web.responses import CompletionTask
 from tilewright.serve.web.server_log import say_fault
 
@@ -44,7 +44,7 @@ class AnswerStreamer:
         *("_num_left", "_num_shown", "_of", "_request_id"),
     )
 
-    def __init__(self, job: CompletionTask, front: Front, request_id: str) -> None:
+    def __init__(self, job: CompletionTask, front: ApiServer, request_id: str) -> None:
         self._job, self._client, self._metrics = job, front.client, front.metrics
         self._of = [front.metrics.of(0)] * len(job.choices)  # until an engine starts them
         self._aside, self._request_id = front.aside, request_id
@@ -145,7 +145,7 @@ async def answer(
     request: web.Request, job: CompletionTask, spelling: Spelling, headers: dict[str, str]
 ) -> web.StreamResponse:
     """Run a job, and send its output complete or as a stream."""
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     if job.unconstrained:
         headers["x-unconstrained-tools"] = job.unconstrained.encode("ascii", "replace").decode()[
             :500
@@ -220,7 +220,7 @@ async def answer_stream(
     headers: dict[str, str],
 ) -> web.StreamResponse:
     """Send chunks at once. The headers precede the first chunk or ping."""
-    front = request.app[FRONT]
+    front = request.app[API_SERVER]
     response: web.StreamResponse | None = None  # saves memory while a request waits
 
     async def write(data: bytes) -> None:

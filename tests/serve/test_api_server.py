@@ -25,7 +25,7 @@ from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.models.tokenizer.load import load_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
 from tilewright.runtime.messages import EngineReady
-from tilewright.serve.front import capacity
+from tilewright.serve.api_server import capacity
 from tilewright.serve.output.choice import ChoiceStream
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.web.settings import ServerConfig

@@ -38,7 +38,7 @@ _SHORT = 4096  # characters below which text is tokenized without a thread
 _T = TypeVar("_T")
 
 
-class Front(JobMaker):
+class ApiServer(JobMaker):
     """The API server's state. The constructor needs a running event loop.
 
     Args:
