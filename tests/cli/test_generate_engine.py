@@ -27,7 +27,7 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.settings import rea
 from tilewright.compiler.targets.cuda.engine_generator.parts.weights import load_weights
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.errors import CompileError, ConfigError, TilewrightError
-from tilewright.evaluate.measure.engine_trial import load_engine, run_trial
+from tilewright.evaluate.measure.engine_check import load_engine, run_check
 from tilewright.models import load_model
 
 
@@ -99,7 +99,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
 
         def attempt(search: Any, trial: Any, least: float = 0.0) -> dict[str, Any] | str:
             nonlocal count
-            found = run_trial(trial)
+            found = run_check(trial)
             changed = change.get(str(count))
             count += 1
             if isinstance(changed, str):

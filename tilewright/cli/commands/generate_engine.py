@@ -18,7 +18,7 @@ from tilewright.utils.child_process import PYTHON, Child
 
 if TYPE_CHECKING:
     from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Plan
-    from tilewright.evaluate.measure.engine_trial import Trial
+    from tilewright.evaluate.measure.engine_check import EngineCheck
 
 SECONDS_VARIABLE = "TILEWRIGHT_GENERATE_S"
 _SECONDS = {"cuda": 150.0, "cpu": 45.0}
@@ -144,7 +144,7 @@ class _EngineSearch:
 
         self._say(f"{_machine(self.device)}; {self.given.config}, {self.given.weights}")
         plans = self._plans()
-        found = self._try(self._trial(None), least=_LEAST)
+        found = self._try(self._engine_check(None), least=_LEAST)
         if isinstance(found, str):
             raise CompileError(f"the reference does not run: {found}")
         self.baseline = found["cases"]
@@ -253,7 +253,7 @@ class _EngineSearch:
         """
         path = self.scratch / "engine.py"
         path.write_text(text, encoding="utf-8")
-        found = self._try(self._trial(str(path)), least=0.0 if self.best else _LEAST)
+        found = self._try(self._engine_check(str(path)), least=0.0 if self.best else _LEAST)
         if isinstance(found, str):
             self._say(f"{candidate.name}: failed: {found}")
             return 0.0
@@ -272,10 +272,10 @@ class _EngineSearch:
         )
         return speed
 
-    def _trial(self, engine: str | None) -> Trial:
-        from tilewright.evaluate.measure.engine_trial import Trial
+    def _engine_check(self, engine: str | None) -> EngineCheck:
+        from tilewright.evaluate.measure.engine_check import EngineCheck
 
-        return Trial(
+        return EngineCheck(
             engine=engine,
             config=self.given.config,
             weights=self.given.weights,
@@ -285,13 +285,13 @@ class _EngineSearch:
             repeats=_REPEATS[self.device] if engine is not None else int(self.device == "cuda"),
         )
 
-    def _try(self, trial: Trial, least: float = 0.0) -> dict[str, Any] | str:
+    def _try(self, engine_check: EngineCheck, least: float = 0.0) -> dict[str, Any] | str:
         """Return a child process's measurements, or its failure's reason."""
-        from tilewright.evaluate.measure.engine_trial import command
+        from tilewright.evaluate.measure.engine_check import command
 
         left = max(least, self.deadline - time.monotonic())
         quiet = {"OMP_WAIT_POLICY": "PASSIVE"}  # waiting threads leave a busy machine's cores
-        given = [*PYTHON, *command(trial)]
+        given = [*PYTHON, *command(engine_check)]
         with Child(given, timeout_s=left, environment=quiet, what="a trial") as child:
             ended = child.wait()
             assert ended is not None

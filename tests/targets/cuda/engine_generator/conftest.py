@@ -17,7 +17,7 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import ra
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.evaluate.measure.engine_trial import load_engine
+from tilewright.evaluate.measure.engine_check import load_engine
 
 CONFIG: dict[str, Any] = {
     "model_type": "tiny_llama",

@@ -22,7 +22,7 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.reference import HY
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.interface.base import CompileOptions, Emission
 from tilewright.errors import CompileError
-from tilewright.evaluate.measure.engine_trial import load_engine
+from tilewright.evaluate.measure.engine_check import load_engine
 from tilewright.loading.engine_config import engine_config
 
 CPU = torch.device("cpu")

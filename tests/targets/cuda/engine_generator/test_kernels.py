@@ -171,7 +171,7 @@ def test_slots_are_added_when_they_run_out(folder: Folder, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["hidden-like", "grouped", "bfloat16", "in CUDA C++"])
 def test_a_gpu_has_the_references_logits(name: str, plan: Plan, tmp_path: Path) -> None:
     from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import random_weights
-    from tilewright.evaluate.measure.engine_trial import load_engine
+    from tilewright.evaluate.measure.engine_check import load_engine
 
     changes: dict[str, dict[str, Any]] = {
         "hidden-like": {"hidden_size": 768, "intermediate_size": 3072, "head_dim": 192},

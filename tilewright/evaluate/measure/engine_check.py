@@ -1,7 +1,8 @@
 """Child process for the comparison between an engine.py and the reference in every case, with
 times.
 
-``python -m tilewright.evaluate.measure.engine_trial '{...}'`` writes one line of JSON; see `Trial`.
+``python -m tilewright.evaluate.measure.engine_check '{...}'`` writes one line of JSON; see
+`EngineCheck`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from tilewright.evaluate.measure.engine_calls import EngineTrace, cases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """Parameters for a trial.
+class EngineCheck:
+    """Parameters for a check.
 
     Attributes:
         engine: The engine's path. None: time the reference and write its logits to ``expected``.
@@ -59,29 +60,31 @@ def load_engine(path: str) -> Any:
     return module
 
 
-def run_trial(trial: Trial) -> dict[str, Any]:
+def run_check(engine_check: EngineCheck) -> dict[str, Any]:
     """Return the maximum error, median seconds and tokens by case, and the seconds for
     creation.
     """
-    config = json.loads(Path(trial.config).read_text("utf-8"))
-    device = torch.device(trial.device)
+    config = json.loads(Path(engine_check.config).read_text("utf-8"))
+    device = torch.device(engine_check.device)
     settings = read_settings(config, device)
     wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
-    make = _maker(trial, config, settings, device)
+    make = _maker(engine_check, config, settings, device)
     begun = time.perf_counter()
     engine = make()
     found: dict[str, Any] = {"create_s": time.perf_counter() - begun, "cases": {}}
-    expected = {} if trial.engine is None else torch.load(trial.expected, weights_only=True)
-    for name, calls in cases(trial.scale).items():
-        trace = EngineTrace(calls, settings.vocab_size, trial.device)
+    expected = (
+        {} if engine_check.engine is None else torch.load(engine_check.expected, weights_only=True)
+    )
+    for name, calls in cases(engine_check.scale).items():
+        trace = EngineTrace(calls, settings.vocab_size, engine_check.device)
         begun = time.perf_counter()
         logits = [each.cpu() for each in trace.run(engine)]
-        seconds = [] if trial.repeats else [time.perf_counter() - begun]
-        if trial.engine is None:
+        seconds = [] if engine_check.repeats else [time.perf_counter() - begun]
+        if engine_check.engine is None:
             expected[name] = logits
-        for _ in range(trial.repeats):
+        for _ in range(engine_check.repeats):
             engine.remove(trace.requests)
-            if trial.fresh:
+            if engine_check.fresh:
                 del engine
                 engine = make()
             seconds.append(trace.seconds(engine, wait))
@@ -93,29 +96,29 @@ def run_trial(trial: Trial) -> dict[str, Any]:
             "tokens": trace.num_tokens,
             "decoded": trace.num_decoded,
         }
-    if trial.engine is None:
-        torch.save(expected, trial.expected)
+    if engine_check.engine is None:
+        torch.save(expected, engine_check.expected)
     return found
 
 
 def _maker(
-    trial: Trial, config: dict[str, Any], settings: Settings, device: torch.device
+    engine_check: EngineCheck, config: dict[str, Any], settings: Settings, device: torch.device
 ) -> Callable[[], Any]:
     """Return a function that creates the engine or the reference."""
-    if trial.engine is None:
-        return partial(Reference, load_weights(trial.weights, settings), settings, device)
-    module = load_engine(trial.engine)
-    return partial(module.create_engine, config, trial.weights, trial.device)
+    if engine_check.engine is None:
+        return partial(Reference, load_weights(engine_check.weights, settings), settings, device)
+    module = load_engine(engine_check.engine)
+    return partial(module.create_engine, config, engine_check.weights, engine_check.device)
 
 
 def _worst(ours: list[Tensor], expected: list[Tensor]) -> float:
     return max(error_of(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-def command(trial: Trial) -> list[str]:
-    """Return the interpreter arguments that run a trial in a child process."""
-    return ["-m", __spec__.name, json.dumps(asdict(trial))]
+def command(engine_check: EngineCheck) -> list[str]:
+    """Return the interpreter arguments that run a check in a child process."""
+    return ["-m", __spec__.name, json.dumps(asdict(engine_check))]
 
 
 if __name__ == "__main__":
-    print(json.dumps(run_trial(Trial(**json.loads(sys.argv[1])))))
+    print(json.dumps(run_check(EngineCheck(**json.loads(sys.argv[1])))))
