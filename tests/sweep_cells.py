@@ -10,14 +10,14 @@ from typing import Any
 
 from tilewright.evaluate.results.record import Accuracy, Repeat, Result, medians, pack_hits
 from tilewright.evaluate.results.result_file import dumps
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import VERSION, Planned, SweepJournal, TrialFinished
+from tilewright.evaluate.sweep.trial import Trial
 
 HEADING = "precision_cfg = {ff1_3: bfp8}, fidelity_cfg = {li_ff1_3: hifi2}"
 NUM_POSITIONS = 16
 
 
-def cell(precision: str = "a", **changes: Any) -> Cell:
+def cell(precision: str = "a", **changes: Any) -> Trial:
     """A speed cell of configuration ``precision``."""
     fields: dict[str, Any] = {
         "model": "smollm2",
@@ -32,10 +32,10 @@ def cell(precision: str = "a", **changes: Any) -> Cell:
         "kind": "speed",
         "weight_bytes": 1000,
     }
-    return Cell(**{**fields, **changes})
+    return Trial(**{**fields, **changes})
 
 
-def accuracy_cell(precision: str = "a", **changes: Any) -> Cell:
+def accuracy_cell(precision: str = "a", **changes: Any) -> Trial:
     """An accuracy cell of configuration ``precision``."""
     return cell(precision, **{"case": "performance-top-1", "kind": "accuracy", **changes})
 
@@ -53,7 +53,7 @@ def planned(plan: str = "grid", *, base: str | None = "id-a") -> Planned:
     )
 
 
-def result(of: Cell, **changes: Any) -> Result:
+def result(of: Trial, **changes: Any) -> Result:
     """A record of a cell: without changes neither speed nor accuracy."""
     fields: dict[str, Any] = {
         "case": of.case,
@@ -77,13 +77,13 @@ def result(of: Cell, **changes: Any) -> Result:
     return Result(**{**fields, **changes})
 
 
-def speed_result(of: Cell, speeds: Sequence[float], **changes: Any) -> Result:
+def speed_result(of: Trial, speeds: Sequence[float], **changes: Any) -> Result:
     """With one repeat for each speed."""
     repeats = tuple(Repeat(ttft_ms=100.0, decode_tsu=speed, tps=speed) for speed in speeds)
     return result(of, repeats=repeats, **medians(repeats), **changes)
 
 
-def accuracy_result(of: Cell, hits: Sequence[bool], kl: float = 0.01, **changes: Any) -> Result:
+def accuracy_result(of: Trial, hits: Sequence[bool], kl: float = 0.01, **changes: Any) -> Result:
     """With these positions right."""
     accuracy = Accuracy.from_counts(
         "reference",
@@ -102,18 +102,18 @@ def hits(num_wrong: int, num_positions: int = NUM_POSITIONS) -> list[bool]:
     return [index >= num_wrong for index in range(num_positions)]
 
 
-def done(of: Cell, found: Result, seconds: float = 1.0) -> TrialFinished:
+def done(of: Trial, found: Result, seconds: float = 1.0) -> TrialFinished:
     """The end of a cell that went well."""
     values = json.loads(dumps(found))
     return TrialFinished(cell=of.id, outcome="done", seconds=seconds, result=values)
 
 
-def failed(of: Cell, reason: str = "exit code 1: why") -> TrialFinished:
+def failed(of: Trial, reason: str = "exit code 1: why") -> TrialFinished:
     """The end of a cell that did not."""
     return TrialFinished(cell=of.id, outcome="failed", seconds=1.0, reason=reason)
 
 
-def journal(path: Path, results: Sequence[tuple[Cell, Result]], **header: Any) -> SweepJournal:
+def journal(path: Path, results: Sequence[tuple[Trial, Result]], **header: Any) -> SweepJournal:
     """A sweep of these cells, all done."""
     found = SweepJournal.create(path, planned(**header), [of for of, _ in results])
     found.append(*(done(of, each) for of, each in results))

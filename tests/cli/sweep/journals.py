@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.evaluate.results.record import Accuracy, Repeat, Result, medians, pack_hits
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import (
     VERSION,
     Event,
@@ -17,6 +16,7 @@ from tilewright.evaluate.sweep.journal import (
     TrialFinished,
     TrialStarted,
 )
+from tilewright.evaluate.sweep.trial import Trial
 
 NUM_POSITIONS = 512
 NUM_ROUNDS = 3
@@ -26,7 +26,7 @@ PUBLISHED = (
 )
 
 
-def cells(name: str, **changes: Any) -> list[Cell]:
+def cells(name: str, **changes: Any) -> list[Trial]:
     """The cells of one configuration: its accuracy, then three rounds of its speed."""
     fields: dict[str, Any] = {
         "model": "smollm2",
@@ -41,7 +41,7 @@ def cells(name: str, **changes: Any) -> list[Cell]:
         "kind": "speed",
         "weight_bytes": 135_000_000,
     }
-    speed = Cell(**{**fields, **changes})
+    speed = Trial(**{**fields, **changes})
     accuracy = replace(speed, kind="accuracy", case="performance-top-1")
     return [accuracy, *(replace(speed, round=number) for number in range(NUM_ROUNDS))]
 
@@ -65,7 +65,7 @@ def create(path: Path, names: Sequence[str] = PUBLISHED) -> SweepJournal:
     return SweepJournal.create(path, planned(), sorted(found, key=lambda c: (c.kind, c.round)))
 
 
-def result(cell: Cell, *, num_top1: int = 470, speed: float = 100.0, **changes: Any) -> Result:
+def result(cell: Trial, *, num_top1: int = 470, speed: float = 100.0, **changes: Any) -> Result:
     """What a run of a cell might have measured; the first ``num_top1`` positions were right."""
     hits = [number < num_top1 for number in range(NUM_POSITIONS)]
     accuracy = Accuracy.from_counts(
@@ -103,18 +103,18 @@ def result(cell: Cell, *, num_top1: int = 470, speed: float = 100.0, **changes: 
     return Result(**{**fields, **changes})
 
 
-def start(cell: Cell, minute: int = 0) -> TrialStarted:
+def start(cell: Trial, minute: int = 0) -> TrialStarted:
     """It was started then."""
     return TrialStarted(cell.id, f"2026-01-01T00:{minute:02}:00.000000+00:00")
 
 
-def done(cell: Cell, **figures: Any) -> list[Event]:
+def done(cell: Trial, **figures: Any) -> list[Event]:
     """It was started and is done."""
     values = result(cell, **figures).to_dict()
     return [start(cell), TrialFinished(cell=cell.id, outcome="done", seconds=12.5, result=values)]
 
 
-def failed(cell: Cell, reason: str = "it crashed", *, outcome: Any = "failed") -> list[Event]:
+def failed(cell: Trial, reason: str = "it crashed", *, outcome: Any = "failed") -> list[Event]:
     """It was started and has ended otherwise."""
     return [start(cell), TrialFinished(cell=cell.id, outcome=outcome, seconds=3.25, reason=reason)]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tests.sweep_cells import accuracy_cell, accuracy_result, cell, hits, speed_result
-from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.trial import Trial
 
 
-def measured(name: str, speed: float, num_wrong: int, **changes: Any) -> list[tuple[Cell, Any]]:
+def measured(name: str, speed: float, num_wrong: int, **changes: Any) -> list[tuple[Trial, Any]]:
     heading = f"precision_cfg = {{ff1_3: {name}}}, fidelity_cfg = {{li_ff1_3: hifi2}}"
     fields = {"heading": heading, **changes}
     of = accuracy_cell(name, **fields)

@@ -20,13 +20,13 @@ from tests.sweep_cells import (
 )
 from tilewright.cli.sweep.progress import sweep_progress
 from tilewright.cli.sweep.run import say_result
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import (
     SweepJournal,
     TrialCommand,
     TrialFinished,
     TrialStarted,
 )
+from tilewright.evaluate.sweep.trial import Trial
 
 LONG = "exit code 1: " + "no room [/left] in [red]" + "x" * 200
 
@@ -38,11 +38,11 @@ def console(*, is_terminal: bool = False) -> tuple[Console, io.StringIO]:
     return found, file
 
 
-def sweep(tmp_path: Path, cells: list[Cell]) -> SweepJournal:
+def sweep(tmp_path: Path, cells: list[Trial]) -> SweepJournal:
     return SweepJournal.create(tmp_path / "sweep.jsonl", planned(), cells)
 
 
-def ended(of: Cell, outcome: str, reason: str = "") -> TrialFinished:
+def ended(of: Trial, outcome: str, reason: str = "") -> TrialFinished:
     return TrialFinished(cell=of.id, outcome=outcome, seconds=2.0, reason=reason)  # type: ignore[arg-type]
 
 

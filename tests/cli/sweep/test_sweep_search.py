@@ -15,9 +15,9 @@ from tilewright.cli.sweep import search
 from tilewright.compiler.precision import load_precision
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.sweep.calibrated import CalibratedFolders
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.evaluate.sweep.model import SweptModel, swept_model
+from tilewright.evaluate.sweep.trial import Trial
 from tilewright.models import load_model
 from tilewright.utils.child_process import Child
 
@@ -151,7 +151,7 @@ def test_a_calibrated_search_writes_its_weights_beside_the_yaml(
 ) -> None:
     weights, plain = CalibratedFolders(Path("results/sweeps/search-calibrated")), Planted.result
 
-    def calibrated(self: Planted, cell: Cell) -> Result:
+    def calibrated(self: Planted, cell: Trial) -> Result:
         if cell.calibration:
             folder = weights.folder(cell)
             folder.mkdir(parents=True, exist_ok=True)

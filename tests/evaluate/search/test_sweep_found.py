@@ -27,7 +27,7 @@ from tilewright.evaluate.search.report import (
 )
 from tilewright.evaluate.sweep import summary
 from tilewright.evaluate.sweep.cost_model import CostModel
-from tilewright.evaluate.sweep.journal import Added, CellState, SweepState
+from tilewright.evaluate.sweep.journal import Added, SweepState, TrialState
 from tilewright.evaluate.sweep.summary import SweptRow
 
 
@@ -47,9 +47,9 @@ def row(
     return found
 
 
-def cells_of(found: SweptRow) -> tuple[CellState, ...]:
+def cells_of(found: SweptRow) -> tuple[TrialState, ...]:
     """Before any of them has run."""
-    return tuple(CellState(state.cell) for state in found.states)
+    return tuple(TrialState(state.cell) for state in found.states)
 
 
 def test_the_table_has_a_line_a_configuration() -> None:

@@ -25,12 +25,12 @@ from tilewright.evaluate.search.plan import Bounds, SearchSpec, searched_place
 from tilewright.evaluate.search.report import SearchResult
 from tilewright.evaluate.search.search_runner import hunt
 from tilewright.evaluate.sweep import plans
-from tilewright.evaluate.sweep.cell import Cell
-from tilewright.evaluate.sweep.journal import Added, CellState, SweepJournal, TrialFinished
+from tilewright.evaluate.sweep.journal import Added, SweepJournal, TrialFinished, TrialState
 from tilewright.evaluate.sweep.model import SweptModel, swept_model
 from tilewright.evaluate.sweep.plans import Measures
 from tilewright.evaluate.sweep.runner import Runner
 from tilewright.evaluate.sweep.summary import SweptRow
+from tilewright.evaluate.sweep.trial import Trial
 from tilewright.models import load_model
 
 NUM_LAYERS = 3
@@ -72,10 +72,10 @@ class Planted:
     journal: SweepJournal
     model: SweptModel
     held_out: float = 1.0
-    fails: Callable[[Cell], bool] = lambda cell: False
-    measured: list[Cell] = field(default_factory=list)
+    fails: Callable[[Trial], bool] = lambda cell: False
+    measured: list[Trial] = field(default_factory=list)
 
-    def measure(self, cells: Sequence[Cell]) -> list[CellState]:
+    def measure(self, cells: Sequence[Trial]) -> list[TrialState]:
         known = self.journal.state.cells
         new = [cell for cell in cells if cell.id not in known]
         new += [state.cell for state in self.journal.state.open_cells()]
@@ -85,10 +85,10 @@ class Planted:
         self.measured += new
         return [self.journal.state.cells[cell.id] for cell in cells]
 
-    def _finished(self, cell: Cell) -> TrialFinished:
+    def _finished(self, cell: Trial) -> TrialFinished:
         return failed_event(cell) if self.fails(cell) else done_event(cell, self.result(cell))
 
-    def result(self, cell: Cell) -> Result:
+    def result(self, cell: Trial) -> Result:
         if cell.kind == "speed":
             # A machine's noise is common to all configurations in a round.
             drift = 1 + 0.1 * math.sin(cell.round)
@@ -98,7 +98,7 @@ class Planted:
         return result(cell, accuracy=planted_accuracy(kl, cell.text))
 
 
-def planted_ms(cell: Cell) -> float:
+def planted_ms(cell: Trial) -> float:
     """Return the time of a decode step."""
     return FIXED_MS + sum(MS_PER_BYTE[kind] * size for kind, size in cell.step_bytes.items())
 

@@ -21,9 +21,9 @@ from tilewright.evaluate.measure.drafts import count_drafts
 from tilewright.evaluate.measure.timing import TimedRequest
 from tilewright.evaluate.results.record import Drafts
 from tilewright.evaluate.results.result_file import dumps, loads
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.export import csv_text, markdown
 from tilewright.evaluate.sweep.summary import rows
+from tilewright.evaluate.sweep.trial import Trial
 from tilewright.runtime.speculative.config import read_speculative_config
 
 CONFIG = '{"method": "mtp", "num_speculative_tokens": 3}'
@@ -42,7 +42,7 @@ def measured(name: str) -> Drafts:
     return found
 
 
-def draft_cell(name: str) -> Cell:
+def draft_cell(name: str) -> Trial:
     heading = f"precision_cfg = {{ff2: bf16, draft_ff2: {name}}}, fidelity_cfg = {{li_ff2: hifi2}}"
     return cell(f"draft-{name}", heading=heading, speculative=CONFIG)
 

@@ -19,9 +19,9 @@ from tests.sweep_cells import (
 )
 from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import CASES
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.estimate import remaining_seconds, seconds, total_seconds
 from tilewright.evaluate.sweep.journal import Added, SweepState, TrialFinished, TrialStarted
+from tilewright.evaluate.sweep.trial import Trial
 
 NAMES = st.sampled_from("abc")
 CELLS = st.one_of(
@@ -30,20 +30,20 @@ CELLS = st.one_of(
 )
 
 
-def state_of(*cells: Cell) -> SweepState:
+def state_of(*cells: Trial) -> SweepState:
     state = SweepState(planned())
     for each in cells:
         state.apply(Added(each))
     return state
 
 
-def finish(state: SweepState, of: Cell, took: float) -> None:
+def finish(state: SweepState, of: Trial, took: float) -> None:
     found = speed_result(of, [1.0]) if of.kind == "speed" else accuracy_result(of, hits(1))
     state.apply(done(of, found, took))
 
 
 @given(st.lists(CELLS, max_size=6), CELLS, st.integers(1, 4))
-def test_more_cells_take_longer(cells: list[Cell], another: Cell, jobs: int) -> None:
+def test_more_cells_take_longer(cells: list[Trial], another: Trial, jobs: int) -> None:
     before = total_seconds(cells, jobs=jobs)
     assert before >= 0
     assert total_seconds([*cells, another], jobs=jobs) > before
@@ -86,7 +86,7 @@ def test_accuracy_runs_side_by_side_and_speed_does_not() -> None:
 
 
 @given(st.lists(CELLS, max_size=6, unique_by=lambda of: of.id), st.integers(1, 3))
-def test_before_anything_has_run_it_is_the_guess(cells: list[Cell], jobs: int) -> None:
+def test_before_anything_has_run_it_is_the_guess(cells: list[Trial], jobs: int) -> None:
     state = state_of(*cells)
     assert remaining_seconds(state, jobs=jobs) == pytest.approx(total_seconds(cells, jobs=jobs))
 

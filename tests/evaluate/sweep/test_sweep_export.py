@@ -29,11 +29,11 @@ from tilewright.evaluate.report import perf_md
 from tilewright.evaluate.report.markdown import Heading, TableBlock, parse_blocks
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.result_file import dumps, loads
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.export import SUMMARY_COLUMNS, csv_text, markdown, to_results
 from tilewright.evaluate.sweep.journal import Added, SweepState, TrialFinished, TrialStarted
 from tilewright.evaluate.sweep.leaderboard import make_leaderboard
 from tilewright.evaluate.sweep.summary import rows
+from tilewright.evaluate.sweep.trial import Trial
 
 NUM_POSITIONS = 400
 
@@ -49,7 +49,7 @@ def measured(
     *,
     effective: str | None = None,
     **changes: object,
-) -> list[tuple[Cell, Result]]:
+) -> list[tuple[Trial, Result]]:
     """Accuracy, and a round of two repeats for each speed."""
     fields = {"heading": heading(name), **changes}
     came_to = {"effective_id": effective or name}
@@ -61,7 +61,7 @@ def measured(
     return found
 
 
-def state_of(results: Sequence[tuple[Cell, Result]], **header: str) -> SweepState:
+def state_of(results: Sequence[tuple[Trial, Result]], **header: str) -> SweepState:
     state = SweepState(planned(**header))
     for of, found in results:
         state.apply(Added(of))

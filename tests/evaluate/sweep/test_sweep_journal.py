@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from tests.sweep_cells import accuracy_cell, cell, done, failed, planned, speed_result
 from tilewright.errors import ConfigError
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import (
     Added,
     SweepJournal,
@@ -25,13 +24,14 @@ from tilewright.evaluate.sweep.journal import (
     TrialFinished,
     TrialStarted,
 )
+from tilewright.evaluate.sweep.trial import Trial
 from tilewright.utils.json_lines import TornLineWarning
 
 A, B = cell("a"), cell("b")
 TIME = "2026-01-02T03:04:05+00:00"
 
 
-def make(path: Path, *cells: Cell) -> SweepJournal:
+def make(path: Path, *cells: Trial) -> SweepJournal:
     return SweepJournal.create(path / "sweep.jsonl", planned(), cells or (A, B))
 
 
@@ -221,7 +221,7 @@ def test_a_second_sweep_does_not_overwrite_the_first(tmp_path: Path) -> None:
         max_size=12,
     )
 )
-def test_state_follows_from_any_order_of_events(steps: list[tuple[Cell, str]]) -> None:
+def test_state_follows_from_any_order_of_events(steps: list[tuple[Trial, str]]) -> None:
     """Finished cells stay so until somebody asks for a restart; nothing is ever lost."""
     state = SweepState(planned())
     for each in (A, B):

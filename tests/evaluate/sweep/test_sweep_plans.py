@@ -21,7 +21,6 @@ from tilewright.compiler.precision import (
 from tilewright.errors import CompileError, ConfigError
 from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, SweepUnit, rank
 from tilewright.evaluate.sweep import plans
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.model import SweptModel, step_bytes, swept_model
 from tilewright.evaluate.sweep.plans import (
     ACCURACY_CASE,
@@ -30,6 +29,7 @@ from tilewright.evaluate.sweep.plans import (
     Measures,
     SweepConfig,
 )
+from tilewright.evaluate.sweep.trial import Trial
 from tilewright.models import load_model
 
 BASE = load_precision("bf16")
@@ -52,7 +52,7 @@ def grid(*precisions: PrecisionConfig, models: tuple[SweptModel, ...] = ()) -> l
     return plans.entries(models or (swept(),), ["cpu"], [], precisions)
 
 
-def order(cells: list[Cell]) -> list[tuple[str, str, int]]:
+def order(cells: list[Trial]) -> list[tuple[str, str, int]]:
     return [(each.precision, each.case, each.round) for each in cells]
 
 

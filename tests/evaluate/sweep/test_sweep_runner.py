@@ -16,33 +16,33 @@ import pytest
 from tests.sweep_cells import accuracy_cell, cell, planned, speed_result
 from tilewright.errors import ConfigError
 from tilewright.evaluate.results.result_file import dumps
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import SweepJournal, TrialCommand
 from tilewright.evaluate.sweep.runner import Launch, Runner
 from tilewright.evaluate.sweep.runner import launcher as plain_launcher
+from tilewright.evaluate.sweep.trial import Trial
 from tilewright.utils.child_process import Child
 
 ROOT = Path(__file__).resolve().parents[3]
-Script = Callable[[Cell], str]
+Script = Callable[[Trial], str]
 
 
 def launcher(script: Script, *, timeout_s: float = 60.0, max_bytes: int | None = None) -> Launch:
     """Starts a Python program instead of the demo."""
 
-    def launch(of: Cell, log: Path, threads: int | None) -> Child:
+    def launch(of: Trial, log: Path, threads: int | None) -> Child:
         command = (sys.executable, "-S", "-c", script(of))
         return Child(command, log=log, timeout_s=timeout_s, max_bytes=max_bytes)
 
     return launch
 
 
-def good(of: Cell) -> str:
+def good(of: Trial) -> str:
     """A program that prints the result of a cell."""
     return f"print({dumps(speed_result(of, [100.0]))!r})"
 
 
 def run(
-    tmp_path: Path, cells: list[Cell], script: Script, *, jobs: int = 1, **options: object
+    tmp_path: Path, cells: list[Trial], script: Script, *, jobs: int = 1, **options: object
 ) -> SweepJournal:
     journal = SweepJournal.create(tmp_path / "sweep.jsonl", planned(), cells)
     launch = launcher(script, **options)  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def test_cells_run_in_order_and_are_recorded(tmp_path: Path) -> None:
     cells = [cell("a"), cell("b"), cell("a", round=1)]
     order = tmp_path / "order"
 
-    def script(of: Cell) -> str:
+    def script(of: Trial) -> str:
         return f"open({str(order)!r}, 'a').write('{of.id} '); {good(of)}"
 
     journal = run(tmp_path, cells, script)
@@ -95,7 +95,7 @@ def test_a_hanging_cell_is_ended_with_its_children(tmp_path: Path) -> None:
     program = f"import os; os.execvp('sh', ['sh', '-c', {shell!r}])"
     impatient, patient = launcher(lambda of: program, timeout_s=1.5), launcher(good)
 
-    def launch(of: Cell, log: Path, threads: int | None) -> Child:
+    def launch(of: Trial, log: Path, threads: int | None) -> Child:
         return (impatient if of == hangs else patient)(of, log, threads)
 
     journal = SweepJournal.create(tmp_path / "sweep.jsonl", planned(), [hangs, fine])
@@ -134,7 +134,7 @@ def test_accuracy_cells_run_side_by_side_and_speed_cells_alone(tmp_path: Path) -
     cells = [accuracy_cell("a"), accuracy_cell("b"), cell("a"), cell("b")]
     log = tmp_path / "log"
 
-    def script(of: Cell) -> str:
+    def script(of: Trial) -> str:
         begin = f"log = open({str(log)!r}, 'a'); log.write('+{of.kind[0]}'); log.flush()"
         together = f"\nwhile '+a+a' not in open({str(log)!r}).read(): time.sleep(0.01)\n"
         stay = together if of.kind == "accuracy" else "; time.sleep(0.2); "
@@ -148,7 +148,7 @@ def test_threads_are_shared_out_between_cells_side_by_side(tmp_path: Path) -> No
     seen: dict[str, int | None] = {}
     plain = launcher(good)
 
-    def launch(of: Cell, log: Path, threads: int | None) -> Child:
+    def launch(of: Trial, log: Path, threads: int | None) -> Child:
         seen[of.kind] = threads
         return plain(of, log, threads)
 
@@ -164,7 +164,7 @@ def test_a_running_cell_is_cancelled_and_restarted_from_elsewhere(tmp_path: Path
     started = tmp_path / "started"
     journal = SweepJournal.create(tmp_path / "sweep.jsonl", planned(), [first, second])
 
-    def script(of: Cell) -> str:
+    def script(of: Trial) -> str:
         if of == first and not started.exists():
             return f"import time; open({str(started)!r}, 'w'); time.sleep(600)"
         return good(of)
@@ -192,7 +192,7 @@ def test_a_running_cell_is_cancelled_and_restarted_from_elsewhere(tmp_path: Path
 def test_measure_runs_what_is_new_and_never_repeats(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
 
-    def script(of: Cell) -> str:
+    def script(of: Trial) -> str:
         return f"open({str(runs)!r}, 'a').write('.'); {good(of)}"
 
     journal = SweepJournal.create(tmp_path / "sweep.jsonl", planned(), [])

@@ -29,13 +29,13 @@ from tilewright.evaluate.plots import plot
 from tilewright.evaluate.report.markdown import Heading, TableBlock, parse_blocks
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.stats import mcnemar
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import Added, SweepState
 from tilewright.evaluate.sweep.sensitivity import Lowered, Sensitivity, observations, sensitivities
 from tilewright.evaluate.sweep.sensitivity_report import heat_maps, markdown
 from tilewright.evaluate.sweep.summary import rows
+from tilewright.evaluate.sweep.trial import Trial
 
-Measured = tuple[Cell, Result | None]
+Measured = tuple[Trial, Result | None]
 NUM_POSITIONS = 400
 MEGA = 1_000_000
 BASE_BYTES = {"float32": 8 * MEGA}

@@ -27,11 +27,11 @@ from tests.sweep_cells import (
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.stats import mcnemar
 from tilewright.evaluate.sweep import summary
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import Added, SweepState
 from tilewright.evaluate.sweep.summary import SweptRow, merge_equal
+from tilewright.evaluate.sweep.trial import Trial
 
-Measured = tuple[Cell, Result | None]
+Measured = tuple[Trial, Result | None]
 BATCH = "performance-ci-32"
 
 

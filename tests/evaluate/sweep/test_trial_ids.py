@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.trial import Trial
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 JOURNALS = sorted(path.relative_to(RESULTS).as_posix() for path in RESULTS.glob("smollm2-*/*"))
@@ -26,7 +26,7 @@ def _events(name: str) -> list[dict[str, object]]:
 
 def _computed(name: str) -> set[str]:
     added = [event["cell"] for event in _events(name) if event["event"] == "added"]
-    return {Cell(**cell).id for cell in added}  # type: ignore[arg-type]
+    return {Trial(**cell).id for cell in added}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", JOURNALS)

@@ -17,7 +17,7 @@ from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.cases.cases import CASES
 from tilewright.evaluate.cases.prompts import accuracy_text
 from tilewright.evaluate.search.levels import Level
-from tilewright.evaluate.sweep.cell import METHODS
+from tilewright.evaluate.sweep.trial import METHODS
 from tilewright.options.arguments import (
     Parser,
     add_options,

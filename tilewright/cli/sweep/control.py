@@ -18,7 +18,7 @@ from tilewright.cli.sweep.files import open_sweep, torn_lines_said
 from tilewright.cli.sweep.layout import Listing, plain_line, plain_text
 from tilewright.errors import ConfigError, one_line
 from tilewright.evaluate.sweep import estimate
-from tilewright.evaluate.sweep.journal import FAILURES, CellState, SweepJournal, TrialCommand
+from tilewright.evaluate.sweep.journal import FAILURES, SweepJournal, TrialCommand, TrialState
 from tilewright.utils.files import open_regular
 
 What = Literal["cancel", "restart"]
@@ -111,12 +111,12 @@ def _steer(what: What, given: argparse.Namespace, *, is_failed: bool) -> int:
     return 0
 
 
-def affected(states: Sequence[CellState], what: What) -> list[CellState]:
+def affected(states: Sequence[TrialState], what: What) -> list[TrialState]:
     """Return the cells for a command: open cells for cancel, finished cells for restart."""
     return [s for s in states if (s.is_open and not s.is_cancel_requested) is (what == "cancel")]
 
 
-def ask(journal: SweepJournal, states: Sequence[CellState], what: What) -> list[str]:
+def ask(journal: SweepJournal, states: Sequence[TrialState], what: What) -> list[str]:
     """Request cancellation or another run of cells. Return lines about the result.
 
     Raises:
@@ -154,13 +154,13 @@ def log(given: argparse.Namespace) -> int:
     return 0
 
 
-def newest(states: Sequence[CellState]) -> CellState:
+def newest(states: Sequence[TrialState]) -> TrialState:
     """Return the cell with the latest start, or the first cell if none has started."""
     return max(states, key=lambda each: each.started or "")
 
 
 def log_text(
-    journal: SweepJournal, state: CellState, *, has_runner: bool, max_bytes: int = _MAX_LOG_BYTES
+    journal: SweepJournal, state: TrialState, *, has_runner: bool, max_bytes: int = _MAX_LOG_BYTES
 ) -> str:
     """Return a cell's title, its outcome, and the last ``max_bytes`` of its log."""
     status = tables.shown_status(state, has_runner=has_runner)

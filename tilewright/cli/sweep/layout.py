@@ -13,7 +13,7 @@ from typing import Any
 from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.report import table
 from tilewright.evaluate.report.display import plain_text
-from tilewright.evaluate.sweep.journal import CellState
+from tilewright.evaluate.sweep.journal import TrialState
 
 MIN_NAME_WIDTH = 8
 
@@ -68,7 +68,7 @@ class ScreenLine:
     """
 
     key: str
-    states: tuple[CellState, ...]
+    states: tuple[TrialState, ...]
     values: dict[str, Any]
 
     @property

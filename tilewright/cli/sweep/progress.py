@@ -12,7 +12,7 @@ from tilewright.cli.sweep.layout import shorten
 from tilewright.evaluate.report import display
 from tilewright.evaluate.results.row import ResultRow
 from tilewright.evaluate.sweep import estimate
-from tilewright.evaluate.sweep.journal import CellState, SweepJournal
+from tilewright.evaluate.sweep.journal import SweepJournal, TrialState
 from tilewright.evaluate.sweep.runner import Report
 
 _NAME_WIDTH = 36
@@ -53,7 +53,7 @@ def sweep_progress(console: Console, *, jobs: int) -> Iterator[Report]:
         yield report
 
 
-def _line(state: CellState) -> str:
+def _line(state: TrialState) -> str:
     found = f"{state.cell.title()}: {state.status}"
     if state.seconds is not None:
         found += f" in {state.seconds:.0f} s"

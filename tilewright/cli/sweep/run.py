@@ -21,9 +21,9 @@ from tilewright.evaluate.report.table import Columns, Table
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS
 from tilewright.evaluate.sweep import estimate
 from tilewright.evaluate.sweep.calibrated import CalibratedFolders, calibration_name
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import FAILURES, VERSION, Planned, SweepJournal, TrialCommand
 from tilewright.evaluate.sweep.runner import Runner, launcher
+from tilewright.evaluate.sweep.trial import Trial
 from tilewright.utils.environment import environment
 from tilewright.utils.json_lines import TornLineWarning
 
@@ -98,7 +98,7 @@ def _settle_other_code(journal: SweepJournal, options: SweepOptions) -> None:
         journal.append(*(TrialCommand(cell_id, "restart") for cell_id in ids))
 
 
-def planned(options: SweepOptions, cells: Sequence[Cell]) -> Planned:
+def planned(options: SweepOptions, cells: Sequence[Trial]) -> Planned:
     """Return a new sweep's header. The first cell per model and target is the base."""
     surroundings = environment(hash_host=True)
     bases: dict[tuple[str, ...], str] = {}
@@ -145,7 +145,7 @@ def swept_models(options: SweepOptions) -> list[SweptModel]:
     return found
 
 
-def plan_cells(options: SweepOptions) -> list[Cell]:
+def plan_cells(options: SweepOptions) -> list[Trial]:
     """Return every cell of a plan, in order.
 
     Raises:
@@ -239,13 +239,13 @@ def _entries(options: SweepOptions) -> list[SweepConfig]:
     ]
 
 
-def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
+def print_plan(cells: Sequence[Trial], options: SweepOptions) -> None:
     """Print cells by configuration with estimated bytes and time, a table per model and target."""
-    places: dict[str, dict[tuple[str, ...], list[Cell]]] = {}
+    places: dict[str, dict[tuple[str, ...], list[Trial]]] = {}
     for cell in cells:
         place = places.setdefault(f"{cell.model_name} on {cell.target}", {})
         place.setdefault(cell.configuration, []).append(cell)
-    columns: Columns[list[Cell]] = {
+    columns: Columns[list[Trial]] = {
         "configuration": lambda cells: cells[0].name,
         "weights (MB, est.)": lambda cells: f"{(cells[0].weight_bytes or 0) / 1e6:,.1f}",
         "cells": lambda cells: str(len(cells)),
@@ -266,7 +266,7 @@ def calibrated_folders(journal: SweepJournal, options: SweepOptions) -> Calibrat
 
 
 def calibrations(options: SweepOptions) -> list[str]:
-    """Return the names of a sweep's calibrations, as in `Cell`."""
+    """Return the names of a sweep's calibrations, as in `Trial`."""
     return [calibration_name(method, options.calibration_text) for method in options.calibration]
 
 

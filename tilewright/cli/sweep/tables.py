@@ -16,7 +16,7 @@ from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.report.display import decimal, span
 from tilewright.evaluate.results.row import ResultRow
 from tilewright.evaluate.sweep import estimate
-from tilewright.evaluate.sweep.journal import FAILURES, CellState, SweepJournal, SweepState
+from tilewright.evaluate.sweep.journal import FAILURES, SweepJournal, SweepState, TrialState
 from tilewright.evaluate.sweep.leaderboard import make_leaderboard
 from tilewright.evaluate.sweep.summary import SweptRow, rows
 
@@ -59,7 +59,7 @@ CONFIGURATION_COLUMNS = (
 )
 
 
-def shown_status(state: CellState, *, has_runner: bool) -> str:
+def shown_status(state: TrialState, *, has_runner: bool) -> str:
     """Return a cell's status. A running cell without a runner is interrupted."""
     if state.status != "running":
         return state.status
@@ -170,7 +170,7 @@ def _configuration_line(row: SweptRow, standing: str | None, *, has_runner: bool
     return ScreenLine(row.cell.id, row.states, values)
 
 
-def _cell_line(name: str, state: CellState, *, has_runner: bool) -> ScreenLine:
+def _cell_line(name: str, state: TrialState, *, has_runner: bool) -> ScreenLine:
     cell, result = state.cell, state.result
     # The warm-up of an accuracy case is no speed measurement.
     timed = result if cell.kind == "speed" else None
@@ -197,7 +197,7 @@ def _values(figures: ResultRow) -> dict[str, Any]:
     }
 
 
-def _done(states: Sequence[CellState], *, has_runner: bool) -> str:
+def _done(states: Sequence[TrialState], *, has_runner: bool) -> str:
     """Return progress as ``3/4 running``: done cells, and the most urgent other status."""
     found = {shown_status(state, has_runner=has_runner) for state in states}
     word = next((each for each in _URGENT if each in found), "")
@@ -206,13 +206,13 @@ def _done(states: Sequence[CellState], *, has_runner: bool) -> str:
     return f"{num_done}/{len(states)} {word}".strip()
 
 
-def _failure(name: str, state: CellState) -> list[str]:
+def _failure(name: str, state: TrialState) -> list[str]:
     if state.status not in FAILURES:
         return []
     return [f"{describe(state, name)}: {state.status}: {plain_line(state.reason)}"]
 
 
-def describe(state: CellState, name: str = "") -> str:
+def describe(state: TrialState, name: str = "") -> str:
     """Return a cell's short description, with its id first."""
     return plain_line(f"{state.cell.id} {state.cell.title(name)}")
 
@@ -239,7 +239,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def find_cells(state: SweepState, argument: str) -> list[CellState]:
+def find_cells(state: SweepState, argument: str) -> list[TrialState]:
     """Return the cells of a configuration's name, of an id, or of an id's start.
 
     Raises:

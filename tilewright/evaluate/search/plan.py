@@ -14,11 +14,11 @@ from tilewright.errors import ConfigError
 from tilewright.evaluate.results.record import Accuracy
 from tilewright.evaluate.search.levels import PRODUCT_GROUPS, Level, SweepUnit, assign
 from tilewright.evaluate.sweep import plans
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import Added, SweepJournal, SweepState, TrialFinished
 from tilewright.evaluate.sweep.model import SweptModel
 from tilewright.evaluate.sweep.plans import Measures, SweepConfig
 from tilewright.evaluate.sweep.sensitivity import Sensitivity, sensitivities
+from tilewright.evaluate.sweep.trial import Trial
 from tilewright.utils.environment import environment
 
 GUARD = 1.0
@@ -147,7 +147,7 @@ class SearchSpec:
     def _groups(self) -> list[str]:
         return [group for group in self.model.groups() if group in PRODUCT_GROUPS]
 
-    def first_cells(self, known: SweepJournal | None) -> list[Cell]:
+    def first_cells(self, known: SweepJournal | None) -> list[Trial]:
         """Return the initial measurements: the base, every level everywhere, and every group.
 
         Raises:
@@ -201,7 +201,7 @@ def searched_place(
 
 
 def adopt(
-    journal: SweepJournal, cells: Sequence[Cell], known: SweepState, *, takes_other_code: bool
+    journal: SweepJournal, cells: Sequence[Trial], known: SweepState, *, takes_other_code: bool
 ) -> None:
     """Reuse accuracies that a different sweep measured in the same way with the same code.
 

@@ -13,9 +13,9 @@ from tilewright.evaluate.report.table import Columns, Table
 from tilewright.evaluate.results import stats
 from tilewright.evaluate.results.record import Accuracy
 from tilewright.evaluate.results.row import KL, TOP1, ResultRow
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.cost_model import CostModel
 from tilewright.evaluate.sweep.summary import SweptRow, common_rounds
+from tilewright.evaluate.sweep.trial import Trial
 
 Shown = tuple[SweptRow, Accuracy | None, bool]
 """A row, its accuracy on the held-out text, and whether it is within the bounds."""
@@ -38,7 +38,7 @@ class SearchResult:
     shown: list[Shown] = field(default_factory=list)
     comments: list[str] = field(default_factory=list)
     yaml: str | None = None
-    cell: Cell | None = None
+    cell: Trial | None = None
 
     def table(self) -> Table:
         """The table of the rows that came of the search."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.errors import ConfigError
-from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.trial import Trial
 from tilewright.utils.child_process import PYTHON
 from tilewright.utils.files import read_regular
 
@@ -22,11 +22,11 @@ class CalibratedFolders:
     root: Path
     text: Path | None = None
 
-    def folder(self, cell: Cell) -> Path:
+    def folder(self, cell: Trial) -> Path:
         """Return the folder with a cell's weights."""
         return self.root / f"{self._prefix(cell)}{cell.precision_id}"
 
-    def command(self, cell: Cell, threads: int | None) -> list[str]:
+    def command(self, cell: Trial, threads: int | None) -> list[str]:
         """Return the command that calibrates if necessary, then runs ``tilewright bench``.
 
         Raises:
@@ -51,7 +51,7 @@ class CalibratedFolders:
         }
         return [*PYTHON, "-m", _CELL, json.dumps(work)]
 
-    def _prefix(self, cell: Cell) -> str:
+    def _prefix(self, cell: Trial) -> str:
         return f"{cell.model_hash[:12]}-{cell.calibration.replace(' ', '-')}-"
 
 

@@ -16,8 +16,8 @@ from tilewright.evaluate.cases.cases import (
     CASES,
     NATURAL_PROMPT_LENGTH,
 )
-from tilewright.evaluate.sweep.cell import Cell, CellKind
 from tilewright.evaluate.sweep.journal import SweepState
+from tilewright.evaluate.sweep.trial import Trial, TrialKind
 
 _START_SECONDS = 5.0
 _COMPILE_SECONDS = 10.0
@@ -30,7 +30,7 @@ _EMULATED_PER_SECOND = 1.2e9
 _CALIBRATED_BYTES_PER_SECOND = 2e6
 
 
-def seconds(cell: Cell, *, is_compiled: bool = True) -> float:
+def seconds(cell: Trial, *, is_compiled: bool = True) -> float:
     """A guess for one cell on a small CPU; ``is_compiled``: its program is in the cache."""
     case = CASES[cell.case]
     if cell.calibration and not is_compiled:
@@ -52,7 +52,7 @@ def seconds(cell: Cell, *, is_compiled: bool = True) -> float:
     return found + (0.0 if is_compiled else _COMPILE_SECONDS)
 
 
-def total_seconds(cells: Iterable[Cell], *, jobs: int = 1) -> float:
+def total_seconds(cells: Iterable[Trial], *, jobs: int = 1) -> float:
     """A guess for cells that have not begun: each configuration is compiled once."""
     return sum(guess / _share(cell, jobs) for cell, guess in _guesses(cells))
 
@@ -61,7 +61,7 @@ def remaining_seconds(state: SweepState, *, jobs: int = 1) -> float:
     """Guess what open cells take, scaled by what finished cells of the kind took beside theirs."""
     guesses = list(_guesses(each.cell for each in state.cells.values()))
     pairs = list(zip(state.cells.values(), guesses, strict=True))
-    ratios: dict[CellKind, list[float]] = {"speed": [], "accuracy": []}
+    ratios: dict[TrialKind, list[float]] = {"speed": [], "accuracy": []}
     for each, (cell, guess) in pairs:
         if each.status == "done" and each.seconds:
             ratios[cell.kind].append(each.seconds / guess)
@@ -73,7 +73,7 @@ def remaining_seconds(state: SweepState, *, jobs: int = 1) -> float:
     return total
 
 
-def _guesses(cells: Iterable[Cell]) -> Iterator[tuple[Cell, float]]:
+def _guesses(cells: Iterable[Trial]) -> Iterator[tuple[Trial, float]]:
     """Each cell with its guess, in the order they run in."""
     seen: set[tuple[str, ...]] = set()
     for cell in cells:
@@ -82,5 +82,5 @@ def _guesses(cells: Iterable[Cell]) -> Iterator[tuple[Cell, float]]:
         seen.add(cell.configuration)
 
 
-def _share(cell: Cell, jobs: int) -> int:
+def _share(cell: Trial, jobs: int) -> int:
     return jobs if cell.kind == "accuracy" else 1

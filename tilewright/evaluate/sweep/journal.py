@@ -23,7 +23,7 @@ from tilewright.evaluate.report.display import short_commit
 from tilewright.evaluate.results import keys
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.result_file import from_values
-from tilewright.evaluate.sweep.cell import Cell
+from tilewright.evaluate.sweep.trial import Trial
 from tilewright.utils.environment import Environment
 from tilewright.utils.files import create_file
 from tilewright.utils.json_lines import (
@@ -60,7 +60,7 @@ class Planned(_JournalEvent, frozen=True, tag="planned", rename=keys.PLANNED, kw
     commit: str | None
     versions: dict[str, str]
 
-    def is_base(self, cell: Cell) -> bool:
+    def is_base(self, cell: Trial) -> bool:
         """Return whether a cell has the base configuration."""
         is_calibrated = bool(cell.calibration)
         return (
@@ -71,7 +71,7 @@ class Planned(_JournalEvent, frozen=True, tag="planned", rename=keys.PLANNED, kw
 class Added(_JournalEvent, frozen=True, tag="added", rename=keys.ADDED):
     """A cell to run."""
 
-    cell: Cell
+    cell: Trial
 
 
 class TrialStarted(_JournalEvent, frozen=True, tag="started", rename=keys.STARTED):
@@ -103,7 +103,7 @@ _CELL = keys.ADDED["cell"]
 
 
 @dataclass(slots=True)
-class CellState:
+class TrialState:
     """A cell and its progress.
 
     Attributes:
@@ -112,7 +112,7 @@ class CellState:
         is_restart_requested: whether it is to run again after that.
     """
 
-    cell: Cell
+    cell: Trial
     status: Status = "queued"
     seconds: float | None = None
     reason: str = ""
@@ -150,7 +150,7 @@ class SweepState:
     """The result of all events. Cells are in the order of addition."""
 
     planned: Planned
-    cells: dict[str, CellState] = field(default_factory=dict)
+    cells: dict[str, TrialState] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
         """Update the state by an event.
@@ -161,7 +161,7 @@ class SweepState:
         if isinstance(event, Planned):
             raise ConfigError("a second header; allowed: one, first")
         if isinstance(event, Added):
-            self.cells.setdefault(event.cell.id, CellState(event.cell))
+            self.cells.setdefault(event.cell.id, TrialState(event.cell))
             return
         state = self.cells.get(event.cell)
         if state is None:
@@ -181,7 +181,7 @@ class SweepState:
         elif state.status == "running":
             state.is_cancel_requested = True
 
-    def open_cells(self) -> list[CellState]:
+    def open_cells(self) -> list[TrialState]:
         """Return the cells to run, in order."""
         return [state for state in self.cells.values() if state.is_open]
 
@@ -190,7 +190,7 @@ class SweepState:
         return sum(state.status in statuses for state in self.cells.values())
 
 
-def _finish(state: CellState, event: TrialFinished) -> None:
+def _finish(state: TrialState, event: TrialFinished) -> None:
     if (event.outcome == "done") is (event.result is None):
         raise ConfigError(f"cell {event.cell}: {event.outcome}, and a result that does not fit it")
     result = None if event.result is None else from_values(event.result, place=event.cell)
@@ -213,7 +213,7 @@ class SweepJournal:
         self._size = -1
 
     @classmethod
-    def create(cls, path: Path, planned: Planned, cells: Sequence[Cell]) -> SweepJournal:
+    def create(cls, path: Path, planned: Planned, cells: Sequence[Trial]) -> SweepJournal:
         """Create a new sweep's file with its planned cells.
 
         Raises:

@@ -17,8 +17,8 @@ from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.cases.cases import CASES, PRECISIONS, check_case
 from tilewright.evaluate.results.record import check_plain
 from tilewright.evaluate.search.levels import Level, SweepUnit, assign
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.model import SweptModel, experts_share, step_bytes
+from tilewright.evaluate.sweep.trial import Trial
 
 PUBLISHED = (
     *(f"mlp-{up}-{down}" for up in ("bfp4", "bfp8", "bf16") for down in ("bfp4", "bfp8", "bf16")),
@@ -46,7 +46,7 @@ class SweepConfig:
     Attributes:
         part: lowered part in a sensitivity plan.
         is_timed: whether speed is measured.
-        calibration: see `Cell`. No effect on weights that every method rounds to nearest.
+        calibration: see `Trial`. No effect on weights that every method rounds to nearest.
     """
 
     model: SweptModel
@@ -65,7 +65,7 @@ class Measures:
     Attributes:
         first_round: first round, above 0 for additional rounds.
         text: text for accuracy. None: the default text.
-        speculative: see `Cell`.
+        speculative: see `Trial`.
     """
 
     cases: tuple[str, ...] = (SPEED_CASE, ACCURACY_CASE)
@@ -158,7 +158,7 @@ def sensitivity_entries(
     return found
 
 
-def cells(found: Sequence[SweepConfig], measures: Measures) -> list[Cell]:
+def cells(found: Sequence[SweepConfig], measures: Measures) -> list[Trial]:
     """Return the configurations' cells without duplicates.
 
     Raises:
@@ -188,20 +188,20 @@ def cells(found: Sequence[SweepConfig], measures: Measures) -> list[Cell]:
     return unique(planned)  # the base is first and keeps its name
 
 
-def unique(found: Sequence[Cell]) -> list[Cell]:
+def unique(found: Sequence[Trial]) -> list[Trial]:
     """Return the first of all cells with the same measurement."""
-    kept: dict[str, Cell] = {}
+    kept: dict[str, Trial] = {}
     for cell in found:
         kept.setdefault(cell.id, cell)
     return list(kept.values())
 
 
-def _cell(entry: SweepConfig, measures: Measures) -> Cell:
+def _cell(entry: SweepConfig, measures: Measures) -> Trial:
     model, resolved = entry.model, entry.model.resolve(entry.precision)
     check_plain("precision", entry.precision.name)
     stored = model.stored_bytes(resolved, entry.target, measures.compute)
     calibration = entry.calibration if model.has_calibrated(resolved) else ""
-    return Cell(
+    return Trial(
         model=model.argument,
         model_name=model.name,
         model_hash=model.content_hash,

@@ -15,15 +15,15 @@ from tilewright.compiler.devices import describe_cpu
 from tilewright.errors import ConfigError
 from tilewright.evaluate.results.result_file import loads
 from tilewright.evaluate.sweep.calibrated import CalibratedFolders
-from tilewright.evaluate.sweep.cell import Cell
 from tilewright.evaluate.sweep.journal import (
     Added,
-    CellState,
     Outcome,
     SweepJournal,
     TrialFinished,
     TrialStarted,
+    TrialState,
 )
+from tilewright.evaluate.sweep.trial import Trial
 from tilewright.utils.child_process import PYTHON, Child, ChildExit
 from tilewright.utils.environment import now
 from tilewright.utils.json_lines import is_json
@@ -33,7 +33,7 @@ BENCH = (*PYTHON, "-m", "tilewright.cli.main", "bench")
 _LOOK_SECONDS = 0.1
 _MAX_REASON = 300
 
-Launch = Callable[[Cell, Path, int | None], Child]
+Launch = Callable[[Trial, Path, int | None], Child]
 """Starts a cell's process: ``(cell, log, threads)``."""
 
 Report = Callable[[SweepJournal], None]
@@ -57,7 +57,7 @@ def launcher(
         ConfigError: if a cell cannot be started.
     """
 
-    def launch(cell: Cell, log: Path, threads: int | None) -> Child:
+    def launch(cell: Trial, log: Path, threads: int | None) -> Child:
         command, what = [*BENCH, *cell.arguments(threads)], f"{log}: a cell"
         if cell.calibration:
             assert calibrated is not None
@@ -82,7 +82,7 @@ class Runner:
         self._launch, self._jobs, self._report = launch, jobs, report
         self._running: dict[str, Child] = {}
 
-    def measure(self, cells: Sequence[Cell]) -> list[CellState]:
+    def measure(self, cells: Sequence[Trial]) -> list[TrialState]:
         """Add new cells, run all open cells, and return their states."""
         known = self.journal.state.cells
         if new := [cell for cell in cells if cell.id not in known]:
@@ -125,14 +125,14 @@ class Runner:
             log, threads = self.journal.log_path(state.cell.id), self._threads(state.cell)
             self._running[state.cell.id] = self._launch(state.cell, log, threads)
 
-    def _has_room(self, cell: Cell) -> bool:
+    def _has_room(self, cell: Trial) -> bool:
         kinds = {self.journal.state.cells[each].cell.kind for each in self._running}
         if not kinds:
             return True
         is_shared = kinds == {"accuracy"} and cell.kind == "accuracy"
         return is_shared and len(self._running) < self._jobs
 
-    def _threads(self, cell: Cell) -> int | None:
+    def _threads(self, cell: Trial) -> int | None:
         """Return the threads for a concurrent cell. None: the run decides."""
         if cell.kind == "speed" or self._jobs == 1:
             return None
@@ -151,7 +151,7 @@ class Runner:
 
 
 def finished(
-    cell: Cell, ended: ChildExit, output: bytes, *, is_cancelled: bool = False
+    cell: Trial, ended: ChildExit, output: bytes, *, is_cancelled: bool = False
 ) -> TrialFinished:
     """Return the event for an ended process. Its output ends with its record."""
     last = output.strip().rpartition(b"\n")[2]
@@ -176,7 +176,7 @@ def finished(
     )
 
 
-def _record(cell: Cell, line: bytes) -> dict[str, Any]:
+def _record(cell: Trial, line: bytes) -> dict[str, Any]:
     """Check a result's model and configuration, and return its values.
 
     The checkpoint may have been replaced.

@@ -21,8 +21,8 @@ from tilewright.evaluate.results.record import (
     unpack_hits,
 )
 from tilewright.evaluate.results.row import ResultRow, accuracy_figures
-from tilewright.evaluate.sweep.cell import Cell
-from tilewright.evaluate.sweep.journal import CellState, SweepState
+from tilewright.evaluate.sweep.journal import SweepState, TrialState
+from tilewright.evaluate.sweep.trial import Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class SweptRow:
     """
 
     names: tuple[str, ...]
-    states: tuple[CellState, ...]
+    states: tuple[TrialState, ...]
     results: dict[str, Result]
     accuracies: dict[str | None, Accuracy]
     speed_case: str | None
@@ -51,7 +51,7 @@ class SweptRow:
         return tuple(speed for _, speed in sorted(self.by_round.items()))
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> Trial:
         """A cell, for the common fields."""
         return self.states[0].cell
 
@@ -118,11 +118,11 @@ def rows(
     With ``precision_id``, return the rows of this configuration and ``calibration`` only.
     """
 
-    def is_wanted(cell: Cell) -> bool:
+    def is_wanted(cell: Trial) -> bool:
         wanted = precision_id, calibration
         return precision_id is None or (cell.precision_id, cell.calibration) == wanted
 
-    grouped: dict[tuple[str, ...], list[CellState]] = {}
+    grouped: dict[tuple[str, ...], list[TrialState]] = {}
     for each in state.cells.values():
         if is_wanted(each.cell) or state.planned.is_base(each.cell):
             grouped.setdefault(each.cell.configuration, []).append(each)
@@ -186,7 +186,7 @@ def _speed_error(row: SweptRow) -> float | None:
     return math.inf if found.decode_error is None else found.decode_error
 
 
-def _row(states: Sequence[CellState]) -> SweptRow:
+def _row(states: Sequence[TrialState]) -> SweptRow:
     done = [
         (state.cell, replace(state.result, precision_name=state.cell.precision))
         for state in states

@@ -1,6 +1,6 @@
-"""A sweep cell: a single ``tilewright bench`` run with a reproducible id.
+"""A trial of a sweep: a single ``tilewright bench`` run with a reproducible id.
 
-Knows the command's options. Other modules run cells and judge results.
+Knows the command's options. Other modules run trials and judge results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tilewright.evaluate.results.keys import CELL, to_keys
 METHODS = ("none", "rtn", "imatrix", "gptq")
 """Values of the dimension ``calibration:``. ``none`` is the target's own round to nearest."""
 
-CellKind = Literal["speed", "accuracy"]
+TrialKind = Literal["speed", "accuracy"]
 
 _ID_DIGITS = 12
 _NO_IDENTITY = (
@@ -27,7 +27,7 @@ _NO_IDENTITY = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class Trial:
     """A ``tilewright bench`` run in its own process.
 
     Attributes:
@@ -58,7 +58,7 @@ class Cell:
     precision_id: str
     heading: str
     case: str
-    kind: CellKind
+    kind: TrialKind
     compute: Literal["fast", "exact"] = "fast"
     round: int = 0
     threads: int | None = None
