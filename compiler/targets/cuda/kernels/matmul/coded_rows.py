@@ -14,9 +14,10 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
 )
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
+    CodedWeight,
     code_values,
     codes_of,
-    layout_arguments,
+    layout_of,
     numbers,
     scales_of,
 )
@@ -37,50 +38,27 @@ def _decode_kernel(
     num_columns,
     num_steps,
     out_stride,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    ZERO: tl.constexpr,
-    VALUES: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    MINIMUMS: tl.constexpr,
-    UNIT: tl.constexpr,
-    SUBTRACTS: tl.constexpr,
-    EXTRAS: tl.constexpr,
-    SCALES: tl.constexpr,
-    FACTORS: tl.constexpr,
-    MINIMA: tl.constexpr,
-    MINIMA_FACTORS: tl.constexpr,
-    BYTES: tl.constexpr,
-    WORDS: tl.constexpr,
+    LAYOUT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     line, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
     feature = line if rows_ptr is None else tl.load(rows_ptr + line).to(tl.int64)
-    source, lane = (feature // 16 * num_steps + step) * BYTES, feature % 16
+    source, lane = (feature // 16 * num_steps + step) * LAYOUT.num_bytes, feature % 16
     column = tl.arange(0, 128)
-    codes = codes_of(
-        data_ptr, words_ptr, half_words_ptr, source, lane, column, LOW, HIGH, VALUES, EXTRAS
-    )
-    group, factors = column // GROUP * 16 + lane, 1.0
-    if FACTOR:
-        factors = numbers(data_ptr, halves_ptr, floats_ptr, source + FACTORS, lane, FACTOR)
-    scales = scales_of(
-        data_ptr, halves_ptr, floats_ptr, source + SCALES, group, factors, SCALE, FACTOR
-    )
-    values = code_values(codes, values_ptr, LOW, ZERO, VALUES) * scales
-    if MINIMUMS:
-        if FACTOR:
-            factors = numbers(
-                data_ptr, halves_ptr, floats_ptr, source + MINIMA_FACTORS, lane, FACTOR
-            )
-        minima = scales_of(
-            data_ptr, halves_ptr, floats_ptr, source + MINIMA, group, factors, SCALE, FACTOR
-        )
-        values += -minima if SUBTRACTS else minima
+    weight = CodedWeight(data_ptr, words_ptr, halves_ptr, half_words_ptr, floats_ptr, values_ptr)
+    codes = codes_of(weight, source, lane, column, LAYOUT)
+    group, factors = column // LAYOUT.group * 16 + lane, 1.0
+    if LAYOUT.factor:
+        factors = numbers(weight, source + LAYOUT.factors, lane, LAYOUT.factor)
+    scales = scales_of(weight, source + LAYOUT.scales, group, factors, LAYOUT)
+    values = code_values(codes, values_ptr, LAYOUT) * scales
+    if LAYOUT.has_minimums:
+        if LAYOUT.factor:
+            factors = numbers(weight, source + LAYOUT.minima_factors, lane, LAYOUT.factor)
+        minima = scales_of(weight, source + LAYOUT.minima, group, factors, LAYOUT)
+        values += -minima if LAYOUT.subtracts else minima
     column += step * 128
     values = rounded(values, out_ptr.dtype.element_ty, CHAINED)
     tl.store(out_ptr + line * out_stride + column, values, mask=column < num_columns)
@@ -109,7 +87,7 @@ def decode_rows(out: Tensor, weight: PackedWeight, rows: Tensor | None = None) -
         weight.num_columns,
         weight.num_column_tiles,
         out.stride(0),
-        **layout_arguments(tile),
+        LAYOUT=layout_of(tile),
         num_warps=4,
         **chained(out),
     )

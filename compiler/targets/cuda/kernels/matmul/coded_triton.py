@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,14 +22,15 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     wait_for_inputs,
 )
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
-    layout_arguments,
+    CodedWeight,
+    layout_of,
     numbers,
     pairs,
     scales_of,
     spread,
     weights,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import product, store_rows
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import Output, product, store_rows
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODEBOOK, CODEBOOKS, CODED_TILES
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
@@ -36,130 +38,176 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 _TUNING = tuning()["matmul"]["coded"]
 
 
+class _Operand(NamedTuple):
+    """A program's rows of ``x`` in a kernel: first elements, mask, and length."""
+
+    ptr: Any
+    is_token: Any
+    num_columns: Any
+
+
 @triton.jit
-def _load(
-    data_ptr, words_ptr, half_words_ptr, source, index, word,
-    LOW: tl.constexpr, HIGH: tl.constexpr, EXTRAS: tl.constexpr,
-):  # fmt: skip
+def _load(weight, source, index, LAYOUT: tl.constexpr):
     """Return int32 code words and high bits. Without high bits both are the words."""
+    HIGH: tl.constexpr = LAYOUT.high_bits
+    word = tl.arange(0, LAYOUT.words)
     at = tl.expand_dims(source // 4 + index, -1) + word
-    words = tl.load(words_ptr + at)
+    words = tl.load(weight.words + at)
     high_bits = words
     if HIGH:
-        at = tl.expand_dims(source + EXTRAS + index * HIGH, -1) + word * HIGH
-        high_bits = spread(data_ptr, half_words_ptr, at, HIGH)
+        at = tl.expand_dims(source + LAYOUT.high_offset + index * HIGH, -1) + word * HIGH
+        high_bits = spread(weight, at, HIGH)
     return words, high_bits
 
 
 @triton.jit
-def _totals(
-    codes, x, minima, sums, UNIT: tl.constexpr, SUBTRACTS: tl.constexpr, CHAINED: tl.constexpr
-):  # fmt: skip
-    """Return the column sums of ``x`` times the rows' minimums, divided by ``UNIT``."""
+def _totals(codes, x, minima, sums, LAYOUT: tl.constexpr, CHAINED: tl.constexpr):
+    """Return the column sums of ``x`` times the rows' minimums, divided by the unit."""
     ones = tl.full(codes.shape, 1.0, tl.bfloat16)
     totals = product(ones, x, tl.zeros_like(sums), CHAINED)
-    return totals * tl.expand_dims(minima * (-1 / UNIT if SUBTRACTS else 1 / UNIT), -1)
+    factor: tl.constexpr = -1 / LAYOUT.unit if LAYOUT.subtracts else 1 / LAYOUT.unit
+    return totals * tl.expand_dims(minima * factor, -1)
+
+
+@triton.jit
+def _add_group(
+    sums,
+    codes,
+    x,
+    weight,
+    source,
+    group,
+    factors,
+    minima_factors,
+    LAYOUT: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Add a group's products times its scale, and its minimums."""
+    scales = scales_of(weight, source + LAYOUT.scales, group, factors, LAYOUT)
+    own = product(codes, x, tl.zeros_like(sums), CHAINED)
+    sums += own * tl.expand_dims(scales, -1)
+    if LAYOUT.has_minimums:
+        minima = scales_of(weight, source + LAYOUT.minima, group, minima_factors, LAYOUT)
+        sums += _totals(codes, x, minima, sums, LAYOUT, CHAINED)
+    return sums
 
 
 @triton.jit
 def _add_step(
-    sums, x_ptr, data_ptr, words_ptr, halves_ptr, half_words_ptr, floats_ptr, pairs_ptr,
-    source, lane, column, num_columns, is_token,
-    LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr,
-    GROUP: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, MINIMUMS: tl.constexpr,
-    UNIT: tl.constexpr, SUBTRACTS: tl.constexpr,
-    EXTRAS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr, MINIMA: tl.constexpr,
-    MINIMA_FACTORS: tl.constexpr, WORDS: tl.constexpr, IS_EVEN: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Add the products for 128 columns, divided by ``UNIT``."""
-    word, factors, minima_factors = tl.arange(0, WORDS), 1.0, 1.0
-    if FACTOR:
-        factors = numbers(data_ptr, halves_ptr, floats_ptr, source + FACTORS, lane, FACTOR)
-        if MINIMUMS:
-            minima_factors = numbers(
-                data_ptr, halves_ptr, floats_ptr, source + MINIMA_FACTORS, lane, FACTOR
-            )
+    sums,
+    operand,
+    weight,
+    source,
+    lane,
+    column,
+    LAYOUT: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Add the products for 128 columns, divided by the unit."""
+    LOW: tl.constexpr = LAYOUT.low_bits
+    WORDS: tl.constexpr = LAYOUT.words
+    GROUP: tl.constexpr = LAYOUT.group
+    factors, minima_factors = 1.0, 1.0
+    if LAYOUT.factor:
+        factors = numbers(weight, source + LAYOUT.factors, lane, LAYOUT.factor)
+        if LAYOUT.has_minimums:
+            minima_factors = numbers(weight, source + LAYOUT.minima_factors, lane, LAYOUT.factor)
     whole = tl.zeros_like(sums)
     for half in tl.static_range(2 if LOW == 8 else 16 // WORDS):
         index = lane * 16 + half * (256 if LOW == 8 else WORDS)
-        words, high_bits = _load(
-            data_ptr, words_ptr, half_words_ptr, source, index, word, LOW, HIGH, EXTRAS
-        )
+        words, high_bits = _load(weight, source, index, LAYOUT)
         for item in tl.static_range(2 if LOW == 8 else 4):
             start = 64 * half + 32 * item if LOW == 8 else 2 * WORDS * half + 32 * item
-            inside = is_token if IS_EVEN else (column + start < num_columns) & is_token
-            x = tl.load(x_ptr + column + start, mask=inside, other=0.0)
-            codes = pairs(words, high_bits, pairs_ptr, item, LOW, HIGH, ZERO, VALUES, CHAINED)
-            codes = weights(codes)
+            inside = operand.is_token
+            if not IS_EVEN:
+                inside = (column + start < operand.num_columns) & operand.is_token
+            x = tl.load(operand.ptr + column + start, mask=inside, other=0.0)
+            codes = weights(pairs(words, high_bits, weight.codebook, item, LAYOUT, CHAINED))
             if GROUP == 128:
                 whole = product(codes, x, whole, CHAINED)
             else:
-                group, at = start // GROUP * 16 + lane, source + SCALES
-                scales = scales_of(
-                    data_ptr, halves_ptr, floats_ptr, at, group, factors, SCALE, FACTOR
+                group = start // GROUP * 16 + lane
+                sums = _add_group(
+                    sums, codes, x, weight, source, group, factors, minima_factors, LAYOUT, CHAINED
                 )
-                own = product(codes, x, tl.zeros_like(sums), CHAINED)
-                sums += own * tl.expand_dims(scales, -1)
-                if MINIMUMS:
-                    minima = scales_of(
-                        data_ptr, halves_ptr, floats_ptr, source + MINIMA, group, minima_factors,
-                        SCALE, FACTOR,
-                    )  # fmt: skip
-                    sums += _totals(codes, x, minima, sums, UNIT, SUBTRACTS, CHAINED)
     if GROUP == 128:
-        scales = numbers(data_ptr, halves_ptr, floats_ptr, source + SCALES, lane, SCALE)
+        scales = numbers(weight, source + LAYOUT.scales, lane, LAYOUT.scale)
         sums += whole * tl.expand_dims(scales, -1)
     return sums
 
 
 @triton.jit
+def _parts(
+    tile, lane, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr
+):
+    """Return part numbers, tiles, lanes, columns and zero sums. Several parts are a first axis."""
+    part = 0
+    if PARTS > 1:
+        part, tile, lane = tl.arange(0, PARTS)[:, None], tile[None, :], lane[None, :]
+        sums = tl.zeros((PARTS, ROWS, TOKENS), tl.float32)
+        column = part * 128 + tl.arange(0, 2 * WORDS)[None, :]
+    else:
+        sums = tl.zeros((ROWS, TOKENS), tl.float32)
+        column = tl.arange(0, 2 * WORDS)
+    return part, tile, lane, tl.expand_dims(column, -1), sums
+
+
+@triton.jit
 def _coded_kernel(
-    out_ptr, x_ptr, data_ptr, words_ptr, halves_ptr, half_words_ptr, floats_ptr, pairs_ptr,
-    bias_ptr, num_tokens, num_rows, num_columns, num_row_tiles, num_steps, out_stride, x_stride,
-    LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr,
-    GROUP: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, MINIMUMS: tl.constexpr,
-    UNIT: tl.constexpr, SUBTRACTS: tl.constexpr,
-    EXTRAS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr, MINIMA: tl.constexpr,
-    MINIMA_FACTORS: tl.constexpr, BYTES: tl.constexpr, WORDS: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    STAGES: tl.constexpr, IS_EVEN: tl.constexpr,
-    RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    x_ptr,
+    data_ptr,
+    words_ptr,
+    halves_ptr,
+    half_words_ptr,
+    floats_ptr,
+    pairs_ptr,
+    bias_ptr,
+    num_tokens,
+    num_rows,
+    num_columns,
+    num_row_tiles,
+    num_steps,
+    out_stride,
+    x_stride,
+    LAYOUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     feature = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     first_tile = tl.program_id(0) * (ROWS // 16)
-    offset = first_tile.to(tl.int64) * num_steps * BYTES
+    offset = first_tile.to(tl.int64) * num_steps * LAYOUT.num_bytes
     # Rows past the last tile repeat it; they are not stored.
     tile = (tl.minimum(feature // 16, num_row_tiles - 1) - first_tile) * num_steps
-    lane, item = feature % 16, 0
-    if PARTS > 1:
-        item, tile, lane = tl.arange(0, PARTS)[:, None], tile[None, :], lane[None, :]
-        sums = tl.zeros((PARTS, ROWS, TOKENS), tl.float32)
-        column = item * 128 + tl.arange(0, 2 * WORDS)[None, :]
-    else:
-        sums = tl.zeros((ROWS, TOKENS), tl.float32)
-        column = tl.arange(0, 2 * WORDS)
-    column = tl.expand_dims(column, -1)
-    is_token = token < num_tokens
-    x_ptr += token.to(tl.int64) * x_stride
+    part, tile, lane, column, sums = _parts(tile, feature % 16, PARTS, ROWS, TOKENS, LAYOUT.words)
+    operand = _Operand(x_ptr + token.to(tl.int64) * x_stride, token < num_tokens, num_columns)
+    weight = CodedWeight(
+        data_ptr + offset,
+        words_ptr + offset // 4,
+        halves_ptr + offset // 2,
+        half_words_ptr + offset // 2,
+        floats_ptr + offset // 4,
+        pairs_ptr,
+    )
     for first in tl.range(0, num_steps, PARTS, num_stages=STAGES):
         # Parts past the last step find no columns.
-        step = first + item if IS_EVEN else tl.minimum(first + item, num_steps - 1)
-        sums = _add_step(
-            sums, x_ptr, data_ptr + offset, words_ptr + offset // 4, halves_ptr + offset // 2,
-            half_words_ptr + offset // 2, floats_ptr + offset // 4, pairs_ptr,
-            (step + tile) * BYTES, lane, first * 128 + column, num_columns, is_token,
-            LOW, HIGH, ZERO, VALUES, GROUP, SCALE, FACTOR, MINIMUMS, UNIT, SUBTRACTS,
-            EXTRAS, SCALES, FACTORS, MINIMA, MINIMA_FACTORS, WORDS, IS_EVEN, CHAINED,
-        )  # fmt: skip
+        step = first + part if IS_EVEN else tl.minimum(first + part, num_steps - 1)
+        source, own_column = (step + tile) * LAYOUT.num_bytes, first * 128 + column
+        sums = _add_step(sums, operand, weight, source, lane, own_column, LAYOUT, IS_EVEN, CHAINED)
     if PARTS > 1:
         sums = tl.sum(sums, axis=0)
-    store_rows(
-        out_ptr, bias_ptr, sums * UNIT, feature, token, num_rows, num_tokens, out_stride,
-        ROWS, TOKENS, RESIDUAL, SWIGLU, CHAINED,
-    )  # fmt: skip
+    out, sums = Output(out_ptr, out_stride, num_tokens, num_rows), sums * LAYOUT.unit
+    store_rows(out, bias_ptr, sums, feature, token, ROWS, TOKENS, RESIDUAL, SWIGLU, CHAINED)
 
 
 @functools.cache
@@ -224,11 +272,31 @@ def linear(
     values = _pair_values(weight.format, data.device) if tile.values == CODEBOOK else None
     grid = (triton.cdiv(num_rows, how.rows), triton.cdiv(num_tokens, how.tokens))
     _coded_kernel[grid](
-        out, x, data, data.view(torch.int32), data.view(torch.float16), data.view(torch.int16),
-        data.view(torch.float32), values, bias, num_tokens, num_rows, weight.num_columns,
-        weight.num_row_tiles, weight.num_column_tiles,
-        out.stride(0), x.stride(0), **layout_arguments(tile),
-        PARTS=how.parts, ROWS=how.rows, TOKENS=how.tokens, STAGES=how.num_stages,
-        IS_EVEN=weight.num_columns % (128 * how.parts) == 0, RESIDUAL=residual, SWIGLU=swiglu,
-        num_warps=how.num_warps, num_stages=how.num_stages, **chained(out),
-    )  # fmt: skip
+        out,
+        x,
+        data,
+        data.view(torch.int32),
+        data.view(torch.float16),
+        data.view(torch.int16),
+        data.view(torch.float32),
+        values,
+        bias,
+        num_tokens,
+        num_rows,
+        weight.num_columns,
+        weight.num_row_tiles,
+        weight.num_column_tiles,
+        out.stride(0),
+        x.stride(0),
+        LAYOUT=layout_of(tile),
+        PARTS=how.parts,
+        ROWS=how.rows,
+        TOKENS=how.tokens,
+        STAGES=how.num_stages,
+        IS_EVEN=weight.num_columns % (128 * how.parts) == 0,
+        RESIDUAL=residual,
+        SWIGLU=swiglu,
+        num_warps=how.num_warps,
+        num_stages=how.num_stages,
+        **chained(out),
+    )

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,6 +20,49 @@ _VALUES = {"integer": 0, "e4m3": 1, "codebook": 2}
 # A word with a bfloat16 pair.
 _ONES = tl.constexpr(0x3F803F80)
 _HALVES = tl.constexpr(0x00010001)
+
+
+class CodedLayout(NamedTuple):
+    """A tile's layout as a compile-time argument.
+
+    Attributes:
+        low_bits, high_bits, zero, group, has_minimums, subtracts: As in `CodedTile`.
+        values: How codes become numbers.
+        scale, factor: Types of scales and of their factors. 0: no factors.
+        unit: Divisor of integer codes.
+        high_offset, scales, factors, minima, minima_factors: First bytes in a tile.
+        num_bytes: Bytes in a tile.
+        words: Words of a lane that a step decodes together.
+    """
+
+    low_bits: int
+    high_bits: int
+    zero: int
+    values: int
+    group: int
+    scale: int
+    factor: int
+    has_minimums: bool
+    unit: float
+    subtracts: bool
+    high_offset: int
+    scales: int
+    factors: int
+    minima: int
+    minima_factors: int
+    num_bytes: int
+    words: int
+
+
+class CodedWeight(NamedTuple):
+    """A weight's bytes in a kernel, as pointers by type. ``codebook`` is None or has its values."""
+
+    data: Any
+    words: Any
+    halves: Any
+    half_words: Any
+    floats: Any
+    codebook: Any
 
 
 @triton.jit
@@ -62,23 +107,17 @@ def _combined(pairs, factor, addend, IS_SUM: tl.constexpr, CHAINED: tl.constexpr
 
 @triton.jit
 def pairs(
-    words,
-    high_bits,
-    pairs_ptr,
-    LANE: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    ZERO: tl.constexpr,
-    VALUES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    words, high_bits, codebook, LANE: tl.constexpr, LAYOUT: tl.constexpr, CHAINED: tl.constexpr
 ):
     """Return int32 bfloat16 pairs: columns ``2 w`` and ``2 w + 1`` in a lane.
 
     Integer codes are divided by ``128`` (8 bits) or by ``2 ** (LOW + HIGH)``.
     """
-    if VALUES == _CODEBOOK:
-        result = tl.load(pairs_ptr + ((words >> (8 * LANE)) & 0xFF))
-    elif VALUES == _FLOAT8:
+    LOW: tl.constexpr = LAYOUT.low_bits
+    HIGH: tl.constexpr = LAYOUT.high_bits
+    if LAYOUT.values == _CODEBOOK:
+        result = tl.load(codebook + ((words >> (8 * LANE)) & 0xFF))
+    elif LAYOUT.values == _FLOAT8:
         moved = words >> (8 * LANE)
         bits = ((moved & 0x007F007F) << 4) | ((moved & 0x00800080) << 8)
         factor = 0x7B807B80  # `2 ** 120`
@@ -100,7 +139,7 @@ def pairs(
         if HIGH:
             mask: tl.constexpr = ((1 << HIGH) - 1) * _HALVES
             bits = bits | (((high_bits >> (HIGH * LANE)) & mask) << (7 - HIGH))
-        zero: tl.constexpr = (ZERO << (7 - LOW - HIGH)) * _HALVES
+        zero: tl.constexpr = (LAYOUT.zero << (7 - LOW - HIGH)) * _HALVES
         addend = zero + (-0x407F4080)
         result = _combined(bits | _ONES, 0, addend, True, CHAINED)
     return result
@@ -119,14 +158,14 @@ def weights(pairs):
 
 
 @triton.jit
-def numbers(data_ptr, half_ptr, float_ptr, lane, index, TYPE: tl.constexpr):
-    """Return float32 numbers ``index`` from a ``TYPE`` array at byte ``lane``."""
+def numbers(weight, source, index, TYPE: tl.constexpr):
+    """Return float32 numbers ``index`` from a ``TYPE`` array at byte ``source``."""
     if TYPE == _FP16:
-        result = tl.load(half_ptr + lane // 2 + index).to(tl.float32)
+        result = tl.load(weight.halves + source // 2 + index).to(tl.float32)
     elif TYPE == _FP32:
-        result = tl.load(float_ptr + lane // 4 + index)
+        result = tl.load(weight.floats + source // 4 + index)
     else:
-        codes = tl.load(data_ptr + lane + index).to(tl.int32)
+        codes = tl.load(weight.data + source + index).to(tl.int32)
         if TYPE == _I8:
             result = ((codes ^ 0x80) - 0x80).to(tl.float32)
         else:
@@ -135,41 +174,33 @@ def numbers(data_ptr, half_ptr, float_ptr, lane, index, TYPE: tl.constexpr):
 
 
 @triton.jit
-def spread(data_ptr, half_words_ptr, lane, HIGH: tl.constexpr):
+def spread(weight, source, HIGH: tl.constexpr):
     """Return int32 with a pair's high bits separated by 16 bits."""
     if HIGH == 1:
-        bits = tl.load(data_ptr + lane).to(tl.int32)
+        bits = tl.load(weight.data + source).to(tl.int32)
         bits = bits | (bits << 12)
     else:
-        bits = tl.load(half_words_ptr + lane // 2).to(tl.int32)
+        bits = tl.load(weight.half_words + source // 2).to(tl.int32)
         bits = (bits & 0xFF) | ((bits & 0xFF00) << 8)
     return bits
 
 
 @triton.jit
-def scales_of(
-    data_ptr,
-    halves_ptr,
-    floats_ptr,
-    lane,
-    index,
-    factors,
-    TYPE: tl.constexpr,
-    FACTOR: tl.constexpr,
-):
-    """Return float32 scales ``index`` from a ``TYPE`` array at byte ``lane``."""
-    scales = numbers(data_ptr, halves_ptr, floats_ptr, lane, index, TYPE)
-    if FACTOR:
+def scales_of(weight, source, index, factors, LAYOUT: tl.constexpr):
+    """Return float32 scales or minimums ``index`` from an array at byte ``source``."""
+    scales = numbers(weight, source, index, LAYOUT.scale)
+    if LAYOUT.factor:
         scales *= factors
     return scales
 
 
 @triton.jit
-def code_values(codes, values_ptr, LOW: tl.constexpr, ZERO: tl.constexpr, VALUES: tl.constexpr):
+def code_values(codes, values_ptr, LAYOUT: tl.constexpr):
     """Return the exact float32 values before scales."""
-    if VALUES == _INTEGER:
-        values = ((codes ^ 0x80) - 0x80 if LOW == 8 else codes - ZERO).to(tl.float32)
-    elif VALUES == _FLOAT8:
+    if LAYOUT.values == _INTEGER:
+        values = (codes ^ 0x80) - 0x80 if LAYOUT.low_bits == 8 else codes - LAYOUT.zero
+        values = values.to(tl.float32)
+    elif LAYOUT.values == _FLOAT8:
         bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
         values = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     else:
@@ -178,58 +209,48 @@ def code_values(codes, values_ptr, LOW: tl.constexpr, ZERO: tl.constexpr, VALUES
 
 
 @triton.jit
-def codes_of(
-    data_ptr,
-    words_ptr,
-    half_words_ptr,
-    source,
-    lane,
-    column,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    VALUES: tl.constexpr,
-    EXTRAS: tl.constexpr,
-):
+def codes_of(weight, source, lane, column, LAYOUT: tl.constexpr):
     """Return the int32 codes at some columns. The tile begins at byte ``source``."""
+    HIGH: tl.constexpr = LAYOUT.high_bits
     word, second = column % 32 // 2, column % 2
-    if LOW == 8:
+    if LAYOUT.low_bits == 8:
         word += column // 64 * 256
-        codes = tl.load(words_ptr + source // 4 + lane * 16 + word)
+        codes = tl.load(weight.words + source // 4 + lane * 16 + word)
         codes = (codes >> (column // 32 % 2 * 8 + second * 16)) & 0xFF
     else:
-        nibble = column // 32 * 2 + second if VALUES == _CODEBOOK else column // 32 + 4 * second
-        codes = tl.load(words_ptr + source // 4 + lane * 16 + word)
+        is_codebook: tl.constexpr = LAYOUT.values == _CODEBOOK
+        nibble = column // 32 * 2 + second if is_codebook else column // 32 + 4 * second
+        codes = tl.load(weight.words + source // 4 + lane * 16 + word)
         codes = (codes >> (4 * nibble)) & 0xF
     if HIGH:
-        index = source + EXTRAS + (lane * 16 + word) * HIGH
-        bits = spread(data_ptr, half_words_ptr, index, HIGH)
+        bits = spread(weight, source + LAYOUT.high_offset + (lane * 16 + word) * HIGH, HIGH)
         high = (bits >> (HIGH * (column // 32) + 16 * second)) & ((1 << HIGH) - 1)
-        codes |= high << LOW
+        codes |= high << LAYOUT.low_bits
     return codes
 
 
-def layout_arguments(tile: CodedTile) -> dict[str, int | float]:
-    """Return a tile's compile-time arguments."""
-    extras, scales, factors, minima, minima_factors, num_bytes = tile.offsets
+def layout_of(tile: CodedTile) -> CodedLayout:
+    """Return a tile's compile-time layout."""
     unit = 1.0
     if tile.values == "integer":
         unit = 128.0 if tile.low_bits == 8 else float(1 << tile.low_bits + tile.high_bits)
-    return {
-        "LOW": tile.low_bits,
-        "HIGH": tile.high_bits,
-        "ZERO": tile.zero,
-        "VALUES": _VALUES[tile.values],
-        "GROUP": tile.group,
-        "SCALE": _SCALES[tile.scale],
-        "FACTOR": _SCALES[tile.factor],
-        "MINIMUMS": tile.has_minimums,
-        "UNIT": unit,
-        "SUBTRACTS": tile.subtracts,
-        "EXTRAS": extras,
-        "SCALES": scales,
-        "FACTORS": factors,
-        "MINIMA": minima,
-        "MINIMA_FACTORS": minima_factors,
-        "BYTES": num_bytes,
-        "WORDS": 16 if tile.group >= 32 else 8,
-    }
+    high_offset, scales, factors, minima, minima_factors, num_bytes = tile.offsets
+    return CodedLayout(
+        low_bits=tile.low_bits,
+        high_bits=tile.high_bits,
+        zero=tile.zero,
+        values=_VALUES[tile.values],
+        group=tile.group,
+        scale=_SCALES[tile.scale],
+        factor=_SCALES[tile.factor],
+        has_minimums=tile.has_minimums,
+        unit=unit,
+        subtracts=tile.subtracts,
+        high_offset=high_offset,
+        scales=scales,
+        factors=factors,
+        minima=minima,
+        minima_factors=minima_factors,
+        num_bytes=num_bytes,
+        words=16 if tile.group >= 32 else 8,
+    )

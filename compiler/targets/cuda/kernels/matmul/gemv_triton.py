@@ -6,6 +6,8 @@ token's arithmetic does not depend on other tokens.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -111,54 +113,50 @@ def product(weights, x, sums, CHAINED: tl.constexpr):
     return tl.dot(weights, x, sums, input_precision="ieee")
 
 
+class Output(NamedTuple):
+    """A matmul's output ``[tokens, rows]`` in a kernel."""
+
+    ptr: Any
+    stride: Any
+    num_tokens: Any
+    num_rows: Any
+
+
 @triton.jit
-def _store(
-    out_ptr,
-    values,
-    feature,
-    token,
-    num_rows,
-    num_tokens,
-    out_stride,
-    RESIDUAL: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
+def _store(out, values, feature, token, num_rows, RESIDUAL: tl.constexpr, CHAINED: tl.constexpr):
     """``values [rows, tokens]`` to ``out [tokens, rows]``."""
-    target = out_ptr + token[None, :].to(tl.int64) * out_stride + feature[:, None]
-    inside = (feature < num_rows)[:, None] & (token < num_tokens)[None, :]
+    target = out.ptr + token[None, :].to(tl.int64) * out.stride + feature[:, None]
+    inside = (feature < num_rows)[:, None] & (token < out.num_tokens)[None, :]
     if RESIDUAL:
         values += tl.load(target, mask=inside, other=0.0)
-    tl.store(target, rounded(values, out_ptr.dtype.element_ty, CHAINED), mask=inside)
+    tl.store(target, rounded(values, out.ptr.dtype.element_ty, CHAINED), mask=inside)
 
 
 @triton.jit
 def store_rows(
-    out_ptr,
+    out,
     bias_ptr,
     sums,
     feature,
     token,
-    num_rows,
-    num_tokens,
-    out_stride,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SWIGLU: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Write ``sums [rows, tokens]`` after the fused epilogue."""
+    """Write ``sums [rows, tokens]`` after the fused epilogue. ``out`` has the weight's rows."""
     if bias_ptr is not None:
-        sums += tl.load(bias_ptr + feature, mask=feature < num_rows, other=0.0)[:, None]
+        sums += tl.load(bias_ptr + feature, mask=feature < out.num_rows, other=0.0)[:, None]
     if SWIGLU:
         # Row 16 p + 8 s + g to [p, g, token, s]: a gate and its up are adjacent.
         sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, TOKENS), (0, 2, 3, 1))
         gate, up = tl.split(sides)
         sums = (gate * tl.sigmoid(gate) * up).reshape(ROWS // 2, TOKENS)
         feature = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
-        _store(out_ptr, sums, feature, token, num_rows // 2, num_tokens, out_stride, False, CHAINED)
+        _store(out, sums, feature, token, out.num_rows // 2, False, CHAINED)
     else:
-        _store(out_ptr, sums, feature, token, num_rows, num_tokens, out_stride, RESIDUAL, CHAINED)
+        _store(out, sums, feature, token, out.num_rows, RESIDUAL, CHAINED)
 
 
 @triton.jit
@@ -204,21 +202,8 @@ def _linear_kernel(
         weights = tile_weights(data_ptr, words_ptr, feature, step, num_row_tiles, STEPS, KIND)
         sums = product(weights, x, sums, CHAINED)
     sums *= scale
-    store_rows(
-        out_ptr,
-        bias_ptr,
-        sums,
-        feature,
-        token,
-        num_rows,
-        num_tokens,
-        out_stride,
-        ROWS,
-        TOKENS,
-        RESIDUAL,
-        SWIGLU,
-        CHAINED,
-    )
+    out = Output(out_ptr, out_stride, num_tokens, num_rows)
+    store_rows(out, bias_ptr, sums, feature, token, ROWS, TOKENS, RESIDUAL, SWIGLU, CHAINED)
 
 
 def linear(
