@@ -5,6 +5,8 @@ Shape letters: B rows in a decode step, T prompt tokens, P chunks, C channels, W
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,11 +31,21 @@ _COUNTED = tl.constexpr(1024)  # positions loaded at a time
 
 @triton.jit
 def _step_kernel(
-    out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr,
-    num_channels, out_stride, x_stride,
-    W: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    window_ptr,
+    positions_ptr,
+    slots_ptr,
+    num_channels,
+    out_stride,
+    x_stride,
+    W: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
     CHAINED: tl.constexpr,
-):  # fmt: skip
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
@@ -83,85 +95,112 @@ def causal_conv1d_step(
     _check(out, x, weight, window)
     block = min(_STEP_CHANNELS, block_of(num_channels))
     _step_kernel[(num_rows, triton.cdiv(num_channels, block))](
-        out, x, weight, window, positions, slots,
-        num_channels, out.stride(0), x.stride(0),
-        W=width, TAPS=block_of(width - 1, least=1), BLOCK=block, SILU=silu,
-        enable_fp_fusion=FUSES, **chained(out),
-    )  # fmt: skip
+        out,
+        x,
+        weight,
+        window,
+        positions,
+        slots,
+        num_channels,
+        out.stride(0),
+        x.stride(0),
+        W=width,
+        TAPS=block_of(width - 1, least=1),
+        BLOCK=block,
+        SILU=silu,
+        enable_fp_fusion=FUSES,
+        **chained(out),
+    )
+
+
+class _Rows(NamedTuple):
+    """A prefill chunk's inputs in a kernel."""
+
+    ptr: Any
+    stride: Any
+    num_tokens: Any
+
+
+class _Channels(NamedTuple):
+    """A program's channels ``[BLOCK]``, and their mask."""
+
+    index: Any
+    inside: Any
 
 
 @triton.jit
 def _first_tokens(
     out_ptr,
-    x_ptr,
-    weight_ptr,
-    window,
-    channel,
-    inside,
-    goes_on,
-    num_tokens,
     out_stride,
-    x_stride,
+    weight_ptr,
+    x,
+    window,
+    channels,
+    goes_on,
     W: tl.constexpr,
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
 ):
     """Compute the tokens that read the window."""
+    channel, inside = channels.index, channels.inside
     for token in range(W - 1):
         total = tl.zeros((BLOCK,), tl.float32)
         for tap in tl.static_range(W):
             source = token + tap - (W - 1)
-            at = x_ptr + source * x_stride + channel
-            x = tl.load(at, mask=inside & (source >= 0) & (source < num_tokens), other=0.0)
+            at = x.ptr + source * x.stride + channel
+            value = tl.load(at, mask=inside & (source >= 0) & (source < x.num_tokens), other=0.0)
             at = window + channel * (W - 1) + source + W - 1
-            x += tl.load(at, mask=inside & (source < 0) & goes_on, other=0.0)
-            total += x * tl.load(weight_ptr + channel * W + tap, mask=inside, other=0.0)
+            value += tl.load(at, mask=inside & (source < 0) & goes_on, other=0.0)
+            total += value * tl.load(weight_ptr + channel * W + tap, mask=inside, other=0.0)
         out = out_ptr + token * out_stride + channel
         if SILU:
             total *= tl.sigmoid(total)
-        tl.store(out, total, mask=inside & (token < num_tokens))
+        tl.store(out, total, mask=inside & (token < x.num_tokens))
 
 
 @triton.jit
-def _move_window(
-    window,
-    x_ptr,
-    positions_ptr,
-    channel,
-    inside,
-    goes_on,
-    num_tokens,
-    x_stride,
-    W: tl.constexpr,
-    TAPS: tl.constexpr,
-):
+def _move_window(window, x, positions_ptr, channels, goes_on, W: tl.constexpr, TAPS: tl.constexpr):
     """Store the prompt's last inputs, without padding, in the window."""
-    count = tl.zeros((), tl.int32)
-    for first in range(0, num_tokens, _COUNTED):
+    channel, count = channels.index[:, None], tl.zeros((), tl.int32)
+    for first in range(0, x.num_tokens, _COUNTED):
         at = first + tl.arange(0, _COUNTED)
-        found = tl.load(positions_ptr + at, mask=at < num_tokens, other=-1)
-        count += tl.sum((found >= 0).to(tl.int32), 0)
+        position = tl.load(positions_ptr + at, mask=at < x.num_tokens, other=-1)
+        count += tl.sum((position >= 0).to(tl.int32), 0)
     kept = tl.arange(0, TAPS)[None, :]
     before = count - (W - 1) + kept
-    in_window = inside[:, None] & (kept < W - 1)
-    end = x_ptr + before.to(tl.int64) * x_stride + channel[:, None]
+    in_window = channels.inside[:, None] & (kept < W - 1)
+    end = x.ptr + before.to(tl.int64) * x.stride + channel
     last = tl.load(end, mask=in_window & (before >= 0), other=0.0)
-    place = window + channel[:, None] * (W - 1) + kept
-    last += tl.load(place + count, mask=in_window & (before < 0) & goes_on, other=0.0)
+    target = window + channel * (W - 1) + kept
+    last += tl.load(target + count, mask=in_window & (before < 0) & goes_on, other=0.0)
     tl.debug_barrier()  # all threads have read the window
-    tl.store(place, last, mask=in_window & (count > 0))
+    tl.store(target, last, mask=in_window & (count > 0))
 
 
 @triton.jit
-def _keep_window(
-    window, x_ptr, token, channel, inside, x_stride, W: tl.constexpr, TAPS: tl.constexpr
-):
+def _keep_window(window, x, token, channels, W: tl.constexpr, TAPS: tl.constexpr):
     """Store the window before a token as a snapshot."""
-    tap = tl.arange(0, TAPS)[None, :]
-    in_window = inside[:, None] & (tap < W - 1)
-    last = x_ptr + (token - (W - 1) + tap).to(tl.int64) * x_stride + channel[:, None]
-    place = window + channel[:, None] * (W - 1) + tap
-    tl.store(place, tl.load(last, mask=in_window, other=0.0), mask=in_window)
+    channel, tap = channels.index[:, None], tl.arange(0, TAPS)[None, :]
+    in_window = channels.inside[:, None] & (tap < W - 1)
+    last = x.ptr + (token - (W - 1) + tap).to(tl.int64) * x.stride + channel
+    target = window + channel * (W - 1) + tap
+    tl.store(target, tl.load(last, mask=in_window, other=0.0), mask=in_window)
+
+
+@triton.jit
+def _convolve(
+    x, weight_ptr, token, channels, W: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the convolution of tokens whose window is in the chunk, ``[TOKENS, BLOCK]``."""
+    channel, inside = channels.index, channels.inside
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for tap in tl.static_range(W):
+        source = token + tap - (W - 1)
+        there = ((source >= 0) & (source < x.num_tokens))[:, None] & inside[None, :]
+        at = x.ptr + source.to(tl.int64)[:, None] * x.stride + channel[None, :]
+        weight = tl.load(weight_ptr + channel * W + tap, mask=inside, other=0.0)
+        total += tl.load(at, mask=there, other=0.0) * weight[None, :]
+    return total
 
 
 @triton.jit
@@ -176,11 +215,28 @@ def _piece_of(starts_ptr, token, num_pieces, num_tokens, PIECES: tl.constexpr):
 
 @triton.jit
 def _prompt_kernel(
-    out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr, keeps_ptr, starts_ptr,
-    num_tokens, num_channels, num_pieces, out_stride, x_stride,
-    W: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    KEEPS: tl.constexpr, PIECES: tl.constexpr, SILU: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    window_ptr,
+    positions_ptr,
+    slots_ptr,
+    keeps_ptr,
+    starts_ptr,
+    num_tokens,
+    num_channels,
+    num_pieces,
+    out_stride,
+    x_stride,
+    W: tl.constexpr,
+    TAPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr,
+    PIECES: tl.constexpr,
+    SILU: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Program (i, c) computes TOKENS tokens, at least W - 1.
 
     Only the first program of a chunk reads the window, and then writes it. With ``KEEPS``, later
@@ -200,28 +256,18 @@ def _prompt_kernel(
         if KEEPS:
             keeps_ptr += begin
     token = first + tl.arange(0, TOKENS)
+    x, channels = _Rows(x_ptr, x_stride, num_tokens), _Channels(channel, inside)
     if first == 0:
         goes_on = tl.load(positions_ptr) > 0
         window = window_ptr + tl.load(slots_ptr) * num_channels * (W - 1)
-        _first_tokens(
-            out_ptr, x_ptr, weight_ptr, window, channel, inside, goes_on, num_tokens,
-            out_stride, x_stride, W, BLOCK, SILU,
-        )  # fmt: skip
-        _move_window(
-            window, x_ptr, positions_ptr, channel, inside, goes_on, num_tokens, x_stride, W, TAPS
-        )
+        _first_tokens(out_ptr, out_stride, weight_ptr, x, window, channels, goes_on, W, BLOCK, SILU)
+        _move_window(window, x, positions_ptr, channels, goes_on, W, TAPS)
     elif KEEPS:
         kept = tl.load(keeps_ptr + first)
         if kept >= 0:
             window = window_ptr + kept * num_channels * (W - 1)
-            _keep_window(window, x_ptr, first, channel, inside, x_stride, W, TAPS)
-    total = tl.zeros((TOKENS, BLOCK), tl.float32)
-    for tap in tl.static_range(W):
-        source = token + tap - (W - 1)
-        there = ((source >= 0) & (source < num_tokens))[:, None] & inside[None, :]
-        at = x_ptr + source.to(tl.int64)[:, None] * x_stride + channel[None, :]
-        weight = tl.load(weight_ptr + channel * W + tap, mask=inside, other=0.0)
-        total += tl.load(at, mask=there, other=0.0) * weight[None, :]
+            _keep_window(window, x, first, channels, W, TAPS)
+    total = _convolve(x, weight_ptr, token, channels, W, TOKENS, BLOCK)
     out = out_ptr + token.to(tl.int64)[:, None] * out_stride + channel[None, :]
     is_ours = ((token >= W - 1) & (token < num_tokens))[:, None] & inside[None, :]
     tl.store(out, total * tl.sigmoid(total) if SILU else total, mask=is_ours)

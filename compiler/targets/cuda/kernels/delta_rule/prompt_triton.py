@@ -8,7 +8,6 @@ slots. KEYS and VALUES are K and V padded to powers of two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import (
     delta_solve,
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.states_triton import (
+    DeltaScratch,
     delta_states,
     launch_of,
     operand,
@@ -35,6 +35,7 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.states_triton import (
 from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
     EPS,
     DeltaInputs,
+    DeltaSizes,
     decay_of,
 )
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
@@ -117,15 +118,62 @@ def _inverse(
 
 
 @triton.jit
+def _decay_between(total, is_seen):
+    """Return the decay factors from token to token. Pairs that are not ``is_seen`` have 1."""
+    return tl.exp(tl.where(is_seen, total[:, None] - total[None, :], 0.0))
+
+
+@triton.jit
+def _unit_keys(
+    k_ptr,
+    token,
+    there,
+    stride,
+    K: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Return unit keys ``[C, KEYS]`` and the scales that were applied."""
+    k = _rows(k_ptr, token, there, stride, K, KEYS)
+    scale = tl.rsqrt(tl.sum(k * k, 1) + EPS)
+    return operand(k * scale[:, None], PRECISION, CHAINED), scale
+
+
+@triton.jit
+def _system(k, beta, total, PRECISION: tl.constexpr):
+    """Return the strictly lower triangular matrix ``[C, C]`` of a chunk's system."""
+    place = tl.arange(0, total.shape[0])
+    alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    later = place[:, None] > place[None, :]
+    kept = _decay_between(total, later)
+    return tl.where(later, beta[:, None] * alike * kept, 0.0)
+
+
+@triton.jit
 def _solve_kernel(
-    from_state_ptr, corrections_ptr, keys_ptr, totals_ptr, scales_ptr,
-    qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, positions_ptr,
-    num_tokens, qkv_stride, a_stride, b_stride,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr,
-    DIAGONAL: tl.constexpr, LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    from_state_ptr,
+    corrections_ptr,
+    keys_ptr,
+    totals_ptr,
+    scales_ptr,
+    qkv_ptr,
+    a_ptr,
+    b_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    positions_ptr,
+    num_tokens,
+    qkv_stride,
+    a_stride,
+    b_stride,
+    SIZES: tl.constexpr,
+    C: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Program (n, h) solves a chunk's system; see :func:`.delta_solve.delta_solve` for
     outputs.
     """
@@ -133,80 +181,113 @@ def _solve_kernel(
     chunk, h = tl.program_id(0), tl.program_id(1)
     a_log, dt_bias = tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h)
     wait_for_inputs(CHAINED)
-    g, place = h // (H // G), tl.arange(0, C)
+    K: tl.constexpr = SIZES.K
+    KEYS: tl.constexpr = SIZES.KEYS
+    VALUES: tl.constexpr = SIZES.VALUES
+    g, place = h // (SIZES.H // SIZES.G), tl.arange(0, C)
     token = chunk * C + place
     there = _there(positions_ptr, token, num_tokens)
     total, beta = _gates(a_ptr + h, b_ptr + h, token, there, a_log, dt_bias, a_stride, b_stride)
-    at = chunk.to(tl.int64) * H + h
+    at = chunk.to(tl.int64) * SIZES.H + h
     tl.store(totals_ptr + at * C + place, total)
-    shared, is_first = chunk.to(tl.int64) * G + g, h % (H // G) == 0
+    shared, is_first = chunk.to(tl.int64) * SIZES.G + g, h % (SIZES.H // SIZES.G) == 0
     if is_first:
         q = _rows(qkv_ptr + g * K, token, there, qkv_stride, K, KEYS)
         q_scale = tl.rsqrt(tl.sum(q * q, 1) + EPS) * (1.0 / K**0.5)
         tl.store(scales_ptr + shared * 2 * C + place, q_scale)
-    k = _rows(qkv_ptr + (G + g) * K, token, there, qkv_stride, K, KEYS)
-    scale = tl.rsqrt(tl.sum(k * k, 1) + EPS)
-    k = operand(k * scale[:, None], PRECISION, CHAINED)
+    k_ptr, v_ptr = qkv_ptr + (SIZES.G + g) * K, qkv_ptr + 2 * SIZES.G * K + h * SIZES.V
+    k, scale = _unit_keys(k_ptr, token, there, qkv_stride, K, KEYS, PRECISION, CHAINED)
     i, j = tl.arange(0, KEYS)[None, :], tl.arange(0, VALUES)[None, :]
     if is_first:
         tl.store(keys_ptr + shared * (KEYS * C) + i * C + place[:, None], k)
         tl.store(scales_ptr + (shared * 2 + 1) * C + place, scale)
-    alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-    later = place[:, None] > place[None, :]
-    kept = tl.exp(tl.where(later, total[:, None] - total[None, :], 0.0))
-    below = tl.where(later, beta[:, None] * alike * kept, 0.0)
+    below = _system(k, beta, total, PRECISION)
     solved = _inverse(below, C, DIAGONAL, LEVELS, PRECISION, CHAINED) * beta[None, :]
-    v = _rows(qkv_ptr + 2 * G * K + h * V, token, there, qkv_stride, V, VALUES)
+    v = _rows(v_ptr, token, there, qkv_stride, SIZES.V, VALUES)
     own = _dot(solved, v, PRECISION, CHAINED)
     tl.store(corrections_ptr + at * (VALUES * C) + j * C + place[:, None], own)
     # Read the keys again, to free their registers during the inversion.
-    k = _rows(qkv_ptr + (G + g) * K, token, there, qkv_stride, K, KEYS)
+    k = _rows(k_ptr, token, there, qkv_stride, K, KEYS)
     solved *= -(tl.exp(total) * scale)[None, :]
     seen = operand(_dot(solved, k, PRECISION, CHAINED), PRECISION, CHAINED)
     tl.store(from_state_ptr + at * (C * KEYS) + place[:, None] * KEYS + i, seen)
 
 
 @triton.jit
+def _read_state(
+    q_at,
+    k_at,
+    state_at,
+    there,
+    SIZES: tl.constexpr,
+    PART: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return the products of queries with keys, ``[C, C]``, and with the state, ``[C, VALUES]``."""
+    i = tl.arange(0, PART)
+    scores, o = tl.zeros((C, C), tl.float32), tl.zeros((C, SIZES.VALUES), tl.float32)
+    for part in range(0, SIZES.KEYS, PART):
+        q = tl.load(q_at + part, mask=there[:, None] & (part + i < SIZES.K)[None, :], other=0.0)
+        k = tl.load(k_at + part, mask=there[None, :] & (part + i < SIZES.K)[:, None], other=0.0)
+        scores = tl.dot(q, k, acc=scores, input_precision=PRECISION)
+        o = tl.dot(q, tl.load(state_at + part), acc=o, input_precision=PRECISION)
+    return scores, o
+
+
+@triton.jit
 def _outputs_kernel(
-    out_ptr, states_ptr, corrections_ptr, totals_ptr, scales_ptr,
-    qkv_ptr, z_ptr, norm_ptr, positions_ptr,
-    num_tokens, out_stride, qkv_stride, z_stride, eps,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, PART: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    states_ptr,
+    corrections_ptr,
+    totals_ptr,
+    scales_ptr,
+    qkv_ptr,
+    z_ptr,
+    norm_ptr,
+    positions_ptr,
+    num_tokens,
+    out_stride,
+    qkv_stride,
+    z_stride,
+    eps,
+    SIZES: tl.constexpr,
+    PART: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Program (n, h) computes a chunk's outputs, with norm and gate.
 
     The outputs come from the state before the chunk and from its corrections.
     """
     release_dependents(CHAINED)
+    V: tl.constexpr = SIZES.V
+    KEYS: tl.constexpr = SIZES.KEYS
+    VALUES: tl.constexpr = SIZES.VALUES
     place, value, i = tl.arange(0, C), tl.arange(0, VALUES), tl.arange(0, PART)
     weight = tl.load(norm_ptr + value, mask=value < V, other=0.0)
     wait_for_inputs(CHAINED)
     chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    g, token = h // (H // G), tl.program_id(0) * C + place
+    g, token = h // (SIZES.H // SIZES.G), tl.program_id(0) * C + place
     there = _there(positions_ptr, token, num_tokens)
     row = token.to(tl.int64)
-    q_at = qkv_ptr + g * K + row[:, None] * qkv_stride + i[None, :]
-    k_at = qkv_ptr + (G + g) * K + row[None, :] * qkv_stride + i[:, None]
-    state_at = states_ptr + (chunk * H + h) * (VALUES * KEYS) + value[None, :] * KEYS + i[:, None]
-    scores, o = tl.zeros((C, C), tl.float32), tl.zeros((C, VALUES), tl.float32)
-    for part in range(0, KEYS, PART):
-        q = tl.load(q_at + part, mask=there[:, None] & (part + i < K)[None, :], other=0.0)
-        k = tl.load(k_at + part, mask=there[None, :] & (part + i < K)[:, None], other=0.0)
-        scores = tl.dot(q, k, acc=scores, input_precision=PRECISION)
-        o = tl.dot(q, tl.load(state_at + part), acc=o, input_precision=PRECISION)
-    at = corrections_ptr + (chunk * H + h) * (VALUES * C)
+    q_at = qkv_ptr + g * SIZES.K + row[:, None] * qkv_stride + i[None, :]
+    k_at = qkv_ptr + (SIZES.G + g) * SIZES.K + row[None, :] * qkv_stride + i[:, None]
+    own = chunk * SIZES.H + h
+    state_at = states_ptr + own * (VALUES * KEYS) + value[None, :] * KEYS + i[:, None]
+    scores, o = _read_state(q_at, k_at, state_at, there, SIZES, PART, C, PRECISION)
+    at = corrections_ptr + own * (VALUES * C)
     corrections = tl.load(at + value[None, :] * C + place[:, None])
     z_at = z_ptr + row[:, None] * z_stride + h * V + value[None, :]
     inside = there[:, None] & (value < V)[None, :]
     z = tl.load(z_at, mask=inside, other=0.0)
-    total = tl.load(totals_ptr + (chunk * H + h) * C + place)
-    scales = scales_ptr + (chunk * G + g) * (2 * C) + place
+    total = tl.load(totals_ptr + own * C + place)
+    scales = scales_ptr + (chunk * SIZES.G + g) * (2 * C) + place
     q_scale, k_scale = tl.load(scales), tl.load(scales + C)
     # Remaining share at token i of a value written at j.
     seen = place[:, None] >= place[None, :]
-    kept = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
+    kept = _decay_between(total, seen)
     scores = tl.where(seen, scores * kept * k_scale[None, :], 0.0) * q_scale[:, None]
     scores = operand(scores, PRECISION, CHAINED)
     o *= (tl.exp(total) * q_scale)[:, None]
@@ -217,16 +298,17 @@ def _outputs_kernel(
     tl.store(out_ptr + row[:, None] * out_stride + h * V + value[None, :], y, mask=is_row)
 
 
-def _handed_on(
-    num_chunks: int, num_heads: int, num_key_heads: int, keys: int, values: int
-) -> tuple[int, ...]:
-    """Return the scratch buffers' sizes, in elements.
-
-    They are states, state factors, corrections, unit keys, cumulative decays and scales.
-    """
-    heads, key_heads = num_chunks * num_heads, num_chunks * num_key_heads
-    squares = (heads * values * keys, heads * CHUNK * keys, heads * CHUNK * values)
-    return (*squares, key_heads * CHUNK * keys, heads * CHUNK, key_heads * 2 * CHUNK)
+def _scratch_sizes(num_chunks: int, sizes: DeltaSizes) -> tuple[int, ...]:
+    """Return the number of elements of each buffer in `DeltaScratch`."""
+    heads, key_heads = num_chunks * sizes.H, num_chunks * sizes.G
+    return (
+        heads * sizes.VALUES * sizes.KEYS,
+        heads * CHUNK * sizes.KEYS,
+        heads * CHUNK * sizes.VALUES,
+        key_heads * CHUNK * sizes.KEYS,
+        heads * CHUNK,
+        key_heads * 2 * CHUNK,
+    )
 
 
 def scratch_bytes(
@@ -234,8 +316,9 @@ def scratch_bytes(
 ) -> int:
     """Return the scratch memory for a prompt in bytes."""
     num_chunks = triton.cdiv(min(num_tokens, SPAN), CHUNK)
-    keys, values = block_of(key_dim), block_of(value_dim)
-    return 4 * sum(_handed_on(num_chunks, num_heads, num_key_heads, keys, values))
+    blocks = block_of(key_dim), block_of(value_dim)
+    sizes = DeltaSizes(num_heads, num_key_heads, key_dim, value_dim, *blocks)
+    return 4 * sum(_scratch_sizes(num_chunks, sizes))
 
 
 def delta_rule_prompt(
@@ -271,9 +354,9 @@ def delta_rule_prompt(
     assert out.stride(1) == z.stride(1) == 1 and max(inputs.key_dim, value_dim) <= _MOST_KEYS
     assert starts is None or num_tokens % CHUNK == 0, f"{num_tokens} tokens"
     num_chunks = triton.cdiv(min(num_tokens, SPAN), CHUNK)
-    keys, values = block_of(inputs.key_dim), block_of(value_dim)
-    elements = _handed_on(num_chunks, heads, inputs.num_key_heads, keys, values)
-    scratch = torch.empty(sum(elements), dtype=torch.float32, device=out.device).split(elements)
+    elements = _scratch_sizes(num_chunks, inputs.sizes)
+    buffers = torch.empty(sum(elements), dtype=torch.float32, device=out.device).split(elements)
+    scratch = DeltaScratch(*buffers)
     for first in range(0, num_tokens, SPAN):
         part = slice(first, first + SPAN)
         some = replace(inputs, qkv=inputs.qkv[part], a=inputs.a[part], b=inputs.b[part])
@@ -300,7 +383,7 @@ def _run_span(
     z: Tensor,
     norm: tuple[Tensor, float],
     *,
-    scratch: Sequence[Tensor],
+    scratch: DeltaScratch,
     state: Tensor,
     positions: Tensor,
     slots: Tensor,
@@ -311,46 +394,72 @@ def _run_span(
     is_native: bool,
 ) -> None:
     """Run the tokens from ``first``: all systems, then the states in sequence, then all outputs."""
-    states, from_state, corrections, keys, totals, scales = scratch
-    num_tokens, num_chunks = len(out), triton.cdiv(len(out), CHUNK)
-    heads, qkv, (weight, eps) = inputs.num_heads, inputs.qkv, norm
-    k_block, v_block = block_of(inputs.key_dim), block_of(inputs.value_dim)
-    sizes: dict[str, Any] = {
-        **{"H": heads, "G": inputs.num_key_heads, "K": inputs.key_dim, "V": inputs.value_dim},
-        **{"KEYS": k_block, "VALUES": v_block, "C": CHUNK},
-        **{"PRECISION": "tf32x3" if exact else "tf32", **chained(out)},
+    num_chunks = triton.cdiv(len(out), CHUNK)
+    constants: dict[str, Any] = {
+        **{"SIZES": inputs.sizes, "C": CHUNK, "PRECISION": "tf32x3" if exact else "tf32"},
+        **chained(out),
     }
     if is_native:
-        delta_solve(*scratch[1:], inputs=inputs, positions=positions)
+        solved = scratch.from_state, scratch.corrections, scratch.keys, scratch.totals
+        delta_solve(*solved, scratch.scales, inputs=inputs, positions=positions)
     else:
-        _solve_kernel[(num_chunks, heads)](
-            from_state,
-            corrections,
-            keys,
-            totals,
-            scales,
-            qkv,
-            inputs.a,
-            inputs.b,
-            inputs.a_log,
-            inputs.dt_bias,
-            positions,
-            num_tokens,
-            qkv.stride(0),
-            inputs.a.stride(0),
-            inputs.b.stride(0),
-            DIAGONAL=_DIAGONAL,
-            LEVELS=(CHUNK // _DIAGONAL).bit_length() - 1,
-            **sizes,
-            **_SOLVE_LAUNCH,
-        )
+        _solve(scratch, inputs, positions, constants)
     delta_states(
-        states, from_state, corrections, keys, totals,
-        state=state, positions=positions, slots=slots, keeps=keeps, starts=starts,
-        num_chunks=num_chunks, first_chunk=first // CHUNK, sizes=sizes, exact=exact,
-    )  # fmt: skip
-    _outputs_kernel[(num_chunks, heads)](
-        out, states, corrections, totals, scales, qkv, z, weight, positions,
-        num_tokens, out.stride(0), qkv.stride(0), z.stride(0), eps, PART=min(_PART, k_block),
-        **sizes, **launch_of(_OUTPUTS_LAUNCH, v_block, exact=exact),
-    )  # fmt: skip
+        scratch,
+        state=state,
+        positions=positions,
+        slots=slots,
+        keeps=keeps,
+        starts=starts,
+        num_chunks=num_chunks,
+        first_chunk=first // CHUNK,
+        constants=constants,
+        exact=exact,
+    )
+    launch = launch_of(_OUTPUTS_LAUNCH, inputs.sizes.VALUES, exact=exact)
+    _outputs_kernel[(num_chunks, inputs.num_heads)](
+        out,
+        scratch.states,
+        scratch.corrections,
+        scratch.totals,
+        scratch.scales,
+        inputs.qkv,
+        z,
+        norm[0],
+        positions,
+        len(out),
+        out.stride(0),
+        inputs.qkv.stride(0),
+        z.stride(0),
+        norm[1],
+        PART=min(_PART, inputs.sizes.KEYS),
+        **constants,
+        **launch,
+    )
+
+
+def _solve(
+    scratch: DeltaScratch, inputs: DeltaInputs, positions: Tensor, constants: dict[str, Any]
+) -> None:
+    """Solve the systems of all chunks; see :func:`.delta_solve.delta_solve`."""
+    _solve_kernel[(triton.cdiv(len(inputs.a), CHUNK), inputs.num_heads)](
+        scratch.from_state,
+        scratch.corrections,
+        scratch.keys,
+        scratch.totals,
+        scratch.scales,
+        inputs.qkv,
+        inputs.a,
+        inputs.b,
+        inputs.a_log,
+        inputs.dt_bias,
+        positions,
+        len(inputs.a),
+        inputs.qkv.stride(0),
+        inputs.a.stride(0),
+        inputs.b.stride(0),
+        DIAGONAL=_DIAGONAL,
+        LEVELS=(CHUNK // _DIAGONAL).bit_length() - 1,
+        **constants,
+        **_SOLVE_LAUNCH,
+    )

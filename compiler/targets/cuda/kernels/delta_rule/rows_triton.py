@@ -7,7 +7,7 @@ rows, S slots, N drafts, C channels, W width, H value heads, G key heads, K key 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,10 +20,12 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     wait_for_inputs,
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
-    EPS,
     FUSES,
     DeltaInputs,
     decay_of,
+    gated_norm,
+    state_at,
+    update_state,
 )
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
 from tilewright.compiler.targets.cuda.state.token_batch import SlotRows
@@ -45,38 +47,73 @@ class DraftInputs:
     gates: Tensor
 
 
+class _Inputs(NamedTuple):
+    """A slot's convolution inputs in a kernel: its window, accepted drafts and rows."""
+
+    window: Any
+    draft: Any
+    x_ptr: Any
+    accepted: Any
+    has_state: Any
+    num_channels: Any
+    x_stride: Any
+
+
 @triton.jit
-def _inputs(
-    window,
-    draft,
-    x_ptr,
-    source,
-    accepted,
-    channel,
-    mask,
-    has_state,
-    num_channels,
-    x_stride,
-    W: tl.constexpr,
-):
-    """Load a convolution input: from the window, the accepted drafts or the rows."""
+def _load_inputs(inputs, source, channel, mask, W: tl.constexpr):
+    """Load the inputs of token ``source``: from the window, the accepted drafts or the rows."""
+    accepted = inputs.accepted
     is_old, is_own = source < 0, source >= accepted
     is_draft = (source >= 0) & (source < accepted)
-    at = window + channel * (W - 1) + source + (W - 1)
-    x = tl.load(at, mask=mask & is_old & has_state, other=0.0)
-    x += tl.load(draft + source * num_channels + channel, mask=mask & is_draft, other=0.0)
-    at = x_ptr + (source - accepted) * x_stride + channel
+    at = inputs.window + channel * (W - 1) + source + (W - 1)
+    x = tl.load(at, mask=mask & is_old & inputs.has_state, other=0.0)
+    at = inputs.draft + source * inputs.num_channels + channel
+    x += tl.load(at, mask=mask & is_draft, other=0.0)
+    at = inputs.x_ptr + (source - accepted) * inputs.x_stride + channel
     return x + tl.load(at, mask=mask & is_own, other=0.0)
 
 
 @triton.jit
+def _store_window(inputs, count, channel, inside, W: tl.constexpr, TAPS: tl.constexpr):
+    """Store the window after the first row. Without rows, it is that after the drafts."""
+    tap = tl.arange(0, TAPS)[None, :]
+    last = inputs.accepted - (count == 0).to(tl.int64)  # the token with the stored window
+    mask = inside[:, None] & (tap < W - 1) & (inputs.accepted + count > 0)
+    moved = _load_inputs(inputs, last + tap - (W - 2), channel[:, None], mask, W)
+    tl.debug_barrier()  # all threads have read the window and the drafts
+    tl.store(inputs.window + channel[:, None] * (W - 1) + tap, moved, mask=mask)
+
+
+@triton.jit
+def _store_drafts(inputs, count, channel, inside):
+    """Store the inputs of all rows but the first as the next step's drafts."""
+    for own in range(1, count):
+        x = tl.load(inputs.x_ptr + own * inputs.x_stride + channel, mask=inside, other=0.0)
+        tl.store(inputs.draft + (own - 1) * inputs.num_channels + channel, x, mask=inside)
+
+
+@triton.jit
 def _convolve_kernel(
-    out_ptr, replayed_ptr, x_ptr, weight_ptr, window_ptr, draft_ptr,
-    positions_ptr, slots_ptr, counts_ptr, accepted_ptr,
-    num_channels, out_stride, x_stride,
-    N: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
-    SILU: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    replayed_ptr,
+    x_ptr,
+    weight_ptr,
+    window_ptr,
+    draft_ptr,
+    positions_ptr,
+    slots_ptr,
+    counts_ptr,
+    accepted_ptr,
+    num_channels,
+    out_stride,
+    x_stride,
+    N: tl.constexpr,
+    W: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     first = tl.program_id(0).to(tl.int64)
@@ -90,38 +127,29 @@ def _convolve_kernel(
     if position < 0:
         tl.store(out_ptr + channel, tl.zeros((BLOCK,), tl.float32), mask=inside & (count > 0))
         return
-    has_state = position > accepted
-    window = window_ptr + slot * num_channels * (W - 1)
-    draft = draft_ptr + slot * N * num_channels
+    inputs = _Inputs(
+        window_ptr + slot * num_channels * (W - 1),
+        draft_ptr + slot * N * num_channels,
+        x_ptr,
+        accepted,
+        position > accepted,
+        num_channels,
+        x_stride,
+    )
     replayed_ptr += first * N * num_channels
-    weights = weight_ptr + channel * W
-    taps = tl.load(weights[:, None] + tap, mask=inside[:, None] & (tap < W - 1), other=0.0)
+    weights, in_window = weight_ptr + channel * W, inside[:, None] & (tap < W - 1)
+    taps = tl.load(weights[:, None] + tap, mask=in_window, other=0.0)
     for token in range(accepted + count):
-        old = _inputs(
-            window, draft, x_ptr, token + tap - (W - 1), accepted, channel[:, None],
-            inside[:, None] & (tap < W - 1), has_state, num_channels, x_stride, W,
-        )  # fmt: skip
-        x = _inputs(
-            window, draft, x_ptr, token, accepted, channel, inside, has_state, num_channels,
-            x_stride, W,
-        )  # fmt: skip
+        old = _load_inputs(inputs, token + tap - (W - 1), channel[:, None], in_window, W)
+        x = _load_inputs(inputs, token, channel, inside, W)
         total = tl.sum(old * taps, 1)
         total += x * tl.load(weights + W - 1, mask=inside, other=0.0)
         y = total * tl.sigmoid(total) if SILU else total
         tl.store(replayed_ptr + token * num_channels + channel, y, mask=inside & (token < accepted))
         own = token - accepted
         tl.store(out_ptr + own * out_stride + channel, y, mask=inside & (own >= 0))
-    last = accepted - (count == 0).to(tl.int64)  # the token with the stored window
-    kept = inside[:, None] & (tap < W - 1) & (accepted + count > 0)
-    moved = _inputs(
-        window, draft, x_ptr, last + tap - (W - 2), accepted, channel[:, None], kept, has_state,
-        num_channels, x_stride, W,
-    )  # fmt: skip
-    tl.debug_barrier()  # all threads have read the window and the drafts
-    tl.store(window + channel[:, None] * (W - 1) + tap, moved, mask=kept)
-    for own in range(1, count):
-        x = tl.load(x_ptr + own * x_stride + channel, mask=inside, other=0.0)
-        tl.store(draft + (own - 1) * num_channels + channel, x, mask=inside)
+    _store_window(inputs, count, channel, inside, W, TAPS)
+    _store_drafts(inputs, count, channel, inside)
 
 
 def causal_conv1d_rows(
@@ -148,11 +176,27 @@ def causal_conv1d_rows(
     assert replayed.shape == (num_rows, num_drafts, num_channels) and replayed.is_contiguous()
     block = min(_STEP_CHANNELS, block_of(num_channels))
     _convolve_kernel[(num_rows, triton.cdiv(num_channels, block))](
-        out, replayed, x, weight, window, draft_x, positions, slots, rows.counts, rows.accepted,
-        num_channels, out.stride(0), x.stride(0),
-        N=num_drafts, W=width, TAPS=triton.next_power_of_2(width - 1), BLOCK=block, SILU=silu,
-        enable_fp_fusion=FUSES, **chained(out),
-    )  # fmt: skip
+        out,
+        replayed,
+        x,
+        weight,
+        window,
+        draft_x,
+        positions,
+        slots,
+        rows.counts,
+        rows.accepted,
+        num_channels,
+        out.stride(0),
+        x.stride(0),
+        N=num_drafts,
+        W=width,
+        TAPS=triton.next_power_of_2(width - 1),
+        BLOCK=block,
+        SILU=silu,
+        enable_fp_fusion=FUSES,
+        **chained(out),
+    )
 
 
 @triton.jit
@@ -163,56 +207,84 @@ def _either(own, draft, at, mask, is_own):
 
 
 @triton.jit
+def _load_vectors(own, draft, h, is_own, SIZES: tl.constexpr):
+    """Load a token's query and key ``[KEYS]``, and its value ``[VALUES]``."""
+    G: tl.constexpr = SIZES.G
+    K: tl.constexpr = SIZES.K
+    i, j, g = tl.arange(0, SIZES.KEYS), tl.arange(0, SIZES.VALUES), h // (SIZES.H // G)
+    q = _either(own, draft, g * K + i, i < K, is_own)
+    k = _either(own, draft, (G + g) * K + i, i < K, is_own)
+    v = _either(own, draft, 2 * G * K + h * SIZES.V + j, j < SIZES.V, is_own)
+    return q, k, v
+
+
+@triton.jit
+def _store_gates(gates_ptr, a, b, mask, H: tl.constexpr):
+    """Store a token's gate inputs as those of a draft."""
+    tl.store(gates_ptr, a, mask=mask)
+    tl.store(gates_ptr + H, b, mask=mask)
+
+
+@triton.jit
 def _rule_kernel(
-    out_ptr, qkv_ptr, replayed_ptr, a_ptr, b_ptr, gates_ptr, a_log_ptr, dt_bias_ptr, z_ptr,
-    norm_ptr, state_ptr, positions_ptr, slots_ptr, counts_ptr, accepted_ptr,
-    out_stride, qkv_stride, a_stride, b_stride, z_stride, eps,
-    N: tl.constexpr, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    qkv_ptr,
+    replayed_ptr,
+    a_ptr,
+    b_ptr,
+    gates_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    z_ptr,
+    norm_ptr,
+    state_ptr,
+    positions_ptr,
+    slots_ptr,
+    counts_ptr,
+    accepted_ptr,
+    out_stride,
+    qkv_stride,
+    a_stride,
+    b_stride,
+    z_stride,
+    eps,
+    N: tl.constexpr,
+    SIZES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     first, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, slot = tl.load(positions_ptr + first), tl.load(slots_ptr + first)
     count, accepted = tl.load(counts_ptr + first), tl.load(accepted_ptr + first)
-    i, j = tl.arange(0, KEYS), tl.arange(0, VALUES)
-    is_key, is_value = i < K, j < V
+    H: tl.constexpr = SIZES.H
+    V: tl.constexpr = SIZES.V
+    j = tl.arange(0, SIZES.VALUES)
+    is_value = j < V
     if position < 0:
-        zeros = rounded(tl.zeros((VALUES,), tl.float32), out_ptr.dtype.element_ty, CHAINED)
-        mask = is_value & (count > 0)
-        tl.store(out_ptr + first * out_stride + h * V + j, zeros, mask=mask)
+        zeros = rounded(tl.zeros_like(j).to(tl.float32), out_ptr.dtype.element_ty, CHAINED)
+        tl.store(out_ptr + first * out_stride + h * V + j, zeros, mask=is_value & (count > 0))
         return
-    inside = is_key[:, None] & is_value[None, :]
-    pointers = state_ptr + (slot * H + h) * (K * V) + i[:, None] * V + j[None, :]
+    pointers, inside = state_at(state_ptr, slot, h, SIZES)
     state = tl.load(pointers, mask=inside & (position > accepted), other=0.0)
     gates_ptr += slot * N * 2 * H + h
     a_log, dt_bias = tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h)
     weight = tl.load(norm_ptr + j, mask=is_value, other=0.0)
-    g = h // (H // G)
-    channels: tl.constexpr = 2 * G * K + H * V
+    channels = 2 * SIZES.G * SIZES.K + H * V
     last = accepted - (count == 0).to(tl.int64)  # the token with the stored state
     for token in range(accepted + count):
         is_own, at = token >= accepted, first + token - accepted
         own, draft = qkv_ptr + at * qkv_stride, replayed_ptr + (first * N + token) * channels
-        q = _either(own, draft, g * K + i, is_key, is_own)
-        k = _either(own, draft, (G + g) * K + i, is_key, is_own)
-        v = _either(own, draft, 2 * G * K + h * V + j, is_value, is_own)
-        q *= tl.rsqrt(tl.sum(q * q) + EPS) * (1.0 / K**0.5)
-        k *= tl.rsqrt(tl.sum(k * k) + EPS)
+        q, k, v = _load_vectors(own, draft, h, is_own, SIZES)
         gates = gates_ptr + token * 2 * H
         a = _either(a_ptr + at * a_stride + h, gates, 0, True, is_own)
         b = _either(b_ptr + at * b_stride + h, gates + H, 0, True, is_own)
-        state *= tl.exp(decay_of(a, a_log, dt_bias))
-        wrong = (v - tl.sum(state * k[:, None], 0)) * tl.sigmoid(b)
-        state += k[:, None] * wrong[None, :]
-        o = tl.sum(state * q[:, None], 0)
+        decay = decay_of(a, a_log, dt_bias)
+        state, o = update_state(state, q, k, v, decay, tl.sigmoid(b), SIZES.K)
         tl.store(pointers, state, mask=inside & (token == last))
-        gates = gates_ptr + (token - last - 1) * 2 * H
-        tl.store(gates, a, mask=token > last)
-        tl.store(gates + H, b, mask=token > last)
+        _store_gates(gates_ptr + (token - last - 1) * 2 * H, a, b, token > last, H)
         z = tl.load(z_ptr + at * z_stride + h * V + j, mask=is_value & is_own, other=0.0)
-        y = o * tl.rsqrt(tl.sum(o * o) / V + eps) * weight * (z * tl.sigmoid(z))
-        y = rounded(y, out_ptr.dtype.element_ty, CHAINED)
+        y = rounded(gated_norm(o, weight, z, eps, V), out_ptr.dtype.element_ty, CHAINED)
         tl.store(out_ptr + at * out_stride + h * V + j, y, mask=is_value & is_own)
 
 
@@ -238,15 +310,35 @@ def delta_rule_rows(
     inputs.check(state)
     weight, eps = norm
     assert out.shape == z.shape and z.stride(1) == out.stride(1) == 1
-    keys, values = block_of(inputs.key_dim), block_of(inputs.value_dim)
+    sizes = inputs.sizes
     _rule_kernel[(len(out), inputs.num_heads)](
-        out, inputs.qkv, replayed, inputs.a, inputs.b, gates, inputs.a_log, inputs.dt_bias, z,
-        weight, state, positions, slots, rows.counts, rows.accepted,
-        out.stride(0), inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0), z.stride(0),
-        eps, N=gates.shape[1], H=inputs.num_heads, G=inputs.num_key_heads, K=inputs.key_dim,
-        V=inputs.value_dim, KEYS=keys, VALUES=values,
-        num_warps=min(16, max(1, keys * values // 2048)), enable_fp_fusion=FUSES, **chained(out),
-    )  # fmt: skip
+        out,
+        inputs.qkv,
+        replayed,
+        inputs.a,
+        inputs.b,
+        gates,
+        inputs.a_log,
+        inputs.dt_bias,
+        z,
+        weight,
+        state,
+        positions,
+        slots,
+        rows.counts,
+        rows.accepted,
+        out.stride(0),
+        inputs.qkv.stride(0),
+        inputs.a.stride(0),
+        inputs.b.stride(0),
+        z.stride(0),
+        eps,
+        N=gates.shape[1],
+        SIZES=sizes,
+        num_warps=min(16, max(1, sizes.KEYS * sizes.VALUES // 2048)),
+        enable_fp_fusion=FUSES,
+        **chained(out),
+    )
 
 
 def linear_attention_rows(

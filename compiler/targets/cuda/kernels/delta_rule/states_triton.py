@@ -5,7 +5,8 @@ Excludes the solution of a chunk's system. See ``prompt_triton.py`` for the shap
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,7 +16,30 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
+from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import DeltaSizes
 from tilewright.compiler.targets.cuda.tuning import tuning
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaScratch:
+    """Buffers between the kernels of N chunks, float32 and flat.
+
+    Attributes:
+        states: States before the chunks, ``[N, H, VALUES, KEYS]``.
+        from_state: Factors of the states in the corrections, ``[N, H, C, KEYS]``.
+        corrections: Corrected values, ``[N, H, VALUES, C]``.
+        keys: Unit keys, ``[N, G, KEYS, C]``.
+        totals: Cumulative log decays, ``[N, H, C]``.
+        scales: Scales of queries and keys to unit vectors, ``[N, G, 2, C]``.
+    """
+
+    states: Tensor
+    from_state: Tensor
+    corrections: Tensor
+    keys: Tensor
+    totals: Tensor
+    scales: Tensor
+
 
 _STATE_VALUES = 32  # state columns for a program
 # Two chunks are in flight before the current chunk: 217 KiB of shared memory.
@@ -49,24 +73,51 @@ def launch_of(usual: dict[str, int], num_columns: int, *, exact: bool) -> dict[s
     return _EXACT_LAUNCH if exact else usual
 
 
+class _Buffers(NamedTuple):
+    """Pointers to a chunk's states, state factors, corrections, unit keys and decays."""
+
+    states: Any
+    from_state: Any
+    corrections: Any
+    keys: Any
+    totals: Any
+
+
+@triton.jit
+def _after_chunks(buffers, num_chunks, SIZES: tl.constexpr, C: tl.constexpr):
+    """Return the pointers after some chunks."""
+    return _Buffers(
+        buffers.states + num_chunks * (SIZES.H * SIZES.VALUES * SIZES.KEYS),
+        buffers.from_state + num_chunks * (SIZES.H * C * SIZES.KEYS),
+        buffers.corrections + num_chunks * (SIZES.H * SIZES.VALUES * C),
+        buffers.keys + num_chunks * (SIZES.G * SIZES.KEYS * C),
+        buffers.totals + num_chunks * (SIZES.H * C),
+    )
+
+
+@triton.jit
+def _of_head(buffers, h, j, SIZES: tl.constexpr, C: tl.constexpr):
+    """Return the pointers to a head's tiles, with the state's columns ``j [1, BLOCK]``."""
+    KEYS: tl.constexpr = SIZES.KEYS
+    row, key = tl.arange(0, C), tl.arange(0, KEYS)
+    return _Buffers(
+        buffers.states + (h * (SIZES.VALUES * KEYS) + j * KEYS + key[:, None]),
+        buffers.from_state + (h * (C * KEYS) + row[:, None] * KEYS + key[None, :]),
+        buffers.corrections + (h * (SIZES.VALUES * C) + j * C + row[:, None]),
+        buffers.keys + (h // (SIZES.H // SIZES.G) * (KEYS * C) + key[:, None] * C + row[None, :]),
+        buffers.totals + h * C,
+    )
+
+
 @triton.jit
 def _go_through(
-    states_ptr,
-    from_state_ptr,
-    corrections_ptr,
-    keys_ptr,
-    totals_ptr,
+    buffers,
     state_ptr,
     position,
     slot,
     keeps_ptr,
     num_chunks,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
+    SIZES: tl.constexpr,
     BLOCK: tl.constexpr,
     C: tl.constexpr,
     KEEPS: tl.constexpr,
@@ -74,17 +125,16 @@ def _go_through(
     CHAINED: tl.constexpr,
 ):
     """Update some columns of a head's state over a prompt's chunks from ``position``."""
-    h, place, key = tl.program_id(0), tl.arange(0, C), tl.arange(0, KEYS)
-    i, j = key[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    H: tl.constexpr = SIZES.H
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    h, row, i = tl.program_id(0), tl.arange(0, C), tl.arange(0, SIZES.KEYS)[:, None]
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     state_at = state_ptr + (slot * H + h) * (K * V) + i * V + j
     inside = (i < K) & (j < V)
     state = tl.load(state_at, mask=inside & (position > 0), other=0.0)
-    states_ptr += h * (VALUES * KEYS) + j * KEYS + i
-    from_state_ptr += h * (C * KEYS) + place[:, None] * KEYS + key[None, :]
-    corrections_ptr += h * (VALUES * C) + j * C + place[:, None]
-    keys_ptr += h // (H // G) * (KEYS * C) + i * C + place[None, :]
-    totals_ptr += h * C
-    own = tl.load(corrections_ptr)
+    at = _of_head(buffers, h, j, SIZES, C)
+    own = tl.load(at.corrections)
     if KEEPS:
         kept = tl.load(keeps_ptr)
     for chunk in range(num_chunks):
@@ -93,21 +143,17 @@ def _go_through(
             if kept >= 0:
                 tl.store(state_ptr + (kept * H + h) * (K * V) + i * V + j, state, mask=inside)
             kept = tl.load(keeps_ptr + (chunk + 1) * C, mask=is_more, other=-1)
-        after = tl.load(corrections_ptr + H * VALUES * C, mask=is_more, other=0.0)
-        seen, keys = tl.load(from_state_ptr), tl.load(keys_ptr)
-        total, end = tl.load(totals_ptr + place), tl.load(totals_ptr + C - 1)
+        next_at = _after_chunks(at, 1, SIZES, C)
+        after = tl.load(next_at.corrections, mask=is_more, other=0.0)
+        seen, keys = tl.load(at.from_state), tl.load(at.keys)
+        total, end = tl.load(at.totals + row), tl.load(at.totals + C - 1)
         before = operand(state, PRECISION, CHAINED)
         corrections = tl.dot(seen, before, acc=own, input_precision=PRECISION)
-        tl.store(states_ptr, before)
-        tl.store(corrections_ptr, operand(corrections, PRECISION, CHAINED))
+        tl.store(at.states, before)
+        tl.store(at.corrections, operand(corrections, PRECISION, CHAINED))
         corrections = operand(corrections * tl.exp(end - total)[:, None], PRECISION, CHAINED)
         state = tl.dot(keys, corrections, acc=state * tl.exp(end), input_precision=PRECISION)
-        own = after
-        states_ptr += H * VALUES * KEYS
-        from_state_ptr += H * C * KEYS
-        corrections_ptr += H * VALUES * C
-        keys_ptr += G * KEYS * C
-        totals_ptr += H * C
+        own, at = after, next_at
     tl.store(state_at, state, mask=inside & (position >= 0))
 
 
@@ -132,12 +178,7 @@ def _states_kernel(
     starts_ptr,
     num_chunks,
     first_chunk,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
+    SIZES: tl.constexpr,
     BLOCK: tl.constexpr,
     C: tl.constexpr,
     KEEPS: tl.constexpr,
@@ -153,34 +194,37 @@ def _states_kernel(
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
+    buffers = _Buffers(states_ptr, from_state_ptr, corrections_ptr, keys_ptr, totals_ptr)
     if STARTS:
         starts_ptr += tl.program_id(2)
         begin = _chunk_of(starts_ptr, first_chunk, num_chunks, C)
         num_chunks = _chunk_of(starts_ptr + 1, first_chunk, num_chunks, C) - begin
         if num_chunks == 0:
             return
-        states_ptr += begin * (H * VALUES * KEYS)
-        from_state_ptr += begin * (H * C * KEYS)
-        corrections_ptr += begin * (H * VALUES * C)
-        keys_ptr += begin * (G * KEYS * C)
-        totals_ptr += begin * (H * C)
+        buffers = _after_chunks(buffers, begin, SIZES, C)
         positions_ptr += begin * C
         slots_ptr += begin * C
         if KEEPS:
             keeps_ptr += begin * C
+    position, slot = tl.load(positions_ptr), tl.load(slots_ptr)
     _go_through(
-        states_ptr, from_state_ptr, corrections_ptr, keys_ptr, totals_ptr,
-        state_ptr, tl.load(positions_ptr), tl.load(slots_ptr), keeps_ptr, num_chunks,
-        H, G, K, V, KEYS, VALUES, BLOCK, C, KEEPS, PRECISION, CHAINED,
-    )  # fmt: skip
+        buffers,
+        state_ptr,
+        position,
+        slot,
+        keeps_ptr,
+        num_chunks,
+        SIZES,
+        BLOCK,
+        C,
+        KEEPS,
+        PRECISION,
+        CHAINED,
+    )
 
 
 def delta_states(
-    states: Tensor,
-    from_state: Tensor,
-    corrections: Tensor,
-    keys: Tensor,
-    totals: Tensor,
+    scratch: DeltaScratch,
     *,
     state: Tensor,
     positions: Tensor,
@@ -189,25 +233,27 @@ def delta_states(
     starts: Tensor | None,
     num_chunks: int,
     first_chunk: int,
-    sizes: dict[str, Any],
+    constants: dict[str, Any],
     exact: bool,
 ) -> None:
     """Compute the states before N chunks, and complete the first part's corrections.
 
     Args:
-        states: Outputs ``[N, H, VALUES, KEYS]``.
+        scratch: The first part's outputs, and the states.
         first_chunk: The first chunk's index, for ``starts``.
+        constants: Constants of all prefill kernels.
 
     See :func:`.prompt_triton.delta_rule_prompt` for the remaining arguments.
     """
-    block = min(_STATE_VALUES, sizes["VALUES"])
+    sizes: DeltaSizes = constants["SIZES"]
+    block = min(_STATE_VALUES, sizes.VALUES)
     num_pieces = 1 if starts is None else len(starts) - 1
-    _states_kernel[(sizes["H"], triton.cdiv(sizes["V"], block), num_pieces)](
-        states,
-        from_state,
-        corrections,
-        keys,
-        totals,
+    _states_kernel[(sizes.H, triton.cdiv(sizes.V, block), num_pieces)](
+        scratch.states,
+        scratch.from_state,
+        scratch.corrections,
+        scratch.keys,
+        scratch.totals,
         state,
         positions,
         slots,
@@ -218,6 +264,6 @@ def delta_states(
         BLOCK=block,
         KEEPS=keeps is not None,
         STARTS=starts is not None,
-        **sizes,
+        **constants,
         **launch_of(_STATES_LAUNCH, block, exact=exact),
     )

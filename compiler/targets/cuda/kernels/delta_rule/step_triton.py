@@ -7,6 +7,7 @@ size, S slots.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -26,6 +27,17 @@ FUSES = False
 """Contract products and sums. The compiler contracts loops and single steps differently, and the
 rows of drafts must equal single steps.
 """
+
+
+class DeltaSizes(NamedTuple):
+    """Sizes as a compile-time argument, by shape letter. KEYS and VALUES are blocks of K and V."""
+
+    H: int
+    G: int
+    K: int
+    V: int
+    KEYS: int
+    VALUES: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,13 @@ class DeltaInputs:
         width = self.qkv.shape[1] - 2 * self.num_key_heads * self.key_dim
         return width // self.num_heads
 
+    @property
+    def sizes(self) -> DeltaSizes:
+        """Return the sizes for kernels."""
+        blocks = block_of(self.key_dim), block_of(self.value_dim)
+        heads = self.num_heads, self.num_key_heads
+        return DeltaSizes(*heads, self.key_dim, self.value_dim, *blocks)
+
     def check(self, state: Tensor) -> None:
         """Check the kernels' assumptions, with ``state [S, H, K, V]``."""
         assert state.shape[1:] == (self.num_heads, self.key_dim, self.value_dim)
@@ -69,6 +88,31 @@ def decay_of(a, a_log, dt_bias):
     x = a + dt_bias
     # softplus is log(1 + exp(x)). Above 20, it equals x in float32.
     return -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def state_at(state_ptr, slot, h, SIZES: tl.constexpr):
+    """Return the pointers and the mask ``[KEYS, VALUES]`` of a head's state."""
+    i, j = tl.arange(0, SIZES.KEYS)[:, None], tl.arange(0, SIZES.VALUES)[None, :]
+    pointers = state_ptr + (slot * SIZES.H + h) * (SIZES.K * SIZES.V) + i * SIZES.V + j
+    return pointers, (i < SIZES.K) & (j < SIZES.V)
+
+
+@triton.jit
+def update_state(state, q, k, v, decay, beta, K: tl.constexpr):
+    """Return the state after a token, and its output ``[VALUES]``."""
+    q *= tl.rsqrt(tl.sum(q * q) + EPS) * (1.0 / K**0.5)
+    k *= tl.rsqrt(tl.sum(k * k) + EPS)
+    state *= tl.exp(decay)
+    wrong = (v - tl.sum(state * k[:, None], 0)) * beta
+    state += k[:, None] * wrong[None, :]
+    return state, tl.sum(state * q[:, None], 0)
+
+
+@triton.jit
+def gated_norm(o, weight, z, eps, V: tl.constexpr):
+    """Return the RMSNorm of an output ``[VALUES]``, times the SiLU of ``z``."""
+    return o * tl.rsqrt(tl.sum(o * o) / V + eps) * weight * (z * tl.sigmoid(z))
 
 
 @triton.jit
@@ -90,40 +134,32 @@ def _step_kernel(
     b_stride,
     z_stride,
     eps,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
+    SIZES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, slot = tl.load(positions_ptr + row), tl.load(slots_ptr + row)
-    i, j = tl.arange(0, KEYS), tl.arange(0, VALUES)
+    G: tl.constexpr = SIZES.G
+    K: tl.constexpr = SIZES.K
+    V: tl.constexpr = SIZES.V
+    i, j = tl.arange(0, SIZES.KEYS), tl.arange(0, SIZES.VALUES)
     is_key, is_value = i < K, j < V
-    inside = is_key[:, None] & is_value[None, :]
-    pointers = state_ptr + (slot * H + h) * (K * V) + i[:, None] * V + j[None, :]
+    pointers, inside = state_at(state_ptr, slot, h, SIZES)
     state = tl.load(pointers, mask=inside & (position > 0), other=0.0)
     qkv = qkv_ptr + row * qkv_stride
-    g = h // (H // G)
+    g = h // (SIZES.H // G)
     q = tl.load(qkv + g * K + i, mask=is_key, other=0.0)
     k = tl.load(qkv + (G + g) * K + i, mask=is_key, other=0.0)
     v = tl.load(qkv + 2 * G * K + h * V + j, mask=is_value, other=0.0)
-    q *= tl.rsqrt(tl.sum(q * q) + EPS) * (1.0 / K**0.5)
-    k *= tl.rsqrt(tl.sum(k * k) + EPS)
     a, b = tl.load(a_ptr + row * a_stride + h), tl.load(b_ptr + row * b_stride + h)
-    kept = tl.exp(decay_of(a, tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h)))
-    state *= kept
-    wrong = (v - tl.sum(state * k[:, None], 0)) * tl.sigmoid(b)
-    state += k[:, None] * wrong[None, :]
-    o = tl.sum(state * q[:, None], 0)
+    decay = decay_of(a, tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h))
+    state, o = update_state(state, q, k, v, decay, tl.sigmoid(b), K)
     tl.store(pointers, state, mask=inside & (position >= 0))
     weight = tl.load(norm_ptr + j, mask=is_value, other=0.0)
     z = tl.load(z_ptr + row * z_stride + h * V + j, mask=is_value, other=0.0)
-    y = o * tl.rsqrt(tl.sum(o * o) / V + eps) * weight * (z * tl.sigmoid(z))
+    y = gated_norm(o, weight, z, eps, V)
     y = rounded(tl.where(position >= 0, y, 0.0), out_ptr.dtype.element_ty, CHAINED)
     tl.store(out_ptr + row * out_stride + h * V + j, y, mask=is_value)
 
@@ -149,7 +185,7 @@ def delta_rule_step(
     inputs.check(state)
     weight, eps = norm
     assert out.shape == z.shape and z.stride(1) == out.stride(1) == 1
-    keys, values = block_of(inputs.key_dim), block_of(inputs.value_dim)
+    sizes = inputs.sizes
     _step_kernel[(len(out), inputs.num_heads)](
         out,
         inputs.qkv,
@@ -168,13 +204,8 @@ def delta_rule_step(
         inputs.b.stride(0),
         z.stride(0),
         eps,
-        H=inputs.num_heads,
-        G=inputs.num_key_heads,
-        K=inputs.key_dim,
-        V=inputs.value_dim,
-        KEYS=keys,
-        VALUES=values,
-        num_warps=min(16, max(1, keys * values // 2048)),
+        SIZES=sizes,
+        num_warps=min(16, max(1, sizes.KEYS * sizes.VALUES // 2048)),
         enable_fp_fusion=FUSES,
         **chained(out),
     )
