@@ -48,7 +48,7 @@ from tilewright.compiler.targets.interface.base import (
     WeightStorage,
 )
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
-from tilewright.compiler.targets.interface.step import Snapshot
+from tilewright.compiler.targets.interface.step import StateSnapshot
 from tilewright.compiler.targets.pipeline import (
     MATCH,
     PRECISION,
@@ -245,7 +245,7 @@ class ReferenceExecutable(HostExecutable):
             hidden_size=hidden_size(graph_module),
             max_drafts=0 if options.parallel.tensor > 1 else MAX_DRAFTS,
         )
-        self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
+        self._snapshots: dict[StateSnapshot, tuple[int, list[Tensor]]] = {}
         self._run: Callable[..., Tensor] = graph_module
         self._runs: dict[tuple[bool, bool, bool, bool], Callable[..., Tensor]] = {}
         self._exchange: SocketAllGather | None = None
@@ -363,15 +363,15 @@ class ReferenceExecutable(HostExecutable):
             part = (slice(None), slice(num_positions)) if spec.kind == PER_TOKEN else ()
             state[target, *part] = state[source, *part]
 
-    def save_state(self, slot: Slot, snapshot: Snapshot) -> None:
+    def save_state(self, slot: Slot, snapshot: StateSnapshot) -> None:
         self.keep_state(slot, snapshot, self.length(slot))
 
-    def keep_state(self, slot: Slot, snapshot: Snapshot, position: int) -> None:
+    def keep_state(self, slot: Slot, snapshot: StateSnapshot, position: int) -> None:
         """Copy a slot's per-sequence state at ``position`` to a snapshot."""
         kept = [state[slot].clone() for state in self._own_states()]
         self._snapshots[snapshot] = position, kept
 
-    def load_state(self, slot: Slot, snapshot: Snapshot) -> int:
+    def load_state(self, slot: Slot, snapshot: StateSnapshot) -> int:
         position, kept = self._snapshots[snapshot]
         for state, values in zip(self._own_states(), kept, strict=True):
             state[slot] = values
@@ -450,11 +450,11 @@ class VirtualRanks(HostExecutable):
         for rank in self.ranks:
             rank.copy_state(source, target, num_positions)
 
-    def save_state(self, slot: Slot, snapshot: Snapshot) -> None:
+    def save_state(self, slot: Slot, snapshot: StateSnapshot) -> None:
         for rank in self.ranks:
             rank.keep_state(slot, snapshot, self.length(slot))
 
-    def load_state(self, slot: Slot, snapshot: Snapshot) -> int:
+    def load_state(self, slot: Slot, snapshot: StateSnapshot) -> int:
         return {rank.load_state(slot, snapshot) for rank in self.ranks}.pop()
 
     def memory(self) -> MemoryUse:

@@ -22,7 +22,7 @@ from tilewright.runtime.memory.cache_manager import CacheManager
 from tilewright.runtime.memory.contiguous_cache import ContiguousCacheManager
 from tilewright.runtime.memory.paged_cache import PagedCacheManager
 from tilewright.runtime.memory.pages import PagePool
-from tilewright.runtime.memory.snapshots import Snapshots
+from tilewright.runtime.memory.snapshots import SnapshotPool
 from tilewright.runtime.request import FAILED
 from tilewright.runtime.scheduling.request_state import (
     RequestState,
@@ -323,7 +323,7 @@ def check_pool(pool: PagePool, cache_manager: PagedCacheManager) -> None:
     assert cache_manager._num_growing == len(growing)
 
 
-def check_snapshots(snapshots: Snapshots, cache_manager: CacheManager) -> None:
+def check_snapshots(snapshots: SnapshotPool, cache_manager: CacheManager) -> None:
     """Check that every snapshot is free, cached or borrowed."""
     lent = [each.reply[1] for each in cache_manager.by_slot if each.reply is not None]
     places = [*snapshots._free, *snapshots._of_key.values(), *lent]

@@ -29,7 +29,7 @@ from tilewright.compiler.targets.interface.step import (
     SamplerOutput,
     SaveState,
     Slot,
-    Snapshot,
+    StateSnapshot,
     StateUpdate,
     Step,
     StepOutput,
@@ -119,7 +119,7 @@ class QueuedExecutable(Executable):
         self._num_chosen = 0
         self._slots: dict[Slot, _Held] = {}
         self._memory: dict[int, dict[int, int]] = {}
-        self._snapshots: dict[Snapshot, tuple[int, int]] = {}
+        self._snapshots: dict[StateSnapshot, tuple[int, int]] = {}
         self._places: dict[SwapHandle, tuple[_Held, list[int]]] = {}
         self._opened: set[Slot] = set()
 

@@ -8,7 +8,7 @@ import pytest
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Capabilities
-from tilewright.runtime.memory.snapshots import Snapshots
+from tilewright.runtime.memory.snapshots import SnapshotPool
 from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.runtime.scheduling.scheduler import Scheduler
 
@@ -51,7 +51,7 @@ def test_chats_in_turn_need_a_snapshot_each_and_two(count: int, least: float, mo
 
 
 def test_what_a_sequence_has_gone_beyond_goes_first_but_not_what_several_went_on_from() -> None:
-    snapshots = Snapshots(3)
+    snapshots = SnapshotPool(3)
     for key in (b"old", b"shared", b"latest"):
         snapshots.take(key)
     snapshots.use(b"shared", 2)
@@ -66,7 +66,7 @@ def test_what_a_sequence_has_gone_beyond_goes_first_but_not_what_several_went_on
 
 def test_a_place_that_a_step_fills_is_no_other_piece_s_in_it() -> None:
     """Its pieces may run in another order, and the one that was first would be kept last."""
-    snapshots = Snapshots(2)
+    snapshots = SnapshotPool(2)
     kept = [snapshots.take(key) for key in (b"a", b"b")]
     snapshots.fill([b"a"])
     snapshots.supersede(b"a")
@@ -78,7 +78,7 @@ def test_a_place_that_a_step_fills_is_no_other_piece_s_in_it() -> None:
 
 
 def test_half_of_the_places_are_lent_to_answers_and_come_back() -> None:
-    snapshots = Snapshots(4)
+    snapshots = SnapshotPool(4)
     for key in (b"a", b"b", b"c", b"d"):
         snapshots.take(key)
     lent = [snapshots.borrow() for _ in range(3)]
@@ -87,7 +87,7 @@ def test_half_of_the_places_are_lent_to_answers_and_come_back() -> None:
     assert snapshots.find([b"e"], 1) == (1, 0)
     snapshots.give_back(lent[1], b"e")
     assert snapshots.take(b"f") == 1 and len(snapshots) == 4
-    assert Snapshots(1).borrow() is None and Snapshots(0).borrow() is None
+    assert SnapshotPool(1).borrow() is None and SnapshotPool(0).borrow() is None
     snapshots.borrow()
     snapshots.forget()
     assert len(snapshots) == 0 and len({snapshots.take(bytes([n])) for n in range(9)}) == 3

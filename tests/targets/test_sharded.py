@@ -27,7 +27,7 @@ from tilewright.compiler.targets.interface.step import (
     PrefillChunk,
     SaveState,
     Slot,
-    Snapshot,
+    StateSnapshot,
     Step,
     SwapHandle,
     SwapIn,
@@ -55,10 +55,14 @@ def test_every_kind_of_edit_survives_the_way() -> None:
     )
     edits = (
         *(OpenSlot(S[1], choosing, (1, 2), keeps=1), CloseSlot(S[2]), AssignPages(S[1], 1, (7, 8))),
-        *(SaveState(S[0], Snapshot(3)), LoadState(S[0], Snapshot(3)), CopyState(S[0], S[1], 5)),
+        *(
+            SaveState(S[0], StateSnapshot(3)),
+            LoadState(S[0], StateSnapshot(3)),
+            CopyState(S[0], S[1], 5),
+        ),
         *(SwapOut(S[0], SwapHandle(1)), SwapIn(S[0], SwapHandle(1)), DropSwapped(SwapHandle(1))),
     )
-    chunk = PrefillChunk(S[3], 4, (5, 6), True, ((5, Snapshot(1)),), echoes=True, also=(S[4],))
+    chunk = PrefillChunk(S[3], 4, (5, 6), True, ((5, StateSnapshot(1)),), echoes=True, also=(S[4],))
     step = Step((S[0],), (chunk,), edits, {S[0]: 9}, masked=True, logprobs=3, want_logits=True)
     assert read_step(step_bytes(step)) == step
     assert read_step(step_bytes(Step())) == Step()

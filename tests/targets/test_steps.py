@@ -26,7 +26,7 @@ from tilewright.compiler.targets.interface.step import (
     PrefillChunk,
     SaveState,
     Slot,
-    Snapshot,
+    StateSnapshot,
     Step,
 )
 
@@ -229,10 +229,10 @@ def test_a_snapshot_on_the_way_continues_as_the_whole(target: str) -> None:
     whole = prefill(hybrid, list(PROMPT))
     hybrid.reset()
     hybrid.step(Step(edits=(OpenSlot(A, SamplingParams()), OpenSlot(B, SamplingParams()))))
-    hybrid.step(Step(prompts=(PrefillChunk(A, 0, PROMPT, saves=((5, Snapshot(2)),)),)))
-    hybrid.step(Step(edits=(CopyState(A, B, 9), LoadState(B, Snapshot(2)))))
+    hybrid.step(Step(prompts=(PrefillChunk(A, 0, PROMPT, saves=((5, StateSnapshot(2)),)),)))
+    hybrid.step(Step(edits=(CopyState(A, B, 9), LoadState(B, StateSnapshot(2)))))
     rest = PrefillChunk(B, 5, PROMPT[5:], chooses=True)
     output = hybrid.step(Step(prompts=(rest,), want_logits=True))
     torch.testing.assert_close(joined(output), whole[-1:], atol=1e-4, rtol=0)
-    hybrid.step(Step(edits=(SaveState(B, Snapshot(2)),)))
+    hybrid.step(Step(edits=(SaveState(B, StateSnapshot(2)),)))
     hybrid.close()

@@ -40,7 +40,7 @@ from tilewright.compiler.targets.interface.step import (
     SamplerOutput,
     SaveState,
     Slot,
-    Snapshot,
+    StateSnapshot,
     StateUpdate,
     Step,
     StepOutput,
@@ -109,11 +109,11 @@ class HostExecutable(Executable):
     def clear_state(self, slot: Slot) -> None:
         """Discard a slot's state. Its memory may be freed."""
 
-    def save_state(self, slot: Slot, snapshot: Snapshot) -> None:
+    def save_state(self, slot: Slot, snapshot: StateSnapshot) -> None:
         """Copy a slot's per-sequence state to a snapshot."""
         raise AssertionError("this executable keeps no snapshots")
 
-    def load_state(self, slot: Slot, snapshot: Snapshot) -> int:
+    def load_state(self, slot: Slot, snapshot: StateSnapshot) -> int:
         """Copy a snapshot's state to a slot. Return its position."""
         raise AssertionError("this executable keeps no snapshots")
 

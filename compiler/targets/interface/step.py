@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Slot = NewType("Slot", int)
 """Index of a running sequence in an executable's tables, from 0 to ``max_num_seqs - 1``."""
 
-Snapshot = NewType("Snapshot", int)
+StateSnapshot = NewType("StateSnapshot", int)
 """Number of a snapshot, chosen by the runtime. A snapshot has per-sequence state at a position."""
 
 SwapHandle = NewType("SwapHandle", int)
@@ -75,7 +75,7 @@ class SaveState:
     """Copy a slot's per-sequence state from before this step to a snapshot."""
 
     slot: Slot
-    snapshot: Snapshot
+    snapshot: StateSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class LoadState:
     """
 
     slot: Slot
-    snapshot: Snapshot
+    snapshot: StateSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class PrefillChunk:
     start: int
     tokens: tuple[int, ...]
     chooses: bool = False
-    saves: tuple[tuple[int, Snapshot], ...] = ()
+    saves: tuple[tuple[int, StateSnapshot], ...] = ()
     echoes: bool = False
     also: tuple[Slot, ...] = ()
     next_token: int | None = None

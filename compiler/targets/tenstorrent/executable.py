@@ -18,7 +18,7 @@ from tilewright.compiler.targets.interface.base import (
     MemoryUse,
     Slot,
 )
-from tilewright.compiler.targets.interface.step import Snapshot
+from tilewright.compiler.targets.interface.step import StateSnapshot
 from tilewright.compiler.targets.interface.threads import torch_threads
 from tilewright.compiler.targets.tenstorrent.emulate.run import Emulator, EmulatorBatch
 from tilewright.compiler.targets.tenstorrent.program.chips import PerChip
@@ -68,7 +68,7 @@ class EmulatedExecutable(HostExecutable):
             of_state = self._states[state.name]
             for chip in of_state.chips():
                 of_state[chip] = torch.zeros((options.max_batch, *state.shape), device=self._device)
-        self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
+        self._snapshots: dict[StateSnapshot, tuple[int, list[Tensor]]] = {}
         self._emulator = Emulator(weights, ChainMap(self._caches, self._states))
         self._plan = plan_memory(decode)
 
@@ -93,11 +93,11 @@ class EmulatedExecutable(HostExecutable):
         for tensor in self._parts(self._states):
             tensor[target] = tensor[source]
 
-    def save_state(self, slot: Slot, snapshot: Snapshot) -> None:
+    def save_state(self, slot: Slot, snapshot: StateSnapshot) -> None:
         kept = [tensor[slot].clone() for tensor in self._parts(self._states)]
         self._snapshots[snapshot] = self.length(slot), kept
 
-    def load_state(self, slot: Slot, snapshot: Snapshot) -> int:
+    def load_state(self, slot: Slot, snapshot: StateSnapshot) -> int:
         position, kept = self._snapshots[snapshot]
         for tensor, values in zip(self._parts(self._states), kept, strict=True):
             tensor[slot] = values

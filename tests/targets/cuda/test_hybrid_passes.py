@@ -38,7 +38,7 @@ from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
 from tilewright.compiler.targets.cuda.steps.overlap import SideStream
 from tilewright.compiler.targets.cuda.weights.copies import copy_bytes, kinds_for
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.interface.step import PrefillChunk, Snapshot, Step
+from tilewright.compiler.targets.interface.step import PrefillChunk, StateSnapshot, Step
 from tilewright.distributed.parallel import ParallelConfig
 from tilewright.models.config import DeltaShape
 
@@ -224,7 +224,7 @@ def several_beside(
             tokens = tuple(random_tokens(end, seed=end))
             if start:
                 executable.step(Step(prompts=(PrefillChunk(slots[-1], 0, tokens[:start]),)))
-            saves = tuple((at, Snapshot(10 * index + n)) for n, at in enumerate(places))
+            saves = tuple((at, StateSnapshot(10 * index + n)) for n, at in enumerate(places))
             chunks.append(PrefillChunk(slots[-1], start, tokens[start:], chooses=True, saves=saves))
         forced = {slot: 1 + slot % 50 for slot in rows}
         step = Step(decode=rows, prompts=tuple(chunks), forced=forced, want_logits=True)

@@ -24,7 +24,13 @@ from tilewright.compiler.targets.cuda.state.snapshot_positions import MOST_MARKS
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.interface.step import LoadState, PrefillChunk, Slot, Snapshot, Step
+from tilewright.compiler.targets.interface.step import (
+    LoadState,
+    PrefillChunk,
+    Slot,
+    StateSnapshot,
+    Step,
+)
 from tilewright.models.config import DeltaShape
 from tilewright.runtime.loop import EngineLoop
 
@@ -32,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def saving(start: int, count: int, *places: int) -> PrefillChunk:
-    saves = tuple((at, Snapshot(n)) for n, at in enumerate(places))
+    saves = tuple((at, StateSnapshot(n)) for n, at in enumerate(places))
     return chunk(3, start, count, saves=saves)
 
 
@@ -61,7 +67,7 @@ def test_a_piece_is_cut_only_where_its_kernels_cannot_keep_the_state(
 
 def test_the_first_token_behind_a_mark_says_where_the_state_goes() -> None:
     """For each of several chunks. Two snapshots at a position are a single mark."""
-    other = chunk(1, 64, 130, saves=((192, Snapshot(7)), (192, Snapshot(8))))
+    other = chunk(1, 64, 130, saves=((192, StateSnapshot(7)), (192, StateSnapshot(8))))
     marks = marks_of((saving(0, 65, 64, 65), other), 6)
     assert marks == {(Slot(3), 64): 6, (Slot(1), 192): 7}
     rows = join((saving(0, 65, 64), other), CPU, marks=marks).rows
@@ -114,7 +120,7 @@ def taken(
         executable.step(Step(prompts=(PrefillChunk(slot, 0, tuple(random_tokens(9, seed=slot))),)))
     forced = {slot: 1 + slot for slot in slots[2:]}
     tokens = tuple(random_tokens(count, seed=1))
-    saves = tuple((at, Snapshot(n)) for n, at in enumerate(places))
+    saves = tuple((at, StateSnapshot(n)) for n, at in enumerate(places))
     piece = PrefillChunk(slots[0], 0, tokens, chooses=True, saves=saves)
     with pytest.MonkeyPatch.context() as patch:
         if executable.device.type == "cpu":
@@ -125,7 +131,7 @@ def taken(
     executable.step(Step(prompts=(PrefillChunk(slots[1], 0, tokens),)))
     kept = [each.clone() for n in range(len(places)) for each in snapshots(executable)[n]]
     for n, at in enumerate(places):
-        executable.step(Step(edits=(LoadState(slots[1], Snapshot(n)),)))
+        executable.step(Step(edits=(LoadState(slots[1], StateSnapshot(n)),)))
         rest = PrefillChunk(slots[1], at, (*tokens, 7)[at:], chooses=True)
         logits.append(joined(executable.step(Step(prompts=(rest,), want_logits=True))))
     release(executable, slots)

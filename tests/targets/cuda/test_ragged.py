@@ -29,7 +29,7 @@ from tilewright.compiler.targets.cuda.plan import far_of, make_plan
 from tilewright.compiler.targets.cuda.state.ragged import can_join, join, one, split
 from tilewright.compiler.targets.cuda.steps.overlap import SideStream
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, Executable
-from tilewright.compiler.targets.interface.step import PrefillChunk, Slot, Snapshot, Step
+from tilewright.compiler.targets.interface.step import PrefillChunk, Slot, StateSnapshot, Step
 from tilewright.compiler.targets.program.instructions import AttentionOp
 from tilewright.distributed.parallel import ParallelConfig
 
@@ -69,12 +69,12 @@ def test_a_piece_alone_has_no_padding() -> None:
 
 
 def test_what_wants_more_than_a_choice_runs_alone() -> None:
-    plain, behind = chunk(0, 0, 3), chunk(1, 0, 3, saves=((3, Snapshot(0)),))
-    within, echoing = chunk(2, 0, 3, saves=((2, Snapshot(0)),)), chunk(3, 0, 3, echoes=True)
+    plain, behind = chunk(0, 0, 3), chunk(1, 0, 3, saves=((3, StateSnapshot(0)),))
+    within, echoing = chunk(2, 0, 3, saves=((2, StateSnapshot(0)),)), chunk(3, 0, 3, echoes=True)
     others = chunk(4, 0, 3, also=(Slot(5),))
     found = [can_join(each) for each in (plain, behind, within, echoing, others)]
     assert found == [True, True, False, False, False]
-    assert can_join(chunk(2, 0, 99, saves=((64, Snapshot(0)),)), marks=1)
+    assert can_join(chunk(2, 0, 99, saves=((64, StateSnapshot(0)),)), marks=1)
     assert split([plain, within, behind], 8) == ([[plain, behind]], [within])
     assert split([plain, behind, chunk(6, 0, 3)], 2)[0] == [[plain, behind], [chunk(6, 0, 3)]]
     assert split([plain, behind], 1) == ([], [plain, behind])

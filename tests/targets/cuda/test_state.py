@@ -9,7 +9,7 @@ from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
 from tilewright.compiler.targets.cuda.state import tables as state_module
 from tilewright.compiler.targets.cuda.state.tables import PagedState, sequence_bytes
 from tilewright.compiler.targets.interface.base import CompileOptions
-from tilewright.compiler.targets.interface.step import AssignPages, Slot, Snapshot, SwapHandle
+from tilewright.compiler.targets.interface.step import AssignPages, Slot, StateSnapshot, SwapHandle
 
 A, B, C = Slot(0), Slot(1), Slot(2)
 KV = StateSpec("kv", PER_TOKEN, (2, 1, 16), "bf16")
@@ -52,8 +52,8 @@ def test_bytes() -> None:
     assert state.num_used_bytes() == 3 * PAGE_BYTES + 2 * own
     deal(state, AssignPages(C, 0, (0, 2)))  # a page that is shared
     assert state.num_used_bytes() == 4 * PAGE_BYTES + 3 * own
-    state.save(A, Snapshot(3), 10)
-    state.save(B, Snapshot(3), 12)
+    state.save(A, StateSnapshot(3), 10)
+    state.save(B, StateSnapshot(3), 12)
     assert state.num_used_bytes() == 4 * PAGE_BYTES + 4 * own
     state.clear(A)
     state.clear(C)
@@ -125,10 +125,10 @@ def test_a_snapshot_is_what_was_there_then() -> None:
     state = make()
     scribble(state)
     before = {name: each[A].clone() for name, each in state.sequences.items()}
-    state.save(A, Snapshot(0), 7)
+    state.save(A, StateSnapshot(0), 7)
     scribble(state)
-    state.save(B, Snapshot(1), 9)
-    assert (state.load(C, Snapshot(0)), state.load(B, Snapshot(0))) == (7, 7)
+    state.save(B, StateSnapshot(1), 9)
+    assert (state.load(C, StateSnapshot(0)), state.load(B, StateSnapshot(0))) == (7, 7)
     for name, each in state.sequences.items():
         assert torch.equal(each[C], before[name]) and torch.equal(each[B], before[name])
 

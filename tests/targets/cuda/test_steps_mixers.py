@@ -47,7 +47,7 @@ from tilewright.compiler.targets.interface.step import (
     PrefillChunk,
     SaveState,
     Slot,
-    Snapshot,
+    StateSnapshot,
     Step,
 )
 from tilewright.runtime.engine import Engine
@@ -126,7 +126,7 @@ def test_a_copy_is_a_snapshot(exact: Executable) -> None:
 
 
 def three_steps(
-    exact: Executable, *between: Snapshot
+    exact: Executable, *between: StateSnapshot
 ) -> tuple[tuple[Slot, ...], list[int], Tensor]:
     """Decode two slots in three steps after short prompts, without reading tokens.
 
@@ -158,9 +158,9 @@ def test_lengths_of_steps_that_run_ahead(exact: Executable) -> None:
 
 def test_state_kept_while_rows_decode_is_that_of_its_position(exact: Executable) -> None:
     """The snapshot precedes the step, and rows continue unchanged."""
-    handles, chosen, logits = three_steps(exact, Snapshot(4))
+    handles, chosen, logits = three_steps(exact, StateSnapshot(4))
     other = take_slot(exact, 20)
-    edits = (CopyState(handles[1], other, 6), LoadState(other, Snapshot(4)))
+    edits = (CopyState(handles[1], other, 6), LoadState(other, StateSnapshot(4)))
     exact.step(Step(edits=edits))
     again = prefill(exact, [*random_tokens(3), *chosen])
     assert_near(logits[1], again[-1], EXACT)
@@ -175,16 +175,21 @@ def test_snapshots_on_the_way_through_a_prompt_continue_as_the_whole(exact: Exec
     expected = prefill(exact, tokens)
     handle, other = take_slot(exact, 20), take_slot(exact, 20)
     before = exact.memory().state
-    saves = ((9, Snapshot(3)), (5, Snapshot(0)), (7, Snapshot(1)), (5, Snapshot(2)))
+    saves = (
+        (9, StateSnapshot(3)),
+        (5, StateSnapshot(0)),
+        (7, StateSnapshot(1)),
+        (5, StateSnapshot(2)),
+    )
     chunk = PrefillChunk(handle, 0, tuple(tokens), chooses=True, saves=saves)
     (part,) = exact.step(Step(prompts=(chunk,), want_logits=True)).parts
     assert part.logits is not None
     assert_near(part.logits()[0], expected[-1], EXACT)
     assert exact.memory().state == before + 4 * sequence_bytes(states_of(exact))
-    exact.step(Step(edits=(SaveState(handle, Snapshot(1)),)))
+    exact.step(Step(edits=(SaveState(handle, StateSnapshot(1)),)))
     exact.step(Step(edits=(CopyState(handle, other, 9),)))
     for snapshot, position in ((0, 5), (2, 5), (1, 9), (3, 9)):
-        exact.step(Step(edits=(LoadState(other, Snapshot(snapshot)),)))
+        exact.step(Step(edits=(LoadState(other, StateSnapshot(snapshot)),)))
         rest = [*tokens, 11][position:]
         got = step(exact, [(other, rest, position)])[0]
         assert_near(got, prefill(exact, [*tokens, 11])[-1], EXACT)

@@ -14,14 +14,14 @@ from tilewright.compiler.targets.interface.step import (
     LoadState,
     OpenSlot,
     Slot,
-    Snapshot,
+    StateSnapshot,
     StateUpdate,
     SwapHandle,
     SwapIn,
     SwapOut,
 )
 from tilewright.runtime.memory.pages import chain_keys
-from tilewright.runtime.memory.snapshots import GRAIN, Snapshots, places_worth, spacing
+from tilewright.runtime.memory.snapshots import GRAIN, SnapshotPool, places_worth, spacing
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 StateBytes = Callable[[int, int], int]
@@ -45,7 +45,7 @@ class PrefixMatch:
     length: int = 0
     pages: tuple[int, ...] = ()
     slot: Slot | None = None
-    snapshot: Snapshot | None = None
+    snapshot: StateSnapshot | None = None
     branch_point: int = 0
     reached: int = 0
 
@@ -70,7 +70,7 @@ class CacheManager(ABC):
         self.by_slot: list[RequestState] = []
         self.num_present = 0
         self.edits: list[StateUpdate] = []
-        self.snapshots = Snapshots(capabilities.num_snapshots if policy.reuses else 0)
+        self.snapshots = SnapshotPool(capabilities.num_snapshots if policy.reuses else 0)
         self.grain = capabilities.page_size or min(GRAIN, capabilities.cell)
         self._has_state = capabilities.has_sequence_state
         self._state_bytes = state_bytes
@@ -178,7 +178,7 @@ class CacheManager(ABC):
 
     def saves(
         self, running: RequestState, start: int, end: int
-    ) -> tuple[tuple[int, Snapshot], ...]:
+    ) -> tuple[tuple[int, StateSnapshot], ...]:
         """Return the snapshots to take between ``start`` and ``end`` of a prompt."""
         if not running.saves:
             return ()

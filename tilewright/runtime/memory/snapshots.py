@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
-from tilewright.compiler.targets.interface.step import Snapshot
+from tilewright.compiler.targets.interface.step import StateSnapshot
 
 GRAIN = 64
 """Distance between snapshot positions for executables without pages."""
@@ -16,15 +16,15 @@ _EVERY = 4096
 _FIRST_TURNS, _LAST_TURNS = 2, 4
 
 
-class Snapshots:
+class SnapshotPool:
     """A pool of snapshots, identified by their prefix hash.
 
     Snapshots of running outputs are borrowed. They get their hash when the output is finished.
     """
 
     def __init__(self, count: int) -> None:
-        self._free = [Snapshot(at) for at in range(count - 1, -1, -1)]
-        self._of_key: OrderedDict[bytes, Snapshot] = OrderedDict()
+        self._free = [StateSnapshot(at) for at in range(count - 1, -1, -1)]
+        self._of_key: OrderedDict[bytes, StateSnapshot] = OrderedDict()
         self._uses: Counter[bytes] = Counter()
         self._most_borrowed, self._num_borrowed = count // 2, 0
         self._filling: set[bytes] = set()
@@ -40,7 +40,7 @@ class Snapshots:
         """Return whether the pool has size 0."""
         return not self._free and not self._of_key
 
-    def find(self, keys: Sequence[bytes], most: int) -> tuple[int, Snapshot] | None:
+    def find(self, keys: Sequence[bytes], most: int) -> tuple[int, StateSnapshot] | None:
         """Return the longest prefix with a snapshot: number of hashes and snapshot. Mark it as
         recently used.
 
@@ -57,7 +57,7 @@ class Snapshots:
         """Record that sequences continue from a prefix."""
         self._uses[key] += count
 
-    def take(self, key: bytes) -> Snapshot | None:
+    def take(self, key: bytes) -> StateSnapshot | None:
         """Allocate a snapshot for a prefix. Evict the least recently used if none is free.
 
         Return None if the prefix already has a snapshot, or if no snapshot is available.
@@ -89,7 +89,7 @@ class Snapshots:
         if key in self._of_key and self._uses[key] <= 1:
             self._of_key.move_to_end(key, last=False)
 
-    def borrow(self) -> Snapshot | None:
+    def borrow(self) -> StateSnapshot | None:
         """Allocate a snapshot without a hash. Return None if half of the pool is borrowed.
 
         The limit leaves snapshots for prompts.
@@ -99,7 +99,7 @@ class Snapshots:
         self._num_borrowed += 1
         return place
 
-    def give_back(self, place: Snapshot, key: bytes | None) -> None:
+    def give_back(self, place: StateSnapshot, key: bytes | None) -> None:
         """Return a borrowed snapshot with its prefix hash. None discards its contents."""
         self._num_borrowed -= 1
         if key is None or key in self._of_key:
@@ -113,7 +113,7 @@ class Snapshots:
         self._of_key.clear()
         self._uses.clear()
 
-    def _place(self) -> Snapshot | None:
+    def _place(self) -> StateSnapshot | None:
         if self._free:
             return self._free.pop()
         key = next((each for each in self._of_key if each not in self._filling), None)

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.sampling.params import SamplingParams
-from tilewright.compiler.targets.interface.step import LogProbs, Slot, Snapshot, Step, SwapHandle
+from tilewright.compiler.targets.interface.step import (
+    LogProbs,
+    Slot,
+    StateSnapshot,
+    Step,
+    SwapHandle,
+)
 from tilewright.images.prompt import PromptImage, cache_tokens, rotary_positions
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.pooling import MEAN, Pooling
@@ -149,7 +155,7 @@ class RequestState:
     saves: set[int] = field(default_factory=set)
     branch_points: set[int] = field(default_factory=set)
     latest: bytes | None = None
-    reply: tuple[int, Snapshot] | None = None
+    reply: tuple[int, StateSnapshot] | None = None
     place: SwapHandle | None = None
     is_invariant: bool = True
     has_drafts: bool = True

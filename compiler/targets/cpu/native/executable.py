@@ -24,7 +24,7 @@ from tilewright.compiler.targets.host.batch import Batch
 from tilewright.compiler.targets.host.executable import HostExecutable, with_all_rows
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, MemoryUse, Slot
 from tilewright.compiler.targets.interface.capabilities import MAX_DRAFTS
-from tilewright.compiler.targets.interface.step import Snapshot
+from tilewright.compiler.targets.interface.step import StateSnapshot
 from tilewright.compiler.targets.tile_encoder import NARROW, TileEncoderSettings
 
 _NUM_SNAPSHOTS = 64
@@ -80,7 +80,7 @@ class NativeExecutable(HostExecutable):
             self._times = times.Times(self._engine, packed)
         self._sequence_bytes = int(library.tw_sequence_bytes(self._engine))
         self._states_by_token = np.empty((0, 0), np.uint8)
-        self._snapshots: dict[Snapshot, tuple[int, np.ndarray]] = {}
+        self._snapshots: dict[StateSnapshot, tuple[int, np.ndarray]] = {}
 
     def forward(self, batch: Batch) -> np.ndarray:
         return self._results(batch, self.vocab_size)
@@ -230,12 +230,12 @@ class NativeExecutable(HostExecutable):
             self._lengths[slot] = 0
             self._library.tw_clear(self._opened(), slot)
 
-    def save_state(self, slot: Slot, snapshot: Snapshot) -> None:
+    def save_state(self, slot: Slot, snapshot: StateSnapshot) -> None:
         kept = np.empty(self._sequence_bytes, dtype=np.uint8)
         self._library.tw_save(self._opened(), slot, kept.ctypes.data)
         self._snapshots[snapshot] = self.length(slot), kept
 
-    def load_state(self, slot: Slot, snapshot: Snapshot) -> int:
+    def load_state(self, slot: Slot, snapshot: StateSnapshot) -> int:
         position, kept = self._snapshots[snapshot]
         self._library.tw_load(self._opened(), slot, kept.ctypes.data)
         self._lengths[slot] = max(self._lengths[slot], position)

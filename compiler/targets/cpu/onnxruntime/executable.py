@@ -24,7 +24,7 @@ from tilewright.compiler.targets.interface.base import (
     MemoryUse,
     Slot,
 )
-from tilewright.compiler.targets.interface.step import Snapshot
+from tilewright.compiler.targets.interface.step import StateSnapshot
 
 _MAX_GAP = 4
 """Maximum consecutive idle slots in a decode window. Beyond this, a second run is cheaper."""
@@ -76,7 +76,7 @@ class CpuExecutable(HostExecutable):
         self._states = SlotStates(model.states, options.max_batch)
         self._lengths = [0] * options.max_batch
         self._windows: OrderedDict[tuple[int, ...], Window] = OrderedDict()
-        self._snapshots: dict[Snapshot, tuple[int, list[np.ndarray]]] = {}
+        self._snapshots: dict[StateSnapshot, tuple[int, list[np.ndarray]]] = {}
         self._last: LastDecode | None = None
 
     def forward(self, batch: Batch) -> np.ndarray:
@@ -201,10 +201,10 @@ class CpuExecutable(HostExecutable):
         self._states.copy(source, target)
         self._lengths[target] = num_positions
 
-    def save_state(self, slot: Slot, snapshot: Snapshot) -> None:
+    def save_state(self, slot: Slot, snapshot: StateSnapshot) -> None:
         self._snapshots[snapshot] = self.length(slot), self._states.read(slot)
 
-    def load_state(self, slot: Slot, snapshot: Snapshot) -> int:
+    def load_state(self, slot: Slot, snapshot: StateSnapshot) -> int:
         position, pieces = self._snapshots[snapshot]
         self._states.write(slot, pieces)
         return position

@@ -24,7 +24,7 @@ from tilewright.compiler.targets.interface.step import (
     AssignPages,
     PrefillChunk,
     Slot,
-    Snapshot,
+    StateSnapshot,
     SwapHandle,
 )
 
@@ -74,7 +74,7 @@ class PagedState:
         self._pages_of_slot: dict[Slot, list[int]] = {}
         # capacity of a slot's pages in positions
         self._room = np.zeros(options.max_batch, dtype=np.int64)
-        self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
+        self._snapshots: dict[StateSnapshot, tuple[int, list[Tensor]]] = {}
         self._places: dict[SwapHandle, list[Tensor]] = {}
 
     def note(self, edit: AssignPages) -> None:
@@ -146,7 +146,7 @@ class PagedState:
                 pool[new] = pool[old]
         _copy_all(self._own(source), self._own(target))
 
-    def save(self, slot: Slot, snapshot: Snapshot, position: int) -> None:
+    def save(self, slot: Slot, snapshot: StateSnapshot, position: int) -> None:
         """Save a slot's fixed-size state at ``position`` as a snapshot."""
         if snapshot not in self._snapshots:
             kept = [torch.empty_like(state[0]) for state in self.sequences.values()]
@@ -170,7 +170,7 @@ class PagedState:
             for at, snapshot in chunk.saves:
                 self.save(marks.get((chunk.slot, at), chunk.slot), snapshot, at)
 
-    def load(self, slot: Slot, snapshot: Snapshot) -> int:
+    def load(self, slot: Slot, snapshot: StateSnapshot) -> int:
         """Load a snapshot into a slot. Return its position."""
         position, kept = self._snapshots[snapshot]
         _copy_all(kept, self._own(slot))

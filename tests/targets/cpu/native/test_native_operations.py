@@ -22,7 +22,7 @@ from tilewright.compiler.targets.interface.step import (
     PrefillChunk,
     SaveState,
     Slot,
-    Snapshot,
+    StateSnapshot,
     Step,
 )
 
@@ -39,7 +39,7 @@ class Operations:
         self.rows = [prefill(executable, tokens) for tokens in sequences]
         self.random = random.Random(seed)
         self.slots: dict[Slot, tuple[int, int]] = {}  # the sequence and its stored positions
-        self.snapshots: dict[Snapshot, tuple[int, int]] = {}
+        self.snapshots: dict[StateSnapshot, tuple[int, int]] = {}
         self.num_done = 0
 
     def run(self, count: int) -> None:
@@ -118,7 +118,7 @@ class Operations:
 
     def save(self) -> None:
         for slot in self.some(1)[:1]:
-            snapshot = Snapshot(self.random.randrange(NUM_SNAPSHOTS))
+            snapshot = StateSnapshot(self.random.randrange(NUM_SNAPSHOTS))
             self.step([], edits=(SaveState(slot, snapshot),))
             self.snapshots[snapshot] = self.slots[slot]
 
