@@ -18,7 +18,7 @@ from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     MOST_SHARED,
-    Product,
+    MatmulParams,
     product_arguments,
     room_of,
 )
@@ -61,7 +61,7 @@ class Dense(ctypes.Structure):
 
     _fields_ = (
         *((name, TensorMap) for name in ("weight", "x")),
-        ("product", Product),
+        ("product", MatmulParams),
         *((name, ctypes.c_void_p) for name in ("row_scales", "token_scales")),
         *((name, ctypes.c_int) for name in ("num_chunks", "depth", "num_blocks")),
     )
@@ -212,7 +212,7 @@ SOURCE = nvrtc.KernelSource(
     ),
     structures=(
         ("TensorMap", TensorMap),
-        ("Product", Product),
+        ("Product", MatmulParams),
         ("Dense", Dense),
         ("NormCodes", _NormCodes),
     ),

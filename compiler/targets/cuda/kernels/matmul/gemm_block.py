@@ -20,7 +20,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     LIKE,
     MOST_SHARED,
     STEP_BYTES,
-    Product,
+    MatmulParams,
     num_slices,
     product_arguments,
     room_of,
@@ -206,7 +206,7 @@ class GemmBlock(ctypes.Structure):
     """Kernel arguments."""
 
     _fields_ = (
-        ("product", Product),
+        ("product", MatmulParams),
         *((name, ctypes.c_int) for name in ("depth", "tiles")),
     )
 
@@ -236,7 +236,7 @@ SOURCE = nvrtc.KernelSource(
     structures=(
         ("Arrange", _Arrange),
         ("ArrangeNorm", _ArrangeNorm),
-        ("Product", Product),
+        ("Product", MatmulParams),
         ("GemmBlock", GemmBlock),
     ),
 )
@@ -367,7 +367,7 @@ def _arrange_norm(
     nvrtc.launch(SOURCE, "arrange_norm", at=nvrtc.Launch((len(x), 1, 1), 256), arguments=arguments)
 
 
-def _launch(product: Product, packed: PackedWeight, way: BlockTileConfig) -> None:
+def _launch(product: MatmulParams, packed: PackedWeight, way: BlockTileConfig) -> None:
     """Launch blocks for all tokens concurrently. They share the weight reads."""
     shared, depth = way.shared_bytes(packed), way.depth(packed)
     assert shared <= MOST_SHARED and depth > 1

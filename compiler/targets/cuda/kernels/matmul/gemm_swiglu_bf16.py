@@ -26,7 +26,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.gemm_bf16 import (
 )
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     SWIGLU,
-    Product,
+    MatmulParams,
     product_arguments,
 )
 from tilewright.compiler.targets.cuda.tuning import tuning
@@ -52,7 +52,7 @@ class _GemmSwiGLU(ctypes.Structure):
 
     _fields_ = (
         *((name, TensorMap) for name in ("weight", "x", "out")),
-        ("product", Product),
+        ("product", MatmulParams),
         *((name, ctypes.c_int) for name in ("num_chunks", "depth", "num_blocks")),
         ("rest", ctypes.c_uint64 * 2),
     )
@@ -131,7 +131,7 @@ SOURCE = nvrtc.KernelSource(
         }
     ),
     headers=("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "finish.cuh", "gemm_bf16.cuh"),
-    structures=(("TensorMap", TensorMap), ("Product", Product), ("GemmSwiGLU", _GemmSwiGLU)),
+    structures=(("TensorMap", TensorMap), ("Product", MatmulParams), ("GemmSwiGLU", _GemmSwiGLU)),
 )
 
 

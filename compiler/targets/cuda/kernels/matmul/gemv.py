@@ -55,8 +55,8 @@ _CODED_X_PADDING = 32
 _NUM_THREADS = 256
 
 
-class Product(ctypes.Structure):
-    """C++ `Product`."""
+class MatmulParams(ctypes.Structure):
+    """C++ `MatmulParams`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "bias", "out")),
@@ -72,7 +72,7 @@ class Product(ctypes.Structure):
 class _Leaving(ctypes.Structure):
     """C++ `Leaving`."""
 
-    _fields_ = (("product", Product), ("normed", ctypes.c_void_p))
+    _fields_ = (("product", MatmulParams), ("normed", ctypes.c_void_p))
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,9 +304,9 @@ def linear(
 
 def product_arguments(
     out: Tensor, packed: PackedWeight, *, epilogue: int, num_tokens: int, bias: Tensor | None
-) -> Product:
+) -> MatmulParams:
     """Arguments of a matmul kernel, without its input."""
-    return Product(
+    return MatmulParams(
         weight=packed.data.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
@@ -322,7 +322,9 @@ def product_arguments(
     )
 
 
-def _launch_gemv(product: Product, weight: PackedWeight, walk: Walk, normed: Tensor | None) -> None:
+def _launch_gemv(
+    product: MatmulParams, weight: PackedWeight, walk: Walk, normed: Tensor | None
+) -> None:
     """Launch the resident blocks. Each block processes row tiles in turn."""
     num_blocks = walk.blocks_each * num_processors(weight.data.device)
     at = nvrtc.Launch(
@@ -330,7 +332,7 @@ def _launch_gemv(product: Product, weight: PackedWeight, walk: Walk, normed: Ten
         _NUM_THREADS,
         walk.shared_bytes(weight.format, weight.num_column_tiles),
     )
-    arguments: Product | _Leaving = product
+    arguments: MatmulParams | _Leaving = product
     if normed is not None:
         assert normed.dtype == torch.bfloat16 and normed.data_ptr() % 8 == 0
         arguments = _Leaving(product, normed.data_ptr())
@@ -338,7 +340,9 @@ def _launch_gemv(product: Product, weight: PackedWeight, walk: Walk, normed: Ten
     nvrtc.launch(source_of(weight.format), name, at=at, arguments=arguments)
 
 
-def _launch_gemm(product: Product, weight: PackedWeight, grid: LaunchGrid, groups: int) -> None:
+def _launch_gemm(
+    product: MatmulParams, weight: PackedWeight, grid: LaunchGrid, groups: int
+) -> None:
     """Launch a block for each run of row tiles and each slice of K, for ``groups * 8`` tokens."""
     slices = num_slices(weight)
     at = nvrtc.Launch(
@@ -389,7 +393,9 @@ def source() -> nvrtc.KernelSource:
     """Return `gemv.cu`."""
     path = Path(__file__).with_name("gemv.cu")
     names = (*kernel_names(path.read_text()), "rms_norm")
-    return nvrtc.KernelSource(path, names, _HEADERS, (("Product", Product), ("Leaving", _Leaving)))
+    return nvrtc.KernelSource(
+        path, names, _HEADERS, (("Product", MatmulParams), ("Leaving", _Leaving))
+    )
 
 
 @functools.cache
@@ -397,7 +403,7 @@ def coded_source() -> nvrtc.KernelSource:
     """Return `gemv_coded.cu`."""
     path = Path(__file__).with_name("gemv_coded.cu")
     return nvrtc.KernelSource(
-        path, kernel_names(path.read_text()), _HEADERS, (("Product", Product),)
+        path, kernel_names(path.read_text()), _HEADERS, (("Product", MatmulParams),)
     )
 
 
