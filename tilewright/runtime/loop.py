@@ -52,7 +52,7 @@ class LostDeviceError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
+class _StepInFlight:
     """A step in flight, and its launch time."""
 
     plan: SchedulerOutput
@@ -110,7 +110,7 @@ class EngineLoop:
         self.failed: tuple[RequestState, ...] = ()
         self.stats = EngineStats()
         self._read_at: float | None = None
-        self._flight: _Launched | None = None
+        self._flight: _StepInFlight | None = None
 
     def check(self, request: RequestState) -> None:
         """Check that a request can be served.
@@ -316,7 +316,7 @@ class EngineLoop:
         if closing is not None:
             self.executable.step(closing)
 
-    def _launch(self, behind: _Launched | None = None) -> _Launched | None:
+    def _launch(self, behind: _StepInFlight | None = None) -> _StepInFlight | None:
         """Launch the next step. With ``behind``, the previous step is unread.
 
         Without ``behind``, the masked rows are sampled at once.
@@ -337,7 +337,7 @@ class EngineLoop:
         try:
             if masked:
                 self.masks.begin(plan.rows)
-            launched = _Launched(plan, self.executable.step(plan.step), now)
+            launched = _StepInFlight(plan, self.executable.step(plan.step), now)
             self.stats.add(HOST, time.perf_counter() - now, "launch")
             if masked:
                 self._choose(launched)
@@ -352,7 +352,7 @@ class EngineLoop:
         self.scheduler.evacuate()
         self.executable.reset()
 
-    def _choose_in_flight(self, flight: _Launched) -> None:
+    def _choose_in_flight(self, flight: _StepInFlight) -> None:
         """Compute a step's masks in flight after its previous tokens are read."""
         rows = flight.plan.rows.items()
         self.masks.begin({slot: state for slot, state in rows if state.finish_reason is None})
@@ -364,7 +364,7 @@ class EngineLoop:
             self._abandon()
             raise
 
-    def _choose(self, launched: _Launched) -> None:
+    def _choose(self, launched: _StepInFlight) -> None:
         """Sample a masked step's tokens. Finish the requests without an allowed token."""
         began = time.perf_counter()
         allowed, over = self.masks.take()
@@ -376,7 +376,7 @@ class EngineLoop:
                 self._fail(request, no_token(request))
         self.executable.choose(launched.output, allowed)
 
-    def _read(self, launched: _Launched) -> list[RequestState]:
+    def _read(self, launched: _StepInFlight) -> list[RequestState]:
         served: list[RequestState] = []
         plan, parts = launched.plan, launched.output.parts
         handling, echoes = 0.0, iter(plan.echoes)
@@ -425,7 +425,7 @@ class EngineLoop:
         else:
             self._fail(request, "the model's hidden states are no numbers", "not_a_number")
 
-    def _count(self, launched: _Launched, handling: float) -> None:
+    def _count(self, launched: _StepInFlight, handling: float) -> None:
         plan, now, add = launched.plan, time.perf_counter(), self.stats.add
         num_rows, num_tokens = plan.num_decode_rows, plan.num_prompt_tokens
         kind = ("mixed" if num_tokens else "decode") if num_rows else "prompt"
