@@ -17,25 +17,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-import msgspec
-
-from tilewright.compiler.artifacts.digests import file_digest, sources_digest, write_whole
+from tilewright.compiler.artifacts.digests import file_digest, sources_digest
 from tilewright.compiler.artifacts.folder import open_folder
 from tilewright.compiler.artifacts.manifest import FORMAT, Manifest, read_manifest
 from tilewright.compiler.artifacts.paths import MANIFEST, cache_dir
 from tilewright.errors import CheckpointError, ConfigError, NoRoomError, TilewrightError
 from tilewright.utils.environment import versions
-from tilewright.utils.files import read_regular
 
 SIZE_VARIABLE = "TILEWRIGHT_CACHE_GB"
 DEFAULT_GB = 20.0
 _KEY_DIGITS = 32
 _PARTIAL, _LOCK = ".partial", ".lock"
-_MAX_FACTS = 256
-
-Facts = TypeVar("Facts")
 
 
 class CacheUnusableError(TilewrightError):
@@ -94,28 +87,6 @@ class ProgramCache:
     def memory(self) -> Path:
         """Return the cached file digest directory."""
         return self.root / "digests"
-
-    def facts(self, key: str, tell: Callable[[], Facts], kind: type[Facts]) -> Facts:
-        """Return the cached record for ``key``, or call ``tell`` and store its result.
-
-        The oldest records are removed. Damaged records are computed again. If the cache is not
-        writable, nothing is stored.
-
-        Args:
-            key: The record's name.
-            tell: Computes the record, a small dataclass.
-            kind: Class of the record.
-        """
-        path = self.root / "facts" / f"{key}.json"
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            return msgspec.json.decode(read_regular(path), type=kind)
-        said = tell()
-        write_whole(path, msgspec.json.encode(said))
-        with contextlib.suppress(OSError):
-            kept = sorted(path.parent.iterdir(), key=lambda each: each.stat().st_mtime)
-            for each in kept[:-_MAX_FACTS]:
-                each.unlink(missing_ok=True)
-        return said
 
     @contextmanager
     def entry(

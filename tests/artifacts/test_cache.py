@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -218,32 +217,3 @@ def test_a_memory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     assert len(file_digest(tmp_path / "file", tmp_path / "memory")) == 64
     write_whole(tmp_path / "memory" / "below" / "x.json", b"{}")
     write_whole(tmp_path / ("x" * 300), b"{}")
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    sizes: tuple[int, ...]
-
-
-def test_facts_are_told_once_and_the_newest_are_kept(
-    cache: ProgramCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[int] = []
-
-    def ask(number: int) -> Fact:
-        def tell() -> Fact:
-            told.append(number)
-            return Fact((number, 2))
-
-        return cache.facts(f"key{number}", tell, Fact)
-
-    assert [ask(1), ask(1), ask(2)] == [Fact((1, 2)), Fact((1, 2)), Fact((2, 2))]
-    assert told == [1, 2]
-    for damaged in (b"{", b'{"sizes": "x"}', b"\xff", b"[" * 10_000):
-        (cache.root / "facts" / "key2.json").write_bytes(damaged)
-        assert ask(2) == ask(2) == Fact((2, 2))
-    assert told == [1, 2, 2, 2, 2, 2]
-    monkeypatch.setattr("tilewright.compiler.artifacts.cache._MAX_FACTS", 2)
-    os.utime(cache.root / "facts" / "key1.json", (1, 1))
-    ask(3)
-    assert {path.stem for path in (cache.root / "facts").iterdir()} == {"key2", "key3"}

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tiny import tiny_model
-from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.driver import compile_model, resolve_precision
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.table import get_target
 from tilewright.evaluate.measure.roofline import weight_bytes
-from tilewright.evaluate.sweep.memory_estimate import (
-    MemoryEstimate,
-    estimate_memory,
-    kept_memory_estimate,
-    lower_outline,
-)
+from tilewright.evaluate.sweep.memory_estimate import MemoryEstimate, estimate_memory, lower_outline
 from tilewright.evaluate.sweep.model import experts_share, step_bytes, swept_model
 from tilewright.models import load_model
 
@@ -79,39 +72,6 @@ def test_what_is_compiled_takes_what_was_told(shape: str, target: str) -> None:
     for group, share in shares.items():
         if group != "other":  # a step reads constants as well
             assert read[group] == pytest.approx(share.moved)
-
-
-def test_a_plan_is_kept_for_the_bytes_of_a_checkpoint_and_what_was_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = load_model("shape:tiny")
-    precision = resolve_precision(model, load_precision("bf16"))
-    path, cache = tmp_path / "model.file", ProgramCache(tmp_path / "cache", 10**9)
-    told: list[int] = []
-
-    def counted(*args: Any, **kwargs: Any) -> MemoryEstimate:
-        told.append(kwargs["context"])
-        return estimate_memory(*args, **kwargs)
-
-    def ask(context: int) -> MemoryEstimate:
-        made = {"batch": 1, "context": context, "compute": "fast", "cache": cache}
-        return kept_memory_estimate(model, precision, get_target("reference"), **made)
-
-    monkeypatch.setattr("tilewright.evaluate.sweep.memory_estimate.estimate_memory", counted)
-    assert ask(8) == ask(8) and told == [8, 8], "random weights: no file stands for them"
-    path.write_bytes(b"weights")
-    monkeypatch.setattr(model.checkpoint, "files", (path,), raising=False)
-    assert (
-        ask(8)
-        == ask(8)
-        == estimate_memory(
-            model, precision, get_target("reference"), batch=1, context=8, compute="fast"
-        )
-    )
-    assert ask(9).total != ask(8).total and told == [8, 8, 8, 9]
-    path.write_bytes(b"others")
-    ask(8)
-    assert told == [8, 8, 8, 9, 8]
 
 
 def test_layers_that_differ_are_lowered_each_and_the_others_once() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from tilewright.cli.arguments.bench import RunOptions
 from tilewright.cli.terminal.console import print_table
-from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.driver import resolve_precision
 from tilewright.compiler.ir.cost import GroupCost, step_costs
 from tilewright.compiler.ir.rewrite import find_calls
@@ -19,7 +17,7 @@ from tilewright.errors import CompileError
 from tilewright.evaluate.measure.roofline import TrafficShare, compiled_weight_bytes
 from tilewright.evaluate.report.table import Columns, Table
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS
-from tilewright.evaluate.sweep.memory_estimate import estimate_memory, kept_memory_estimate
+from tilewright.evaluate.sweep.memory_estimate import estimate_memory
 from tilewright.evaluate.sweep.model import experts_share
 from tilewright.options.resolve import ResolvedConfig
 
@@ -106,20 +104,19 @@ def print_memory_estimate(
     *,
     batch: int,
     context: int,
-    cache: ProgramCache | None = None,
 ) -> None:
     """Print the bytes of a model and its state, and the bytes that a decode step moves.
 
     Prints nothing for compiled directories, or for weights in formats without support: compiling
-    refuses them with their names. ``cache`` may contain an earlier plan.
+    refuses them with their names.
     """
     precision, target = choices.precision, choices.target
     if model is None or precision is None:
         return
     resolved, backend = resolve_precision(model, precision), get_target(target)
-    tell = estimate_memory if cache is None else partial(kept_memory_estimate, cache=cache)
+    sizes = {"batch": batch, "context": context}
     try:
-        plan = tell(model, resolved, backend, batch=batch, context=context, compute=choices.compute)
+        plan = estimate_memory(model, resolved, backend, compute=choices.compute, **sizes)
     except CompileError:
         return
     name = f"{model.name} {RANDOM_WEIGHTS}" if model.weights == "random" else model.name

@@ -18,7 +18,6 @@ from tilewright.cli.measure.explain import (
 )
 from tilewright.cli.terminal import console
 from tilewright.cli.terminal.notes import RANDOM_NOTE, only_fallbacks
-from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.evaluate.measure.timing import TimedRun, time_jobs
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results.record import Result
@@ -40,10 +39,9 @@ def run_here(source: ModelHandle, options: RunOptions, screen: Console) -> int:
         console.note(screen, RANDOM_NOTE.format(source.name))
     with console.compile_progress(console.err()) as progress:
         options = replace(options, model=settle_backend(options.model, progress))
-    sizes = {"batch": options.case.batch_size, "context": plan.context}
-    cache = ProgramCache.default() if options.model.config.use_cache else None
     if options.explain:
-        print_memory_estimate(console.err(), source.model, options.model, **sizes, cache=cache)
+        sizes = {"batch": case.batch_size, "context": plan.context}
+        print_memory_estimate(console.err(), source.model, options.model, **sizes)
     with console.compile_progress(console.err()) as progress:
         compiled, draft = measure.compile_for(source, options, plan, progress)
     is_verbose = options.verbose or options.explain

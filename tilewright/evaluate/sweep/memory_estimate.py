@@ -17,7 +17,6 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from tilewright.compiler.artifacts.cache import ProgramCache, program_key
 from tilewright.compiler.driver import CompilableModel, lower_model, stored_formats
 from tilewright.compiler.precision import OP_GROUP_OF, PHASES, ResolvedPrecision
 from tilewright.compiler.targets.interface.base import Target
@@ -60,7 +59,7 @@ def estimate_memory(
     context: int,
     compute: str,
 ) -> MemoryEstimate:
-    """Return the plan of a loaded model, without constants.
+    """Return a loaded model's plan, without constants.
 
     Raises:
         CompileError: for a weight that the target cannot store.
@@ -81,40 +80,6 @@ def estimate_memory(
         position_bytes=round(sum(each.stored for each in position if each.group != MEMORY)),
         memory_bytes=int(memory),
     )
-
-
-def kept_memory_estimate(
-    model: CompilableModel,
-    precision: ResolvedPrecision,
-    target: Target,
-    *,
-    batch: int,
-    context: int,
-    compute: str,
-    cache: ProgramCache,
-) -> MemoryEstimate:
-    """Return `estimate_memory` through the cache. Random weights have no file and are not cached.
-
-    Raises as `estimate_memory`.
-    """
-
-    def tell() -> MemoryEstimate:
-        sizes: dict[str, Any] = {"batch": batch, "context": context}
-        return estimate_memory(model, precision, target, compute=compute, **sizes)
-
-    files = model.checkpoint.files
-    if not files:
-        return tell()
-    choices: dict[str, Any] = {
-        "target": target.name,
-        "compute": compute,
-        "precision_id": f"{precision.id}/bytes/{batch}/{context}",
-    }
-    try:
-        key = program_key(files, memory=cache.memory, **choices)
-    except OSError:
-        return tell()
-    return cache.facts(key, tell, MemoryEstimate)
 
 
 def _joined(group: str, parts: Iterable[TrafficShare]) -> TrafficShare:
