@@ -29,7 +29,7 @@ from tilewright.evaluate.results.selection import (
     is_placed,
     several_users,
 )
-from tilewright.evaluate.store import Query, read_store
+from tilewright.evaluate.store import read_store, select
 from tilewright.options.arguments import option, parse, real
 from tilewright.utils.child_process import PYTHON, Child
 
@@ -94,9 +94,9 @@ def main(argv: Sequence[str]) -> int:
     """
     words = "Measure the rows of PERF.md again and print the reproduced rows."
     options = parse(_Options, argv, prog="python -m bench perf-check", description=words)
-    query = Query(precisions=options.precisions, cases=options.cases)
     recorded = claims(read_store(*map(Path, options.results)))
-    wanted = [claim for claim in recorded if query.selects(claim.record)]
+    chosen = {"precision_name": options.precisions, "case": options.cases}
+    wanted = [claim for claim in recorded if select([claim.record], **chosen)]
     here = []
     for claim in wanted:
         if reason := reason_to_skip(claim.record):

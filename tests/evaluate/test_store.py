@@ -1,4 +1,4 @@
-"""The store: results and sweeps are read alike, and a query selects."""
+"""The store: results and sweeps are read alike, and selected by fields."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tilewright.errors import ConfigError
-from tilewright.evaluate.store import Query, read_store
+from tilewright.evaluate.store import read_store, select
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 SWEEP = RESULTS / "smollm2-cpu-native" / "pareto.jsonl"
@@ -20,14 +20,14 @@ def test_store_reads_results_and_sweeps_alike() -> None:
     assert read_store(RESULTS / "cpu.jsonl", SWEEP) == [*cpu, *swept]
 
 
-def test_query_selects_results_that_meet_all_conditions() -> None:
-    query = Query(precisions=("bf16", "all-q80"), devices=("CPU native",), kinds=("measured",))
-    swept = read_store(SWEEP)
-    found = query.select(read_store(RESULTS / "cpu.jsonl", SWEEP))
+def test_a_selection_meets_all_conditions() -> None:
+    swept, both = read_store(SWEEP), read_store(RESULTS / "cpu.jsonl", SWEEP)
+    allowed = {"precision_name": ("bf16", "all-q80"), "device": ("CPU native",)}
+    found = select(both, kind=("measured",), **allowed)
     assert {result.precision_name for result in found} == {"bf16", "all-q80"}
     assert {result.device for result in found} == {"CPU native"}
-    assert Query(models=("another",)).select(swept) == []
-    assert Query().select(swept) == swept
+    assert select(swept, model=("another",)) == []
+    assert select(swept) == select(swept, model=()) == swept
 
 
 def test_store_names_the_line_of_another_record(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The store of recorded results: JSON line files, a query, and the selected results.
+"""The store of recorded results: JSON line files, and a selection by fields.
 
 A file has results, or a sweep's events. A sweep plans trials and its file has their results.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from tilewright.evaluate.results.record import Result
@@ -17,38 +16,13 @@ from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.utils.json_lines import read_lines
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Query:
-    """Conditions on results. An empty condition selects all results.
-
-    Attributes:
-        models: Names without the random weight mark.
-        devices, targets, precisions, cases: Names.
-        kinds: measured, emulated, predicted or published.
-    """
-
-    models: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ()
-    targets: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ()
-    cases: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
-
-    def selects(self, result: Result) -> bool:
-        """Return whether a result meets all conditions."""
-        pairs = (
-            (self.models, result.model),
-            (self.devices, result.device),
-            (self.targets, result.target),
-            (self.precisions, result.precision_name),
-            (self.cases, result.case),
-            (self.kinds, result.kind),
-        )
-        return all(not allowed or value in allowed for allowed, value in pairs)
-
-    def select(self, results: Iterable[Result]) -> list[Result]:
-        """Return the selected results in their order."""
-        return list(filter(self.selects, results))
+def select(results: Iterable[Result], **allowed: Collection[str]) -> list[Result]:
+    """Return the results whose fields have one of the ``allowed`` values. Empty: any value."""
+    return [
+        result
+        for result in results
+        if all(not values or getattr(result, name) in values for name, values in allowed.items())
+    ]
 
 
 def read_store(*paths: Path) -> list[Result]:

@@ -25,11 +25,11 @@ from tilewright.evaluate.results.row import (
     marks,
     origin,
 )
-from tilewright.evaluate.store import Query
+from tilewright.evaluate.store import select
 
 _DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-_CPU_RESULTS = Query(models=(_DEFAULT_MODEL,), devices=("CPU", "CPU native"), kinds=("measured",))
-_README_RESULTS = Query(models=(_DEFAULT_MODEL,), devices=("CPU native",), kinds=("measured",))
+_CPU_DEVICES = ("CPU", "CPU native")
+_README_DEVICES = ("CPU native",)
 _README_PRECISIONS = ("bf16", "all-q80", "performance", "all-q40")
 """Rows in README: configurations of the default model on a single device."""
 
@@ -87,17 +87,19 @@ _README = (
 )
 
 
-def _groups(results: Sequence[Result], query: Query) -> list[selection.ResultGroup]:
-    selected = (result for result in query.select(results) if not result.calibration)
+def _groups(results: Sequence[Result], devices: Sequence[str]) -> list[selection.ResultGroup]:
+    """Return the default model's groups on some devices."""
+    allowed = {"model": (_DEFAULT_MODEL,), "device": devices, "kind": ("measured",)}
+    selected = select(results, calibration=("",), **allowed)
     placed = list(filter(selection.is_placed, selected))
     # Results from a different machine have a different device name.
-    return [g for g in selection.group_results(placed) if g.any.device in query.devices]
+    return [g for g in selection.group_results(placed) if g.any.device in devices]
 
 
 def _readme(results: Sequence[Result]) -> str:
     """Return a row for every entry in `_README_PRECISIONS` with a record."""
     lines = []
-    groups = _groups(results, _README_RESULTS)
+    groups = _groups(results, _README_DEVICES)
     for name in _README_PRECISIONS:
         for group in groups:
             if name in group.names:
@@ -112,7 +114,7 @@ def _cpu(results: Sequence[Result]) -> str:
     Rows are ordered by CPU backend, then by size, largest first.
     """
     lines = []
-    for group in _groups(results, _CPU_RESULTS):
+    for group in _groups(results, _CPU_DEVICES):
         one, many = group.speed(selection.SHORT), group.speed(selection.BATCH_32)
         if one is not None and many is not None:
             lines.append(_DocumentLine(many.precision_name, one, many, group.accuracy_result))
