@@ -150,7 +150,7 @@ async def _ask(url: str, plan: str, shape: LoadConfig) -> dict[str, float | str]
     async with connected(url, "") as client:
         await client.take_model()
         await rows_of(streams(client, LoadConfig(requests=2, input_tokens=16, output_tokens=8)))
-        (row,) = await rows_of(PLANS[plan].run(client, shape))
+        (row,) = await rows_of(PLANS[plan](client, shape))
         return row
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright.errors import ConfigError, TilewrightError, allowed
+from tilewright.evaluate.load.shape import LoadConfig
 from tilewright.options.arguments import integer, option, parse, real
 from tilewright.utils.json_lines import append_lines
 
@@ -18,47 +19,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _BenchServeArgs:
+class _BenchServeArgs(LoadConfig):
     url: str = option("server address", default="http://127.0.0.1:8000")
     model: str = option("model name (default: the server's first)", default="")
     plan: str = option(
         "load plan: streams, overhead, intruder, chat, contest, json, invariant or soak",
         default="streams",
     )
-    requests: int = option("requests in total", default=32, type=integer(1, 1 << 20))
-    concurrency: int = option("concurrent users", default=1, type=integer(1, 4096))
-    rate: float = option(
-        "requests per second with Poisson arrivals, 0: by --concurrency",
-        default=0.0,
-        type=real(0, 1e6),
-    )
-    input_tokens: int = option("tokens per prompt", default=128, type=integer(1, 1 << 20))
-    output_tokens: int = option("tokens per answer", default=128, type=integer(1, 1 << 20))
-    long_tokens: int = option(
-        "tokens in an intruder's prompt, or in the chats' system prompt",
-        default=1024,
-        type=integer(1, 1 << 20),
-    )
-    turns: int = option("turns per chat", default=8, type=integer(1, 1000))
-    levels: tuple[int, ...] = option(
-        "contest: user counts, from the plan's (default: all)",
-        default=(),
-        type=integer(1, 4096),
-    )
-    flush: bool = option(
-        "contest: empty the prefix cache before every level. chat: repeat the last prompts with an "
-        "empty cache. Needs a server with --admin",
-        default=False,
-    )
-    drawn_lengths: bool = option(
-        "contest: answers of random lengths, for models with random weights",
-        default=False,
-    )
     warm_up: int = option("uncounted requests before", default=2, type=integer(0, 1000))
     wait: float = option("maximum wait for loading, in seconds", default=600.0, type=real(0, 1e6))
     rounds: int = option("rounds to run", default=1, type=integer(1, 1000))
-    seed: int = option("seed for prompts and arrivals", default=0, type=integer(0, 1 << 31))
-    vocabulary: int = option("limit of prompt token ids", default=256, type=integer(2, 1 << 31))
     results: Path | None = option("JSON lines file for every row", default=None, type=Path)
     as_json: bool = option("print JSON", "--json", default=False)
 
@@ -102,17 +72,15 @@ async def _run(options: _BenchServeArgs) -> AsyncIterator[Figures]:
     from tilewright.evaluate.load.client import connected
     from tilewright.evaluate.load.figures import rows_of
     from tilewright.evaluate.load.plans import PLANS, streams
-    from tilewright.evaluate.load.shape import LoadConfig
 
-    known = {field.name for field in fields(LoadConfig)}
-    given = {name: value for name, value in asdict(options).items() if name in known}
     async with connected(options.url, options.model) as client:
         await client.wait_until_ready(options.wait)
         if not options.model:
             await client.take_model()
         if options.warm_up:
-            warm = {**given, "requests": options.warm_up, "seed": options.seed + 1, "rate": 0.0}
-            await rows_of(streams(client, LoadConfig(**warm)))
+            seed = options.seed + 1
+            warm = replace(options, requests=options.warm_up, seed=seed, rate=0.0)
+            await rows_of(streams(client, warm))
         for round_number in range(options.rounds):
-            async for row in PLANS[options.plan].run(client, LoadConfig(**given)):
+            async for row in PLANS[options.plan](client, options):
                 yield {"plan": options.plan, "round": round_number, **row}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from itertools import pairwise
 
@@ -22,6 +21,9 @@ from tilewright.evaluate.load.invariant import invariant
 from tilewright.evaluate.load.schemas import schemas
 from tilewright.evaluate.load.shape import LoadConfig
 from tilewright.evaluate.load.soak import soak
+
+SETTLE_SECONDS = 1.0
+"""Time that streams run before the intruder starts."""
 
 Plan = Callable[[Client, LoadConfig], AsyncIterator[Figures]]
 """Asks a server and gives rows of figures as they are there."""
@@ -45,7 +47,7 @@ async def intruder(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
     bodies = [shape.body(chooser) for _ in range(shape.concurrency)]
     body = shape.body(chooser, num_input=shape.long_tokens, num_output=2)
     streams = [asyncio.create_task(client.stream(COMPLETIONS, each)) for each in bodies]
-    await asyncio.sleep(shape.settle_seconds)
+    await asyncio.sleep(SETTLE_SECONDS)
     long = await client.stream(COMPLETIONS, body)
     heard = await asyncio.gather(*streams)
     for each in (long, *heard):
@@ -98,21 +100,13 @@ def _host(before: dict[str, float], after: dict[str, float], seconds: float) -> 
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A plan and what it is for, in a line."""
-
-    run: Plan
-    text: str
-
-
-PLANS = {
-    "streams": Named(streams, "completions over random token ids"),
-    "overhead": Named(overhead, "the same at 1 user and at --concurrency, with the host's time"),
-    "intruder": Named(intruder, "a prompt of --long-tokens into --concurrency running streams"),
-    "chat": Named(chats, "--concurrency chats of --turns turns: what is not computed again"),
-    "contest": Named(contest, "seven levels of users, 64 requests each, weighted"),
-    "json": Named(schemas, "half of the users with a schema: what the other half loses"),
-    "invariant": Named(invariant, "answers alone against answers in company: how many differ"),
-    "soak": Named(soak, "--requests of all kinds, cancelled and malformed ones among them"),
+PLANS: Mapping[str, Plan] = {
+    "streams": streams,
+    "overhead": overhead,
+    "intruder": intruder,
+    "chat": chats,
+    "contest": contest,
+    "json": schemas,
+    "invariant": invariant,
+    "soak": soak,
 }

@@ -6,40 +6,44 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.options.arguments import integer, option, real
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """Sizes for a load test. A scenario ignores fields that do not concern it.
+    """Sizes for a load test. A scenario ignores fields that do not concern it."""
 
-    Attributes:
-        requests: Total request count.
-        concurrency: Concurrent users.
-        rate: Arriving requests per second. 0: a user sends the next request after a response.
-        input_tokens: Tokens in a prompt.
-        output_tokens: Tokens in an output.
-        long_tokens: Tokens in the intruder's prompt.
-        turns: Turns in a chat.
-        vocabulary: Exclusive upper limit for prompt token ids.
-        levels: Concurrencies in a contest. Empty: all.
-        flush: Clear the prefix cache before every level of a contest, or before chats repeat their
-            last prompts.
-        drawn_lengths: Random output lengths in a contest, also for servers without random weights.
-        settle_seconds: Time that streams run before the intruder starts.
-    """
-
-    requests: int = 32
-    concurrency: int = 1
-    rate: float = 0.0
-    input_tokens: int = 128
-    output_tokens: int = 128
-    long_tokens: int = 1024
-    turns: int = 8
-    seed: int = 0
-    vocabulary: int = 256
-    levels: tuple[int, ...] = ()
-    flush: bool = False
-    drawn_lengths: bool = False
-    settle_seconds: float = 1.0
+    requests: int = option("requests in total", default=32, type=integer(1, 1 << 20))
+    concurrency: int = option("concurrent users", default=1, type=integer(1, 4096))
+    rate: float = option(
+        "requests per second with Poisson arrivals, 0: by --concurrency",
+        default=0.0,
+        type=real(0, 1e6),
+    )
+    input_tokens: int = option("tokens per prompt", default=128, type=integer(1, 1 << 20))
+    output_tokens: int = option("tokens per answer", default=128, type=integer(1, 1 << 20))
+    long_tokens: int = option(
+        "tokens in an intruder's prompt, or in the chats' system prompt",
+        default=1024,
+        type=integer(1, 1 << 20),
+    )
+    turns: int = option("turns per chat", default=8, type=integer(1, 1000))
+    levels: tuple[int, ...] = option(
+        "contest: user counts, from the plan's (default: all)",
+        default=(),
+        type=integer(1, 4096),
+    )
+    flush: bool = option(
+        "contest: empty the prefix cache before every level. chat: repeat the last prompts with an "
+        "empty cache. Needs a server with --admin",
+        default=False,
+    )
+    drawn_lengths: bool = option(
+        "contest: answers of random lengths, for models with random weights",
+        default=False,
+    )
+    seed: int = option("seed for prompts and arrivals", default=0, type=integer(0, 1 << 31))
+    vocabulary: int = option("limit of prompt token ids", default=256, type=integer(2, 1 << 31))
 
     def body(
         self, chooser: random.Random, *, num_input: int | None = None, num_output: int | None = None
