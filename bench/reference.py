@@ -16,9 +16,14 @@ def main(argv: list[str]) -> int:
     check_header(path)
     from tilewright.cli.measure.measure import compile_reference, subject_of
     from tilewright.cli.terminal.console import compile_progress, err
-    from tilewright.evaluate.cases.reference import build_reference, reference_path, save_reference
+    from tilewright.evaluate.cases.reference import (
+        build_reference,
+        reference_bytes,
+        reference_path,
+    )
     from tilewright.loading.source import source_of
     from tilewright.models import load_model
+    from tilewright.utils.files import write_file
 
     model = load_model(path)
     subject, tokens = subject_of(source_of(model, path))
@@ -26,6 +31,6 @@ def main(argv: list[str]) -> int:
         executable = compile_reference(model, progress)
     reference, _ = build_reference(executable, subject, tokens)
     target = reference_path(model.name)
-    save_reference(reference, target)
+    write_file(target, reference_bytes(reference))
     print(f"{target}: {reference.id}")
     return 0

@@ -118,8 +118,8 @@ def test_calibrate_along_out_for_a_board(
     [
         (("--text", "{empty}"), "is empty; allowed: a text"),
         (("--text", "{tiny}"), "the calibration text has"),
-        (("--text", "{missing}"), "cannot be read"),
-        (("--text", "{binary}"), "not UTF-8"),
+        (("--text", "{missing}"), "No such file"),
+        (("--text", "{binary}"), "not valid UTF-8"),
         (("--precision", "stored"), "has no weight in blocks"),
         (("--precision", "auto"), "allowed: a configuration with formats"),
         (("--fast", "--method", "gptq"), "--fast and --method gptq; allowed: one"),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tilewright.errors import ConfigError
+from tilewright.errors import ConfigError, one_line
 
 CACHE_VARIABLE = "TILEWRIGHT_CACHE"
 
@@ -64,6 +64,54 @@ def read_regular(path: Path) -> bytes:
     """Return all bytes of ``path``. Raise as `open_regular`."""
     with open_regular(path) as file:
         return file.read()
+
+
+def read_text(
+    path: Path, where: str = "", *, hint: str = "a text file", limit: int | None = None
+) -> str:
+    """Return a regular UTF-8 file's text.
+
+    Args:
+        where: Start of an error's message. Empty: the path.
+        hint: The allowed files.
+        limit: Maximum size in bytes. None: any.
+
+    Raises:
+        ConfigError: The file cannot be opened, is too large or is not UTF-8.
+    """
+    where = where or str(path)
+    try:
+        with open_regular(path) as file:
+            data = file.read(-1 if limit is None else limit + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where}: {_reason(error)}; allowed: {hint}") from None
+    if limit is not None and len(data) > limit:
+        raise ConfigError(f"{where} is too large; allowed: {limit} bytes or fewer")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{where} is not valid UTF-8 at byte {error.start}; allowed: UTF-8 text"
+        ) from None
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file atomically, and create its directory. A link keeps its name.
+
+    Raises:
+        ConfigError: The file cannot be written. It is then unchanged.
+    """
+    try:
+        found = path.resolve()
+        found.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(found, data)
+    except (OSError, ValueError) as error:
+        reason = f"{path}: {_reason(error)}; allowed: a path that can be written"
+        raise ConfigError(reason) from None
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or one_line(error)
 
 
 def mode_of_new(mode: int) -> int:

@@ -22,11 +22,12 @@ from tilewright.evaluate.cases.reference import (
     cached_logits,
     keep_logits,
     load_reference,
+    reference_bytes,
     reference_path,
-    save_reference,
     text_hash,
     text_tokens,
 )
+from tilewright.utils.files import write_file
 
 SUBJECT = Subject("a model", "m" * 64, "t" * 64, "x" * 64)
 
@@ -54,7 +55,7 @@ def test_a_file_gives_back_what_was_saved(
     path = tmp_path_factory.mktemp("reference") / "deep" / "reference.json"
     subject = dataclasses.replace(SUBJECT, model=name.encode("utf-8", "replace").decode())
     reference = make(margins=tuple(margins), tokens=tuple(tokens), subject=subject)
-    save_reference(reference, path)
+    write_file(path, reference_bytes(reference))
     assert load_reference(path, subject) == reference
     assert [each.name for each in path.parent.iterdir()] == ["reference.json"]
 
@@ -83,7 +84,7 @@ def test_the_id_is_of_everything_but_the_versions() -> None:
 )
 def test_a_reference_of_something_else_says_of_what(tmp_path: Path, field: str, said: str) -> None:
     path = tmp_path / "reference.json"
-    save_reference(make(), path)
+    write_file(path, reference_bytes(make()))
     wanted = dataclasses.replace(SUBJECT, **{field: "other" * 5})
     with pytest.raises(ConfigError) as caught:
         load_reference(path, wanted)
@@ -143,7 +144,7 @@ def test_a_changed_file_is_damaged(tmp_path: Path, change: dict[str, Any]) -> No
 
 def test_every_cut_of_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "reference.json"
-    save_reference(make(), path)
+    write_file(path, reference_bytes(make()))
     whole = path.read_bytes()
     for end in range(0, len(whole.rstrip()), 17):
         path.write_bytes(whole[:end])

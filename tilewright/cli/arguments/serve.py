@@ -18,6 +18,7 @@ from tilewright.options.config_file import (
 from tilewright.options.engine_config import EngineConfig
 from tilewright.options.resolve import ResolvedConfig, resolve
 from tilewright.serve.web.settings import ServerConfig
+from tilewright.utils.files import read_text
 
 if TYPE_CHECKING:
     from tilewright.cli.arguments.ask import ModelStatusLine
@@ -97,9 +98,5 @@ def read_serve_options(
 def _template(path: str) -> str:
     from tilewright.models.tokenizer.chat_template import ChatTemplate
 
-    try:
-        source = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"--chat-template {path}: {reason}; allowed: a Jinja file") from None
-    return ChatTemplate(source, f"--chat-template {path}").source
+    where = f"--chat-template {path}"
+    return ChatTemplate(read_text(Path(path), where, hint="a Jinja file"), where).source

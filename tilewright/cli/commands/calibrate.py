@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from tilewright.compiler.precision import AUTO, load_precision
 from tilewright.errors import ConfigError
 from tilewright.models import FoundModel, calibrated_precision, check_header, find_model_or_shape
-from tilewright.options.arguments import check_text, integer, option, output_folder, parse
-from tilewright.utils.files import read_regular
+from tilewright.options.arguments import integer, option, output_folder, parse
+from tilewright.utils.files import read_regular, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -137,13 +137,7 @@ def _read_text(options: _CalibrateArgs) -> str:
     if options.text is None:
         return _TEXT.read_text(encoding="utf-8")
     path = Path(options.text).expanduser()
-    try:
-        text = read_regular(path).decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"--text {path}: cannot be read ({error.strerror})") from None
-    except ValueError:
-        raise ConfigError(f"--text {path}: not UTF-8; allowed: a UTF-8 text file") from None
-    check_text(text, f"--text {path}")
+    text = read_text(path, f"--text {path}", hint="a UTF-8 text file")
     if not text.strip():
         raise ConfigError(f"--text {path}: is empty; allowed: a text of some thousand words")
     return text

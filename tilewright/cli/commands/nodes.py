@@ -34,6 +34,7 @@ from tilewright.options.engine_config import MODEL, SINGLE, EngineConfig
 from tilewright.options.resolve import ResolvedConfig, resolve
 from tilewright.utils.child_process import PYTHON
 from tilewright.utils.environment import now
+from tilewright.utils.files import read_text
 
 if TYPE_CHECKING:
     from tilewright.compiler.targets.interface.base import Executable
@@ -266,10 +267,7 @@ def _make(folder: Path) -> None:
 
 
 def _read(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: no text ({error})") from None
+    text = read_text(path)
     if not text.strip() or "\0" in text:  # NUL has no spelling in a shell
         raise ConfigError(f"{path}: empty, or with NUL characters; allowed: some text")
     return text

@@ -127,15 +127,15 @@ def _write_files(options: _EstimateArgs, model: Any, precisions: Any, rows: Any)
     from tilewright.compiler.precision.weight_overrides import weight_overrides
     from tilewright.compiler.tracer import grouped_modules
     from tilewright.evaluate.model_targets import targets_text
-    from tilewright.utils.files import replace_file
+    from tilewright.utils.files import write_file
 
     if options.write_targets is not None:
         text = targets_text(model.name, rows, users=options.users, context=options.context)
-        replace_file(Path(options.write_targets), text.encode())
+        write_file(Path(options.write_targets), text.encode())
     if options.write_overrides is not None:
         precision = resolve_precision(model, next(iter(precisions.values())))
         entries, dropped = weight_overrides(precision, grouped_modules(model.module))
-        replace_file(Path(options.write_overrides), (json.dumps(entries, indent=2) + "\n").encode())
+        write_file(Path(options.write_overrides), (json.dumps(entries, indent=2) + "\n").encode())
         note(err(), f"{options.write_overrides}: formats only; dropped: {', '.join(dropped)}")
 
 

@@ -1,4 +1,4 @@
-"""Opening a sweep's file for a command, where what was cut short is said, and writing others."""
+"""Opening a sweep's file for a command, where what was cut short is said."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tilewright.cli.sweep.layout import plain_line
-from tilewright.errors import ConfigError
 from tilewright.evaluate.sweep.journal import SweepJournal
-from tilewright.utils.files import replace_file
 from tilewright.utils.json_lines import TornLineWarning
 
 
@@ -23,20 +21,6 @@ def torn_lines_said() -> Iterator[None]:
         yield
     for each in caught:
         print(f"tilewright: {plain_line(str(each.message))}", file=sys.stderr)
-
-
-def write_text(output: str | Path, text: str) -> None:
-    """Write a file in one step, its folder too.
-
-    Raises:
-        ConfigError: where it cannot be written; what was there is then unchanged.
-    """
-    try:
-        path = Path(output).resolve()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text.encode())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{output}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def open_sweep(path: str | Path) -> SweepJournal:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.cli.sweep.files import open_sweep, write_text
+from tilewright.cli.sweep.files import open_sweep
 from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import ACCURACY_TEXT
 from tilewright.evaluate.report import perf_file
@@ -26,6 +26,7 @@ from tilewright.evaluate.sweep.leaderboard import (
     place_name,
 )
 from tilewright.evaluate.sweep.summary import SweptRow
+from tilewright.utils.files import write_file
 from tilewright.utils.json_lines import check_writable
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def _write(output: str, text: str) -> None:
     if output == _STDOUT:
         print(text, end="")
         return
-    write_text(output, text)
+    write_file(Path(output), text.encode())
     _say(f"{output}: {len(text.splitlines())} lines")
 
 

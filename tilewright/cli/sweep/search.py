@@ -20,7 +20,7 @@ from tilewright.cli.arguments.sweep import (
     read_options,
 )
 from tilewright.cli.sweep import run
-from tilewright.cli.sweep.files import open_sweep, write_text
+from tilewright.cli.sweep.files import open_sweep
 from tilewright.cli.terminal.console import err, note, out, print_table
 from tilewright.compiler.devices import BOARDS
 from tilewright.errors import ConfigError
@@ -28,6 +28,7 @@ from tilewright.evaluate.cases.cases import ACCURACY_TEXT, CASES
 from tilewright.evaluate.cases.prompts import accuracy_text
 from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.models.checkpoints.calibrated.manifest import is_calibrated
+from tilewright.utils.files import write_file
 from tilewright.utils.json_lines import check_writable
 
 EXIT_NOTHING_FOUND = 1
@@ -120,7 +121,7 @@ def _search(options: SweepOptions, begun: SweepJournal | None) -> int:
     path = _output(options)
     if (winner := found.cell) is not None and winner.calibration:
         _copy_folder(run.calibrated_folders(journal, options).folder(winner), path)
-    write_text(path, found.yaml)
+    write_file(path, found.yaml.encode())
     out().print(f"written: {path}", soft_wrap=True)
     return 0
 

@@ -18,10 +18,10 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Static
 
 from tilewright.cli.sweep import control, tables
-from tilewright.cli.sweep.files import write_text
 from tilewright.cli.sweep.layout import Listing, ScreenLine, plain_line
 from tilewright.errors import ConfigError
 from tilewright.evaluate.sweep.journal import SweepJournal
+from tilewright.utils.files import write_file
 from tilewright.utils.json_lines import TornLineWarning
 
 LOOK_SECONDS = 1.0
@@ -298,7 +298,7 @@ class MarkdownScreen(TextScreen):
     def action_write(self) -> None:
         """Write the Markdown to a file in the sweep file's directory."""
         try:
-            write_text(self.path, self.source())
+            write_file(self.path, self.source().encode())
             said = f"written to {self.path}"
         except ConfigError as error:
             said = str(error)

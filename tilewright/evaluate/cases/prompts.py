@@ -19,7 +19,7 @@ import msgspec
 
 from tilewright.errors import ConfigError, allowed, one_line
 from tilewright.evaluate.cases.cases import ACCURACY_TEXT
-from tilewright.utils.files import open_regular
+from tilewright.utils.files import read_text
 
 MAX_FILE_BYTES = 16 * 2**20
 MAX_TEXT_BYTES = 2**20
@@ -77,12 +77,9 @@ def accuracy_text(name_or_path: str = ACCURACY_TEXT) -> AccuracyText:
     name = name_or_path.replace("_", "-")
     if name in files:
         return AccuracyText(name, bench_text(files[name]))
-    content = _read_text(
-        Path(name_or_path),
-        f"accuracy text {name_or_path[:200]!r}",
-        limit=MAX_TEXT_BYTES,
-        options=f"{allowed(sorted(files))}, or the path of a UTF-8 text file",
-    )
+    hint = f"{', '.join(sorted(files))}, or the path of a UTF-8 text file"
+    where = f"accuracy text {name_or_path[:200]!r}"
+    content = read_text(Path(name_or_path), where, hint=hint, limit=MAX_TEXT_BYTES)
     stem = re.sub(r"[^\w.-]+", "-", Path(name_or_path).stem)[:40]
     digest = hashlib.sha256(content.encode()).hexdigest()
     return AccuracyText(f"{stem}-{digest[:8]}", content)
@@ -147,32 +144,9 @@ def read_prompts(path: str | Path) -> list[BenchPrompt]:
             entry is invalid. Names the file and the entry.
     """
     place = f"prompts file {str(path)!r}"
-    options = "allowed: a JSON file of prompts"
-    text = _read_text(Path(path), place, limit=MAX_FILE_BYTES, options=options)
+    text = read_text(Path(path), place, hint="a JSON file of prompts", limit=MAX_FILE_BYTES)
     try:
         entries = _ENTRIES.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{place}: {one_line(error)}; allowed: {_ENTRIES_FORM}") from None
     return [BenchPrompt(entry.prompt, entry.max_tokens or None) for entry in entries]
-
-
-def _read_text(path: Path, place: str, *, limit: int, options: str) -> str:
-    """Read a UTF-8 file with at most ``limit`` bytes.
-
-    Raises:
-        ConfigError: Starts with ``place``. ``options`` names the allowed files.
-    """
-    try:
-        with open_regular(path) as file:
-            data = file.read(limit + 1)
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError(f"{place}: {reason}; {options}") from None
-    if len(data) > limit:
-        raise ConfigError(f"{place} is too large; allowed: {limit} bytes or fewer")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{place} is not valid UTF-8 at byte {error.start}; allowed: UTF-8 text"
-        ) from None

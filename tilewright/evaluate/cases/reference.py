@@ -28,7 +28,7 @@ from tilewright.compiler.targets.interface.step import OpenSlot, PrefillChunk, S
 from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
 from tilewright.utils.environment import environment
-from tilewright.utils.files import read_regular, replace_file
+from tilewright.utils.files import read_regular, write_file
 
 NUM_GUESSES = 5
 _FOLDER = Path(__file__).parent / "references"
@@ -124,12 +124,6 @@ def reference_path(model: str, folder: Path = _FOLDER) -> Path:
     return folder / f"{_slug(model)}.json"
 
 
-def save_reference(reference: AccuracyReference, path: Path) -> None:
-    """Write a reference to a file for `load_reference`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, reference_bytes(reference))
-
-
 def reference_bytes(reference: AccuracyReference) -> bytes:
     """Return a reference file's contents."""
     body = {"id": reference.id, **dataclasses.asdict(reference)}
@@ -197,10 +191,9 @@ def _logits_path(reference: AccuracyReference) -> Path:
 def write_cache(path: Path, data: bytes) -> None:
     """Write a cache file atomically. Errors become a warning."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, data)
-    except OSError as error:
-        warnings.warn(f"{path}: not kept ({error.strerror})", stacklevel=2)
+        write_file(path, data)
+    except ConfigError as error:
+        warnings.warn(f"not kept: {error}", stacklevel=2)
 
 
 def _slug(name: str) -> str:

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.errors import ConfigError, one_line
+from tilewright.errors import ConfigError
 from tilewright.evaluate.report.display import printable
-from tilewright.utils.files import replace_file
+from tilewright.utils.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -111,10 +111,5 @@ def save(figure: Figure, stem: Path) -> list[Path]:
             figure.savefig(buffer, format=suffix, dpi=DPI, metadata=about, facecolor="white")
             written.append((stem.parent / f"{stem.name}.{suffix}", buffer.getvalue()))
     for path, content in written:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, content)
-        except (OSError, ValueError) as error:  # valueError: a null character in the name
-            reason = getattr(error, "strerror", None) or one_line(error)
-            raise ConfigError(f"{path}: {reason}; allowed: a path that can be written") from None
+        write_file(path, content)
     return [path for path, _ in written]

@@ -32,7 +32,7 @@ from tilewright.evaluate.report.display import (
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results import stats
 from tilewright.options.engine_config import current_flags
-from tilewright.utils.files import replace_file
+from tilewright.utils.files import write_file
 from tilewright.utils.json_lines import read_records
 
 SCHEMA = 2
@@ -69,11 +69,7 @@ def write_part(path: Path, name: str, record: Record) -> None:
     """
     parts = read_parts(path) | {name: record}
     text = json.dumps({"schema": SCHEMA, "parts": parts}, indent=1) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text.encode())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+    write_file(path, text.encode())
 
 
 def read_rows(path: Path, command: str) -> list[Record]:

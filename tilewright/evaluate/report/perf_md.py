@@ -37,7 +37,7 @@ from tilewright.evaluate.results.row import (
     TTFT,
     TTFT_SPREAD,
 )
-from tilewright.utils.files import read_regular, replace_file
+from tilewright.utils.files import read_text, write_file
 
 SectionKind = Literal[
     "performance", "accuracy", "long_context", "batch_32", "precision", "boards", "other"
@@ -197,7 +197,7 @@ def load(path: str | os.PathLike[str]) -> Document:
     Raises:
         ConfigError: if the file cannot be read or is not UTF-8, or as `parse`.
     """
-    return parse(_read(Path(path)), name=str(path))
+    return parse(read_text(Path(path)), name=str(path))
 
 
 def update(path: str | os.PathLike[str], name: str, rendered: str) -> None:
@@ -207,13 +207,11 @@ def update(path: str | os.PathLike[str], name: str, rendered: str) -> None:
         ConfigError: if the file cannot be read or written, or as `merge` and `parse`. The new text
             is parsed before it is written.
     """
-    path = Path(path).resolve()
-    text = markdown.merge(_read(path) if path.exists() else "", name, rendered, file=str(path))
+    path = Path(path)
+    existing = read_text(path) if path.exists() else ""
+    text = markdown.merge(existing, name, rendered, file=str(path))
     parse(text, name=str(path))
-    try:
-        replace_file(path, text.encode())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    write_file(path, text.encode())
 
 
 def match_row(
@@ -257,16 +255,6 @@ def match_row(
             f"model {model!r} on device {device!r} matches several rows: lines {lines}"
         )
     return found[0] if found else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_regular(path).decode("utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not UTF-8 text") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise ConfigError(f"{path}: {reason or error}") from None
 
 
 def _recognise(heading: markdown.Heading, *, name: str) -> tuple[SectionKind, int | None]:
