@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tilewright.cli.main import VERBS, usage
-from tilewright.errors import ConfigError
+from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.report.comparisons import render_blocks
-from tilewright.evaluate.report.documents import blocks_of, update_document
+from tilewright.evaluate.report.documents import BLOCKS
 from tilewright.evaluate.report.image_tables import render_images
 from tilewright.evaluate.report.perf_file import RECORDED, read_beside, update_tables
+from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.store import read_store
 from tilewright.options.arguments import Parser
+from tilewright.utils.files import read_text, write_file
 
 
-def render_document(text: str, results: Path) -> str:
-    """Return a document with updated comparison tables and command list."""
-    return render_blocks(text, results, usage=_usage, images=render_images)
+def render_document(text: str, folder: Path, results: Sequence[Result] = ()) -> str:
+    """Return a document with its comparison tables, command list and tables of ``results``."""
+
+    def tables(folder: Path, name: str) -> str:
+        if name not in BLOCKS:
+            raise ConfigError(f"block {name!r}; {allowed(BLOCKS, name)}")
+        return BLOCKS[name](results)
+
+    own = {"tilewright": tables} if results else {}
+    return render_blocks(text, folder, usage=_usage, images=render_images, **own)
 
 
 def _usage(results: Path, name: str) -> str:
@@ -32,18 +42,21 @@ def main(argv: list[str]) -> int:
     option("--results", default=RECORDED, metavar="FILE", help=f"JSON lines (default: {RECORDED})")
     option("--output", default="PERF.md", metavar="FILE", help="the file to update (PERF.md)")
     option("--also", metavar="FILE", help="documents with blocks to update too", **many)
-    option("--compared", metavar="FILE", help="documents with tables of comparisons", **many)
     arguments = parser.parse_args(argv)
-    path = Path(arguments.results)
-    results = [*read_store(path), *read_beside(path)]
+    recorded = Path(arguments.results)
+    results = [*read_store(recorded), *read_beside(recorded)]
     if not results:
         raise ConfigError(f"{arguments.results}: holds no results; allowed: at least one")
-    for document in arguments.also:
-        blocks_of(document)  # before anything is written
+    rendered = {path: _rendered(path, results) for path in map(Path, arguments.also)}
     print(update_tables(arguments.output, results))
-    for document in arguments.also:
-        update_document(document, results)
-    for document in map(Path, arguments.compared):
-        text = render_document(document.read_text("utf-8"), Path("results"))
-        document.write_text(text, "utf-8")
+    for path, text in rendered.items():
+        write_file(path, text.encode())
     return 0
+
+
+def _rendered(path: Path, results: Sequence[Result]) -> str:
+    text = read_text(path)
+    try:
+        return render_document(text, Path("results"), results)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None

@@ -91,10 +91,11 @@ def median_and_range(values: Sequence[float], digits: int = 1) -> str:
     """Return the median with lowest and highest value, as ``5.0 (3.0 to 6.0)``."""
     if not values:
         return ""
-    middle = decimal(statistics.median(values), digits, grouped=True)
-    if len(values) == 1:
-        return middle
-    return f"{middle} ({span(min(values), max(values), digits, joint=' to ', grouped=True)})"
+    low, middle, high = (
+        decimal(value, digits, grouped=True)
+        for value in (min(values), statistics.median(values), max(values))
+    )
+    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def _rate(value: float) -> str:
@@ -407,7 +408,7 @@ def render_blocks(text: str, results: Path, **more: Render) -> str:
     """Return a document with new blocks. ``more`` adds kinds to `BLOCKS`.
 
     Raises:
-        ConfigError: if records are missing.
+        ConfigError: if records are missing, or without a block.
     """
     kinds = {**BLOCKS, **more}
     pattern = rf"(<!-- ({'|'.join(kinds)}):begin ([\w-]+(?: [\w-]+)?) -->\n).*?(<!-- \2:end \3 -->)"
@@ -416,4 +417,7 @@ def render_blocks(text: str, results: Path, **more: Render) -> str:
         made = kinds[found[2]](results, *found[3].split())
         return f"{found[1]}\n{made.rstrip()}\n\n{found[4]}"
 
-    return re.sub(pattern, block, text, flags=re.DOTALL | re.ASCII)
+    rendered, count = re.subn(pattern, block, text, flags=re.DOTALL | re.ASCII)
+    if not count:
+        raise ConfigError(f"no block to render; {allowed(kinds)}")
+    return rendered

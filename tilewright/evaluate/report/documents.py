@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tilewright.errors import ConfigError, allowed
-from tilewright.evaluate.report import display, perf_md
-from tilewright.evaluate.report.markdown import find_markers
+from tilewright.evaluate.report import display
 from tilewright.evaluate.report.perf_tables import render_results
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results import selection
@@ -169,25 +167,3 @@ BLOCKS: Mapping[str, Callable[[Sequence[Result]], str]] = MappingProxyType(
     {"results": render_results, "configurations": _readme, "configurations-cpu": _cpu}
 )
 """Renderers by marker name."""
-
-
-def blocks_of(path: str) -> list[str]:
-    """Return a document's blocks for `update_document`.
-
-    Raises:
-        ConfigError: The file cannot be read, its markers are malformed, or there are no markers.
-    """
-    names = [name for name in find_markers(perf_md.load(path).text, file=path) if name in BLOCKS]
-    if not names:
-        raise ConfigError(f"{path}: has no block to render; {allowed(BLOCKS)}")
-    return names
-
-
-def update_document(path: str, results: Sequence[Result]) -> None:
-    """Render all blocks in a document.
-
-    Raises:
-        ConfigError: See `blocks_of`. Also: the file cannot be written.
-    """
-    for name in blocks_of(path):
-        perf_md.update(path, name, BLOCKS[name](results))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilewright.evaluate.report.comparisons import read_rows
-from tilewright.evaluate.report.display import decimal, short_commit
+from tilewright.evaluate.report.comparisons import median_and_range, read_rows
+from tilewright.evaluate.report.display import short_commit
 from tilewright.evaluate.report.table import Columns, Table
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS
 
@@ -16,16 +15,12 @@ Values = Mapping[str, Any]
 """A measurement by key."""
 
 
-def _median(key: str, digits: int = 1) -> Any:
+def _median(key: str) -> Any:
     """Return a column with the median, and the lowest and highest value."""
 
     def text(measured: Values) -> str:
         values = [value for value in measured.get(key) or () if value is not None]
-        if not values:
-            return ""
-        low, high = (decimal(end, digits, grouped=True) for end in (min(values), max(values)))
-        middle = decimal(statistics.median(values), digits, grouped=True)
-        return middle if low == high else f"{middle} ({low} to {high})"
+        return median_and_range(values)
 
     return text
 
