@@ -6,7 +6,7 @@ run has a single operation's weights in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,48 +71,6 @@ class LossTrace:
     num_positions: int
 
 
-@dataclass(slots=True)
-class _Stream:
-    """A run's values. ``row``: its restored row's index. None: the plain run."""
-
-    values: dict[Node, Tensor]
-    row: int | None = None
-
-
-class _TracedPair:
-    """The same graph with exact weights and with weights in formats, run in step."""
-
-    def __init__(
-        self,
-        model: CompilableModel,
-        original: CompilableModel,
-        precision: PrecisionConfig,
-        tokens_ST: Tensor,
-    ) -> None:
-        self.graph, _ = lower_model(
-            model, resolve_precision(model, precision), (MATCH, PRECISION), silent
-        )
-        longest = model.config.max_positions
-        device = torch.device("cpu")
-        self.lossy = LayeredForward(
-            self.graph,
-            weight_source(model, longest),
-            tokens_ST,
-            device,
-            weight_of=load_values,
-            exact=True,
-        )
-        source = weight_source(original, longest)
-        tied = original.config.tie_embeddings
-        self.exact = LayeredForward(
-            self.graph,
-            lambda name: source(_EMBEDDING if tied and name == _HEAD else name),
-            tokens_ST,
-            device,
-            exact=True,
-        )
-
-
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -137,73 +95,74 @@ def trace(
             raise ConfigError(
                 f"{original.name}: {name} {own} of the reference; allowed by {model.name}: {wanted}"
             )
-    pair = _TracedPair(model, original, precision, tokens_ST)
-    run = _TraceRun(pair, restores=restores)
-    segments = pair.lossy.segments
-    for index, segment in enumerate(segments):
-        progress("trace", index, len(segments))
+    graph, _ = lower_model(model, resolve_precision(model, precision), (MATCH, PRECISION), silent)
+    longest, cpu = model.config.max_positions, torch.device("cpu")
+    of_model, of_original = weight_source(model, longest), weight_source(original, longest)
+    is_tied = original.config.tie_embeddings
+
+    def get_exact(name: str) -> Tensor:
+        return of_original(_EMBEDDING if is_tied and name == _HEAD else name)
+
+    how: dict[str, Any] = {"weight_of": load_values, "exact": True}
+    lossy = LayeredForward(graph, of_model, tokens_ST, cpu, **how)
+    exact = LayeredForward(graph, get_exact, tokens_ST, cpu, exact=True)
+    run = _TraceRun(exact, lossy, restores=restores)
+    for index, segment in enumerate(lossy.segments):
+        progress("trace", index, len(lossy.segments))
         run.advance(segment)
     return run.finish(lambda done, total: progress("restore", done, total))
+
+
+_Groups = Sequence[Mapping[Node, Tensor]]
+"""Values by node, for each group of sequences."""
 
 
 class _TraceRun:
     """Runs in fp32, in the formats, and with a restored operation, layer after layer."""
 
-    def __init__(self, pair: _TracedPair, *, restores: bool) -> None:
-        assert len(pair.exact.groups) >= 1
-        self._pair, self._restores = pair, restores
-        self._truth = [dict(group) for group in pair.exact.groups]
-        self._streams = [[_Stream(dict(group)) for group in pair.lossy.groups]]
+    def __init__(self, exact: LayeredForward, lossy: LayeredForward, *, restores: bool) -> None:
+        self._exact, self._lossy, self._restores = exact, lossy, restores
+        self._truth: _Groups = exact.groups
+        self._plain: _Groups = lossy.groups
+        self._restored: dict[int, _Groups] = {}  # by row
         self._rows: list[TraceRow] = []
-        head = pair.lossy.segments[-1].products
-        self._head = head[-1]
-        self._inputs: dict[int, list[Tensor]] = {}
-        self._truth_inputs: list[Tensor] = []
-        self._head_weights: tuple[Tensor, Tensor] | None = None
+        self._head = lossy.segments[-1].products[-1]
+        self._inputs: dict[int, Tensor] = {}  # of the head, by restored row
 
     def advance(self, segment: LayerSegment) -> None:
         """Run a segment in all streams, and start a stream for each operation."""
-        exact, lossy = self._pair.exact.load(segment), self._pair.lossy.load(segment)
-        skip = frozenset({self._head})
-        wanted = self._watched_step(self._pair.exact, segment, exact, self._truth, skip)
-        before = [dict(s.values) for s in self._streams[0]]
-        found = self._watched_step(self._pair.lossy, segment, lossy, before, skip)
-        groups: dict[tuple[str, str], list[Node]] = {}
+        exact, lossy = self._exact.load(segment), self._lossy.load(segment)
+        dense = {node for node in segment.products if node.target is ops.linear.overload}
+        before = self._plain
+        self._truth, wanted = self._step(self._exact, segment, exact, self._truth, dense)
+        self._plain, found = self._step(self._lossy, segment, lossy, before, dense)
+        for row, groups in self._restored.items():
+            self._restored[row], inputs = self._step(
+                self._lossy, segment, lossy, groups, {self._head}
+            )
+            if self._head in inputs:
+                self._inputs[row] = inputs[self._head]
+        operations: dict[tuple[str, str], list[Node]] = {}
         for node in segment.products:
             facts = info(node)
             place = "head" if facts.layer is None else f"layer {facts.layer}"
-            groups.setdefault((place, facts.tensor_group or node.name), []).append(node)
-        fresh: list[list[_Stream]] = []
-        for (place, group), nodes in groups.items():
-            row = self._measure(place, group, nodes, exact, lossy, wanted, found)
-            self._rows.append(row)
-            if self._restores and self._head not in nodes and row.own_error != 0.0:
+            operations.setdefault((place, facts.tensor_group or node.name), []).append(node)
+        for (place, group), nodes in operations.items():
+            measured = _measure(place, group, nodes, exact, lossy, wanted, found)
+            if self._restores and self._head not in nodes and measured.own_error != 0.0:
                 weights = {**lossy, **{n: exact[n] for n in _weights_of(nodes)}}
-                values = [dict(s.values) for s in self._streams[0]]
-                ended = self._step(self._pair.lossy, segment, weights, values, skip)
-                index = len(self._rows) - 1
-                fresh.append([_Stream(each, index) for each in ended])
-        for stream in self._streams[1:]:
-            ended = self._step(
-                self._pair.lossy, segment, lossy, [s.values for s in stream], skip, stream[0].row
-            )
-            for one, own in zip(stream, ended, strict=True):
-                one.values = own
-        for plain, own in zip(self._streams[0], before, strict=True):
-            plain.values = own
+                groups, _ = self._step(self._lossy, segment, weights, before, set())
+                self._restored[len(self._rows)] = groups
+            self._rows.append(measured)
         if self._head in segment.nodes:
-            weight = self._head.args[1]
-            assert isinstance(weight, Node)
+            (weight,) = _weights_of([self._head])
             self._head_weights = exact[weight], lossy[weight]
-            self._truth_inputs = [wanted[self._head]]
-            self._inputs[-1] = [found[self._head]]
-        self._streams += fresh
+            self._truth_input, self._plain_input = wanted[self._head], found[self._head]
 
     def finish(self, report: Callable[[int, int], None]) -> LossTrace:
         """Compare all streams with fp32."""
-        assert self._head_weights is not None
         exact_VC, lossy_VC = self._head_weights
-        wanted = torch.cat(self._truth_inputs) @ exact_VC.T
+        wanted = self._truth_input @ exact_VC.T
         truth, guesses = wanted.log_softmax(-1), wanted.argmax(-1)
 
         def score(hidden_TC: Tensor, head_VC: Tensor) -> tuple[float, int]:
@@ -212,89 +171,72 @@ class _TraceRun:
             kl = (truth.exp() * (truth - found.log_softmax(-1))).sum(-1)
             return float(kl.mean()), right
 
-        hidden = torch.cat(self._inputs[-1])
-        kl, right = score(hidden, lossy_VC)
-        rows = dict(enumerate(self._rows))
-        restored = {row: torch.cat(x) for row, x in self._inputs.items() if row >= 0}
-        for done, (row, inputs) in enumerate(restored.items()):
-            report(done, len(restored))
+        kl, right = score(self._plain_input, lossy_VC)
+        rows = list(self._rows)
+        for done, (row, inputs) in enumerate(self._inputs.items()):
+            report(done, len(self._inputs))
             rows[row] = _with_gain(rows[row], kl, right, *score(inputs, lossy_VC))
-        for index, each in rows.items():
+        for index, each in enumerate(rows):
             if each.place == "head" and self._restores:
-                rows[index] = _with_gain(each, kl, right, *score(hidden, exact_VC))
-        found = sorted(rows.values(), key=_loss, reverse=True)
+                rows[index] = _with_gain(each, kl, right, *score(self._plain_input, exact_VC))
+        found = sorted(rows, key=_loss, reverse=True)
         return LossTrace(tuple(found), right / guesses.numel(), kl, guesses.numel())
-
-    def _watched_step(
-        self,
-        forward: LayeredForward,
-        segment: LayerSegment,
-        weights: Mapping[Node, Tensor],
-        groups: list[dict[Node, Tensor]],
-        skip: frozenset[Node],
-    ) -> dict[Node, Tensor]:
-        """Run a segment in place. Return its dense products' inputs."""
-        inputs: dict[Node, list[Tensor]] = {}
-
-        def watch(node: Node, arguments: tuple[Any, ...]) -> None:
-            if node.target is ops.linear.overload:
-                inputs.setdefault(node, []).append(arguments[0])
-
-        for index, group in enumerate(groups):
-            groups[index] = forward.step(segment, weights, group, watch, skip=skip)
-        return {node: torch.cat(parts) for node, parts in inputs.items()}
 
     def _step(
         self,
         forward: LayeredForward,
         segment: LayerSegment,
         weights: Mapping[Node, Tensor],
-        groups: Iterable[dict[Node, Tensor]],
-        skip: frozenset[Node],
-        row: int | None = None,
-    ) -> list[dict[Node, Tensor]]:
+        groups: _Groups,
+        watched: set[Node],
+    ) -> tuple[_Groups, dict[Node, Tensor]]:
+        """Run a segment without the head. Return the values, and the inputs of watched products."""
+        inputs: dict[Node, list[Tensor]] = {}
+
         def watch(node: Node, arguments: tuple[Any, ...]) -> None:
-            if node is self._head and row is not None:
-                self._inputs.setdefault(row, []).append(arguments[0])
+            if node in watched:
+                inputs.setdefault(node, []).append(arguments[0])
 
-        return [forward.step(segment, weights, group, watch, skip=skip) for group in groups]
+        skip = frozenset({self._head})
+        ended = [forward.step(segment, weights, group, watch, skip=skip) for group in groups]
+        return ended, {node: torch.cat(parts) for node, parts in inputs.items()}
 
-    def _measure(
-        self,
-        place: str,
-        group: str,
-        nodes: list[Node],
-        exact: Mapping[Node, Tensor],
-        lossy: Mapping[Node, Tensor],
-        wanted: Mapping[Node, Tensor],
-        found: Mapping[Node, Tensor],
-    ) -> TraceRow:
-        """Return an operation's output errors. Experts have none."""
-        recipe = info(next(iter(_weights_of(nodes)))).recipe
-        assert recipe is not None
-        row = TraceRow(place, group, str(recipe.format))
-        dense = [node for node in nodes if node in wanted]
-        if not dense:
-            return row
-        truth, own, whole = [], [], []
-        for node in dense:
-            weight = node.args[1]
-            assert isinstance(weight, Node)
-            x_TC, y_TC = wanted[node][:_MEASURED], found[node][:_MEASURED]
-            truth.append((x_TC @ exact[weight].T).flatten())
-            own.append((x_TC @ lossy[weight].T).flatten())
-            whole.append((y_TC @ lossy[weight].T).flatten())
-        reference, local, total = torch.cat(truth), torch.cat(own), torch.cat(whole)
-        scale = float(reference.norm()) or 1.0
-        return TraceRow(
-            place,
-            group,
-            row.format,
-            own_error=float((local - reference).norm()) / scale,
-            error=float((total - reference).norm()) / scale,
-            correlation=float(torch.corrcoef(torch.stack([total, reference]))[0, 1]),
-            largest=largest_error(total, reference),
-        )
+
+def _measure(
+    place: str,
+    group: str,
+    nodes: list[Node],
+    exact: Mapping[Node, Tensor],
+    lossy: Mapping[Node, Tensor],
+    wanted: Mapping[Node, Tensor],
+    found: Mapping[Node, Tensor],
+) -> TraceRow:
+    """Return an operation's output errors. Experts have none."""
+    recipe = info(next(iter(_weights_of(nodes)))).recipe
+    assert recipe is not None
+    row = TraceRow(place, group, str(recipe.format))
+    dense = [node for node in nodes if node in wanted]
+    if not dense:
+        return row
+    truth, own, whole = [], [], []
+    for node in dense:
+        weight = node.args[1]
+        assert isinstance(weight, Node)
+        x_TC, y_TC = wanted[node][:_MEASURED], found[node][:_MEASURED]
+        truth.append((x_TC @ exact[weight].T).flatten())
+        own.append((x_TC @ lossy[weight].T).flatten())
+        whole.append((y_TC @ lossy[weight].T).flatten())
+    reference, local, total = torch.cat(truth), torch.cat(own), torch.cat(whole)
+    scale = float(reference.norm()) or 1.0
+    return TraceRow(
+        place,
+        group,
+        row.format,
+        own_error=float((local - reference).norm()) / scale,
+        error=float((total - reference).norm()) / scale,
+        correlation=float(torch.corrcoef(torch.stack([total, reference]))[0, 1]),
+        largest=largest_error(total, reference),
+    )
 
 
 def largest_error(values: Tensor, reference: Tensor) -> float:
