@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -67,9 +66,8 @@ class EngineTrace:
         def tokens(count: int) -> Tensor:
             return torch.tensor([chosen.randrange(vocab_size) for _ in range(count)]).to(device)
 
-        self._calls: list[tuple[str, Callable[[Any], Tensor | None]]] = []
+        self._calls: list[tuple[str, list[Any]]] = []
         self.num_tokens = sum(call.num_tokens for call in calls)
-        self.num_decoded = sum(call.num_tokens for call in calls if call.method == "decode")
         self.requests = sorted({request for call in calls for request in call.requests})
         for call in calls:
             ids = list(call.requests)
@@ -79,11 +77,12 @@ class EngineTrace:
                     given.append([tokens(length) for length in call.lengths])
                 elif call.method == "decode":
                     given.append(tokens(len(ids)))
-                self._calls.append((call.method, _call(call.method, *given)))
+                self._calls.append((call.method, given))
 
     def run(self, engine: Any) -> list[Tensor]:
         """The logits of every call, in order."""
-        return [logits for _, call in self._calls if (logits := call(engine)) is not None]
+        found = (getattr(engine, method)(*given) for method, given in self._calls)
+        return [logits for logits in found if logits is not None]
 
     def seconds(self, engine: Any, wait: Callable[[], object]) -> float:
         """The seconds of all calls; ``wait`` returns when the device has ended."""
@@ -92,19 +91,3 @@ class EngineTrace:
         self.run(engine)
         wait()
         return time.perf_counter() - begun
-
-    def decode_seconds(self, engine: Any, wait: Callable[[], object]) -> float:
-        """The seconds of the decode steps among the calls."""
-        total = 0.0
-        for decodes, calls in groupby(self._calls, lambda each: each[0] == "decode"):
-            wait()
-            begun = time.perf_counter()
-            for _, call in calls:
-                call(engine)
-            wait()
-            total += decodes * (time.perf_counter() - begun)
-        return total
-
-
-def _call(method: str, *arguments: Any) -> Callable[[Any], Tensor | None]:
-    return lambda engine: getattr(engine, method)(*arguments)

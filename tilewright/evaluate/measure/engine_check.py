@@ -94,7 +94,6 @@ def run_check(engine_check: EngineCheck) -> dict[str, Any]:
             "seconds": seconds,
             "median_s": statistics.median(seconds),
             "tokens": trace.num_tokens,
-            "decoded": trace.num_decoded,
         }
     if engine_check.engine is None:
         torch.save(expected, engine_check.expected)

@@ -87,12 +87,12 @@ def read_rows(path: Path, command: str) -> list[Record]:
     return [each.record for each in found]
 
 
-def median_and_range(values: Sequence[float], digits: int = 1) -> str:
+def median_and_range(values: Sequence[float]) -> str:
     """Return the median with lowest and highest value, as ``5.0 (3.0 to 6.0)``."""
     if not values:
         return ""
     low, middle, high = (
-        decimal(value, digits, grouped=True)
+        decimal(value, grouped=True)
         for value in (min(values), statistics.median(values), max(values))
     )
     return middle if low == high else f"{middle} ({low} to {high})"

@@ -52,13 +52,11 @@ def span(
     digits: int = 1,
     *,
     joint: str = "-",
-    grouped: bool = False,
 ) -> str:
     """Return an interval or a range, for example "90.1-93.2". Empty if an end is missing."""
     if low is None or high is None:
         return ""
-    ends = (decimal(end, digits, grouped=grouped) for end in (low, high))
-    return joint.join(ends)
+    return joint.join(decimal(end, digits) for end in (low, high))
 
 
 def discordant(won: int | None, lost: int | None, p: float | None, *, base: str = "") -> str:
@@ -82,11 +80,9 @@ def printable(text: str, odd: str = _ODD) -> str:
     return "".join(each if each.isprintable() else odd for each in text)
 
 
-def plain_line(text: str, odd: str = _ODD) -> str:
-    """Return untrusted text as part of a line, with spaces for line ends and ``odd`` for
-    nonprintable characters.
-    """
-    return printable(" ".join(text.split()), odd)
+def plain_line(text: str) -> str:
+    """Return untrusted text as part of a line, with spaces for line ends."""
+    return printable(" ".join(text.split()))
 
 
 def cell_text(text: str) -> str:

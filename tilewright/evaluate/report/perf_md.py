@@ -118,12 +118,6 @@ class PerfRow:
     line: int = field(compare=False)
     calibration: str = ""
 
-    @property
-    def precisions(self) -> tuple[str, ...]:
-        """The Precision cell, and each name in a list."""
-        cell = self.precision or ""
-        return (cell, *cell.split(", "))
-
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -220,35 +214,23 @@ def match_row(
     device: str,
     *,
     dp: int = 1,
-    mesh: str | None = None,
-    precision: str | None = None,
-    random: bool = False,
-    calibration: str = "",
 ) -> PerfRow | None:
-    """Return the row of a model on a device, or None. Names match exactly, after the alias table.
+    """Return the row of a model on ``dp`` replicas of a device, or None.
 
-    Args:
-        rows: rows to search.
-        model: model name.
-        device: device name.
-        dp: data-parallel replicas.
-        mesh: mesh in the Device cell, None without a mesh.
-        precision: the Precision cell or a name in it. None: any.
-        random: whether the weights are random.
-        calibration: the Calibration cell, empty for round to nearest.
+    Names match exactly, after the alias table. Rows with a mesh, random weights or a calibration
+    are another configuration.
 
     Raises:
         ConfigError: if several rows match.
     """
-    names = _MODELS.get(model, model), _DEVICES.get(device, device)
-    wanted = (*names, dp, mesh, random, calibration)
-    found = []
-    for row in rows:
-        names = _MODELS.get(row.model, row.model), _DEVICES.get(row.device, row.device)
-        is_wanted = precision is None or precision in row.precisions
-        own = row.dp, row.mesh, row.random, row.calibration
-        if is_wanted and (*names, *own) == wanted:
-            found.append(row)
+    wanted = _MODELS.get(model, model), _DEVICES.get(device, device), dp
+    found = [
+        row
+        for row in rows
+        if not (row.mesh or row.random or row.calibration)
+        if (_MODELS.get(row.model, row.model), _DEVICES.get(row.device, row.device), row.dp)
+        == wanted
+    ]
     if len(found) > 1:
         lines = ", ".join(str(row.line) for row in found)
         raise ConfigError(
