@@ -18,8 +18,8 @@ from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
 from tilewright.runtime.grammar.matchers import grammars_of
 from tilewright.runtime.service import EngineService, QueueTransport
-from tilewright.serve.jobs import Served
 from tilewright.serve.prompt.template import read_template
+from tilewright.serve.tasks import Served
 from tilewright.serve.web.errors import ApiError
 
 VOCABULARY = 256

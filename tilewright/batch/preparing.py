@@ -16,11 +16,11 @@ from tilewright.errors import ConfigError, RequestError
 from tilewright.runtime.grammar.matchers import Grammars, roomy_threads
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.messages import EngineReady
-from tilewright.serve.job_maker import JobMaker
-from tilewright.serve.jobs import Served
 from tilewright.serve.prompt.structured import SECONDS
 from tilewright.serve.prompt.template import TemplateFacts
 from tilewright.serve.prompt.texts import TextCoder
+from tilewright.serve.task_maker import TaskMaker
+from tilewright.serve.tasks import Served
 from tilewright.serve.web.errors import invalid, refuse
 from tilewright.serve.web.requests import ChatRequest, Common, CompletionRequest, decode
 from tilewright.serve.web.responses import CompletionTask
@@ -56,7 +56,7 @@ class BatchGrammarValidator:
 
 
 @dataclass(kw_only=True)
-class Preparer(JobMaker):
+class Preparer(TaskMaker):
     """Makes jobs of rows. The same row always gives the same job.
 
     Attributes:
@@ -110,15 +110,15 @@ class Preparer(JobMaker):
         return msgspec.structs.replace(request, **changes)
 
     def up(self) -> tuple[EngineReady, TextCoder]:
-        """See `JobMaker`."""
+        """See `TaskMaker`."""
         return self.model.ready, self.model.coder
 
     def served(self, request: Common, num_prompts: int) -> Served:
-        """See `JobMaker`."""
+        """See `TaskMaker`."""
         return self.model
 
     async def check_grammar(self, spec: GrammarSpec, param: str) -> None:
-        """See `JobMaker`."""
+        """See `TaskMaker`."""
         self.trials.check(spec, param)
 
     async def aside(self, size: int, function: Callable[..., _T], *given: Any, **named: Any) -> _T:

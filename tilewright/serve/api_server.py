@@ -18,13 +18,13 @@ from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.messages import EngineReady
 from tilewright.serve.engines.client import TOKENIZER, EngineClient
 from tilewright.serve.engines.process import LOADING
-from tilewright.serve.job_maker import JobMaker
-from tilewright.serve.jobs import Served, fingerprint_of
 from tilewright.serve.metrics import Metrics
 from tilewright.serve.prompt.structured import GrammarValidator
 from tilewright.serve.prompt.template import TemplateFacts, read_template
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.responses.store import ResponseStore
+from tilewright.serve.task_maker import TaskMaker
+from tilewright.serve.tasks import Served, fingerprint_of
 from tilewright.serve.web.errors import ApiError, invalid
 from tilewright.serve.web.requests import (
     Common,
@@ -38,7 +38,7 @@ _SHORT = 4096  # characters below which text is tokenized without a thread
 _T = TypeVar("_T")
 
 
-class ApiServer(JobMaker):
+class ApiServer(TaskMaker):
     """The API server's state. The constructor needs a running event loop.
 
     Args:
@@ -115,7 +115,7 @@ class ApiServer(JobMaker):
         return await self.in_thread(function, *given, **named)
 
     async def with_images(self, function: Callable[..., _T], *values: Any, **named: Any) -> _T:
-        """See `JobMaker`. Slow hosts do not delay texts. The thread count bounds the memory."""
+        """See `TaskMaker`. Slow hosts do not delay texts. The thread count bounds the memory."""
         call = partial(function, *values, **named)
         return await asyncio.get_running_loop().run_in_executor(self._image_threads, call)
 
@@ -148,7 +148,7 @@ class ApiServer(JobMaker):
         return ready, coder
 
     async def check_grammar(self, spec: GrammarSpec, param: str) -> None:
-        """See `JobMaker`."""
+        """See `TaskMaker`."""
         assert self.trials is not None
         await self.trials.check(spec, param)
 

@@ -30,8 +30,8 @@ from tilewright.runtime.grammar.matchers import grammars_of
 from tilewright.runtime.service import EngineService, QueueTransport
 from tilewright.runtime.speculative.config import draft_note
 from tilewright.runtime.speculative.draft_model import DraftModel
-from tilewright.serve.jobs import Served, fingerprint_of
 from tilewright.serve.prompt.template import read_template
+from tilewright.serve.tasks import Served, fingerprint_of
 from tilewright.serve.web.server_log import say
 
 

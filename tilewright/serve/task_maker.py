@@ -1,4 +1,4 @@
-"""`JobMaker`: from HTTP bodies to jobs, for the API server and offline batches.
+"""`TaskMaker`: from HTTP bodies to tasks, for the API server and offline batches.
 
 Knows no engine and no HTTP connection.
 """
@@ -18,12 +18,12 @@ from tilewright.images.processor import PreparedImage
 from tilewright.images.squares import expand_markers
 from tilewright.runtime.grammar.spec import GrammarSpec
 from tilewright.runtime.messages import EngineReady
-from tilewright.serve.jobs import Served, make_job, read_calls, template_variables
 from tilewright.serve.prompt.images import chat_has_images, prepare_images, with_images
 from tilewright.serve.prompt.prepare import TokenizedPrompt, check_prompt, encode, render_chat
 from tilewright.serve.prompt.structured import behind_reasoning, read_grammar
 from tilewright.serve.prompt.template import TemplateFacts
 from tilewright.serve.prompt.texts import TextCoder
+from tilewright.serve.tasks import Served, make_task, read_calls, template_variables
 from tilewright.serve.tools.grammars import call_grammar
 from tilewright.serve.tools.tool_request import RequestedTools, read_tools
 from tilewright.serve.web.errors import ApiError, unsupported
@@ -40,12 +40,12 @@ from tilewright.serve.web.responses import CompletionTask
 
 _CHARACTERS_A_TOKEN = 4  # about
 _LONG = 1 << 20
-"""Size for :meth:`JobMaker.aside` to use a thread."""
+"""Size for :meth:`TaskMaker.aside` to use a thread."""
 
 _T = TypeVar("_T")
 
 
-class JobMaker(ABC):
+class TaskMaker(ABC):
     """Makes jobs. Subclasses know the model, and run slow functions in threads or at once.
 
     Attributes:
@@ -106,7 +106,7 @@ class JobMaker(ABC):
             grammar, unconstrained = await self._call_grammar(tools, text, grammar)
         elif grammar is not None:
             grammar = behind_reasoning(grammar, text, coder)
-        job = make_job(self.served(request, 1), request, [prompt], grammar)
+        job = make_task(self.served(request, 1), request, [prompt], grammar)
         job.unconstrained = unconstrained
         if tools is not None:
             read_calls(job, tools, self.template.calls)
@@ -202,7 +202,7 @@ class JobMaker(ABC):
                 prompt = replace(prompt, text=await self.aside(size, coder.decode, given))
             prompts.append(prompt)
         grammar = await self.checked_grammar(request)
-        return make_job(self.served(request, len(prompts)), request, prompts, grammar)
+        return make_task(self.served(request, len(prompts)), request, prompts, grammar)
 
     async def checked_grammar(self, request: Common) -> GrammarSpec | None:
         """Return a grammar after it compiled. None: the output is any text.

@@ -1,4 +1,4 @@
-"""Jobs from checked requests and tokenized prompts: engine requests with their output state.
+"""Tasks from checked requests and tokenized prompts: engine requests with their output state.
 
 Knows no event loop and no HTTP, so that server and offline batches share it.
 """
@@ -77,7 +77,7 @@ def template_variables(
     return variables
 
 
-def make_job(
+def make_task(
     served: Served, request: Common, prompts: Sequence[TokenizedPrompt], grammar: GrammarSpec | None
 ) -> CompletionTask:
     """Return a request's job: ``n`` choices of each prompt. Their seeds differ.
