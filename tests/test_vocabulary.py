@@ -1,9 +1,10 @@
 """Words that the project replaces: their number of uses may only fall. Class names are unique.
 
-``tests/vocabulary.txt`` has a word and its number of uses in each line. Identifiers are split at
-underscores and capitals. The phrases of `ALLOWED` do not count. C++, CUDA and page sources have
-none of the words with the count 0. ``TILEWRIGHT_UPDATE_GOLDENS=1`` writes lower numbers, never
-higher ones. Ranges are small, medium and large.
+Each line in ``tests/vocabulary.txt`` has a word and its uses. A capitalized word is a replaced
+class name. Identifiers are split at underscores and capitals. Phrases in `ALLOWED` do not count.
+Words with the count 0 are also forbidden in C++, CUDA and page sources.
+``TILEWRIGHT_UPDATE_GOLDENS=1`` writes lower numbers, never higher ones. Ranges are small, medium
+and large.
 """
 
 from __future__ import annotations
@@ -51,8 +52,13 @@ def word_counts(*suffixes: str) -> Counter[str]:
     return counts
 
 
+def allowed_counts() -> dict[str, int]:
+    """Return the limit for each word in the list."""
+    return {word: int(n) for word, n in map(str.split, COUNTS.read_text("utf-8").splitlines())}
+
+
 def test_vocabulary_replaced_words_only_fall() -> None:
-    listed = {word: int(n) for word, n in map(str.split, COUNTS.read_text("utf-8").splitlines())}
+    listed = allowed_counts()
     counts = word_counts(".py")
     more = {word: (counts[word], n) for word, n in listed.items() if counts[word] > n}
     assert not more, f"more uses than {COUNTS.name} allows (uses, allowed): {more}"
@@ -61,7 +67,7 @@ def test_vocabulary_replaced_words_only_fall() -> None:
 
 
 def test_vocabulary_other_sources_have_no_removed_words() -> None:
-    listed = {word: int(n) for word, n in map(str.split, COUNTS.read_text("utf-8").splitlines())}
+    listed = allowed_counts()
     counts = word_counts(*OTHER_SUFFIXES)
     assert not {word: counts[word] for word, n in listed.items() if n == 0 and counts[word]}
 
@@ -99,6 +105,7 @@ def test_vocabulary_class_names_are_unique() -> None:
                     if isinstance(node, ast.ClassDef):
                         places.setdefault(node.name.lstrip("_"), []).append(name)
     assert not {name: paths for name, paths in places.items() if len(paths) > 1}
+    assert not {name: places[name] for name in allowed_counts() if name in places}
 
 
 def test_vocabulary_identifiers_are_split() -> None:
