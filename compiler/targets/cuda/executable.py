@@ -259,6 +259,8 @@ class CudaExecutable(Executable):
     def _step(self, step: Step) -> StepOutput:
         if self._group is not None:
             self._group.check()
+        if self._layer is not None:
+            self._layer.begin_step()
         self._count_layer_tokens(step)
         self._drafts.settle(step)
         if step.edits:

@@ -170,6 +170,27 @@ def test_prefill_states_need_no_large_norm_and_are_never_stale(executable: Any) 
     assert final._large is None
 
 
+def test_a_long_prefill_that_failed_leaves_no_states(
+    executable: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next prompt has its own drafts, without a reset."""
+    executable.reset()
+    final, tokens = executable._layer._final, random_tokens(9, seed=5)
+    failed, slot = (take_slot(executable) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(final, "_prompts", final._prompts[:4])
+        patch.setattr(final, "take_prompts", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            executable.step(Step(prompts=(PrefillChunk(failed, 0, tuple(tokens[::-1])),)))
+    assert final._large is not None
+    chunk = PrefillChunk(slot, 0, tuple(tokens), chooses=True)
+    tokens += executable.step(Step(prompts=(chunk,))).parts[0].read().tokens
+    drafts = executable.step(Step(proposes={slot: 2})).parts[0].read().tokens
+    assert drafts == plain_drafts(LAYER, tokens, final_states(tokens[:-1], MODEL), 2)[0]
+    for used in (failed, slot):
+        leave_slot(executable, used)
+
+
 def test_drafts_end_with_the_pages_of_a_slot(executable: Any) -> None:
     """A slot has pages for 64 positions."""
     slot = take_slot(executable)

@@ -141,7 +141,11 @@ class CudaDraftLayer:
         self._ends.clear()
         self._drafting.clear()
         self._num_unread = 0
-        self._final.take_prompts()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Discard a long prefill of a step that failed."""
+        self._final.discard_prompts()
 
     @property
     def num_captures(self) -> int:
@@ -154,7 +158,7 @@ class CudaDraftLayer:
             for reach in self._steps.attention.reaches:
                 for work in (_READ, _DRAFT, _NEXT):
                     self._capture(size, reach, work)
-        self._final.take_prompts()  # of the model's own preparation
+        self._final.discard_prompts()  # of the model's own preparation
         if self._steps.device.type == "cuda":
             batch = TokenBatch.padding(RING, self._steps.device)
             batch = replace(batch, hidden=self._final.states[0])

@@ -64,6 +64,10 @@ class FinalStates:
         large, self._large = self._large, None
         return self._prompts if large is None else large
 
+    def discard_prompts(self) -> None:
+        """Discard a prefill whose states nobody took."""
+        self._large = None
+
     def clear(self, slot: int) -> None:
         """Set a slot's states to zero."""
         self.states[slot].zero_()
