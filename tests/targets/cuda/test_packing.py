@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.formats.scaled_codes import E2M1
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.cuda.weights import experts
 from tilewright.compiler.targets.cuda.weights.packed_weight import BIAS, EXPONENTS, TILE_BYTES
 from tilewright.compiler.targets.cuda.weights.packing import fits, hold, unpack
 from tilewright.errors import CompileError
@@ -23,6 +25,38 @@ def random_mxfp4(
     codes = torch.randint(0, 16, shape, device=device)
     scales = torch.exp2(exponents).repeat_interleave(32, -1)[..., : shape[-1]]
     return torch.tensor(E2M1, device=device)[codes] * scales
+
+
+def whole_range_mxfp4(
+    shape: tuple[int, ...], device: torch.device | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values with all exponents of a packed tile, and powers of two by column for products near 1.
+
+    Rows differ by up to four octaves.
+    """
+    low, high = EXPONENTS["mxfp4"]
+    first, last = low - 127 + 1, high - 127 - 2  # of the smallest and the largest code
+    octaves = torch.linspace(first, last, shape[-1] // 32, device=device).round()
+    exponents = octaves + torch.randint(-2, 3, (*shape[:-1], len(octaves)), device=device)
+    exponents[..., 0], exponents[..., -1] = first, last
+    scales = torch.exp2(exponents.clamp(first, last)).repeat_interleave(32, -1)
+    codes = torch.randint(0, 16, shape, device=device)
+    has_halves = (torch.rand(exponents.shape, device=device) < 0.3).repeat_interleave(32, -1)
+    codes = torch.where(has_halves, codes & 9, codes)  # at most 0.5
+    dense = torch.tensor(E2M1, device=device)[codes] * scales
+    dense[..., 0], dense[..., -1] = 0.5 * 2.0**first, 6 * 2.0**last
+    dense[..., 1:32] = 0
+    return dense, torch.exp2(-octaves).repeat_interleave(32)
+
+
+def test_the_whole_range_has_all_exponents() -> None:
+    dense, scales = whole_range_mxfp4((48, 124 * 32))
+    largest = dense.view(48, 124, 32).abs().amax(-1)
+    low, high = EXPONENTS["mxfp4"]
+    assert {*(largest.view(torch.int32) >> 23).flatten().tolist()} >= {*range(low, high + 1)}
+    held = hold(dense, "mxfp4", paired=False)
+    assert torch.equal(unpack(held), dense) and fits(dense, "mxfp4") and held.scale == 1
+    assert (dense * scales).abs().max() <= 24
 
 
 SIZES = [(16, 128), (32, 256), (1, 1), (5, 17), (17, 129), (48, 576), (33, 200), (100, 72)]
@@ -58,8 +92,39 @@ def test_values_of_mxfp4_are_kept(size: tuple[int, int], low: int, high: int) ->
 def test_mxfp4_refuses_other_values(value: float) -> None:
     dense = torch.full((16, 128), 1.0 if value != 2.0**-126 else 0.0)
     dense[3, 7] = value
-    with pytest.raises(CompileError, match=r"mxfp4: .*; allowed: "):
-        hold(dense, "mxfp4", paired=False)
+    with pytest.raises(CompileError, match=r"^row 3: a (value|block) .*; allowed: ") as caught:
+        hold(dense, "mxfp4", paired=False, name_of=lambda index: f"row {index}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [5.0, 2.0**-126])
+@pytest.mark.parametrize("paired", [False, True])
+def test_mxfp4_refuses_an_expert_by_its_tensors(
+    paired: bool, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also an expert in a later batch, with padding between experts."""
+    parts = ("gate", "up") if paired else ("down",)
+    names = [f"{expert}.{part}" for expert in range(5) for part in parts]
+    tensors = {name: random_mxfp4((20, 96)) for name in names}
+    tensors[names[-1]][17, 40:64] = value
+    tensors[names[-1]][17, 32:40] = 1.0 if value == 5.0 else 0.0
+    shape = 5, 20 * len(parts), 96
+    recipe = WeightRecipe(tuple(Segment(name, 20) for name in names), shape, "mxfp4")
+    for together in (1 << 24, 2 * 48 * 96):
+        monkeypatch.setattr(experts, "_TOGETHER", together)
+        with pytest.raises(CompileError) as caught:
+            experts.place_experts(
+                recipe, "mxfp4", tensors.__getitem__, torch.device("cpu"), paired=paired,
+                check=lambda *_: None,
+            )  # fmt: skip
+        message = str(caught.value)
+        assert message.startswith(f"{', '.join(names[-len(parts) :])}: a ")
+        assert "; allowed: " in message and "\n" not in message
+
+
+def test_rows_that_cannot_be_paired_are_refused_by_name() -> None:
+    with pytest.raises(CompileError, match=r"^w: 24 rows .* cannot be paired; allowed: multiples"):
+        hold(torch.ones(24, 128), "mxfp4", paired=True, name_of=lambda _: "w")
 
 
 @pytest.mark.parametrize("row", [0, 3, 8, 15])
@@ -212,7 +277,7 @@ def test_what_fits(kind: str, value: float, is_held: bool) -> None:
     if is_held:
         hold(dense, kind, paired=False)
         return
-    with pytest.raises(CompileError, match=rf"{kind}: a block of weights has exponent \d+; allow"):
+    with pytest.raises(CompileError, match=rf"a weight: a block of {kind} has exponent \d+; allow"):
         hold(dense, kind, paired=False)
 
 

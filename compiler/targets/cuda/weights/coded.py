@@ -53,7 +53,7 @@ def pack_coded(
     assert format_name is not None and len(recipe.shape) == 2
     num_rows, num_columns = recipe.shape
     if paired:
-        check_pairs(num_rows)
+        check_pairs(num_rows, ", ".join(recipe.names))
     dense = None
     if not recipe.is_stored:
         with torch.device(device):  # generated weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,13 @@ def place_experts(
         if kind != "bf16":
             for index, values in enumerate(dense):
                 check(values, scale, _some(some, index, index + 1).names)
-        part = hold(_below_one_another(dense, paired), kind, paired=False, scale=scale).data
+        part = hold(
+            _below_one_another(dense, paired),
+            kind,
+            paired=False,
+            scale=scale,
+            name_of=partial(_name_of, some, -(-num_rows // TILE_ROWS) * TILE_ROWS),
+        ).data
         if packed is None:
             data = part.new_empty((len(part) // len(dense) * num_experts, *part.shape[1:]))
             packed = PackedWeight(kind, num_rows, num_columns, data, paired, scale, num_experts)
@@ -129,6 +136,12 @@ def _some(recipe: WeightRecipe, first: int, last: int) -> WeightRecipe:
     rows = recipe.shape[-2]
     segments = cut(recipe, first * rows, last * rows)
     return dataclasses.replace(recipe, segments=segments, shape=(last - first, *recipe.shape[1:]))
+
+
+def _name_of(recipe: WeightRecipe, num_rows: int, index: int) -> str:
+    """Return the tensors of the expert at a packed index, with ``num_rows`` packed rows each."""
+    expert = index // num_rows
+    return ", ".join(_some(recipe, expert, expert + 1).names)
 
 
 def _below_one_another(dense: Tensor, paired: bool) -> Tensor:

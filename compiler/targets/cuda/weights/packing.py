@@ -5,6 +5,8 @@ Values are the formats' values. Excludes kernels and weight names.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -33,7 +35,18 @@ _CHUNK_ELEMENTS = 1 << 26  # elements packed at a time; scratch is about 20 byte
 _PER_LANE = 4  # exponents
 
 
-def hold(dense: Tensor, kind: str, *, paired: bool, scale: float | None = None) -> PackedWeight:
+def _no_name(index: int) -> str:
+    return "a weight"
+
+
+def hold(
+    dense: Tensor,
+    kind: str,
+    *,
+    paired: bool,
+    scale: float | None = None,
+    name_of: Callable[[int], str] = _no_name,
+) -> PackedWeight:
     """Pack ``dense [out, in]`` (floating point) in a storage format, on the same device.
 
     Args:
@@ -41,12 +54,13 @@ def hold(dense: Tensor, kind: str, *, paired: bool, scale: float | None = None) 
         paired: The first half has gate rows and the second has up rows, in multiples of 8. They are
             interleaved in groups with 8 rows.
         scale: Common scale for several weights. None: :func:`scale_of`.
+        name_of: Tensor name for a packed row, for messages.
 
     Raises:
         CompileError: The format is unknown, the rows cannot be paired, a block exponent is
             outside ``EXPONENTS`` (see :func:`fits`), or mxfp4 lacks a value.
     """
-    _check(dense, kind, paired)
+    _check(dense, kind, paired, name_of(0))
     num_rows, num_columns = dense.shape
     row_tiles, column_tiles = -(-num_rows // TILE_ROWS), -(-num_columns // TILE_COLUMNS)
     if kind == "bf16":
@@ -63,8 +77,13 @@ def hold(dense: Tensor, kind: str, *, paired: bool, scale: float | None = None) 
         if kind == "bf16":
             data[first * TILE_ROWS :][: rows.shape[0], :num_columns] = rows
         else:
-            data[first:last] = _tiles(rows.float() / scale, kind)
+            own = partial(_name_after, name_of, first * TILE_ROWS)
+            data[first:last] = _tiles(rows.float() / scale, kind, own)
     return PackedWeight(kind, num_rows, num_columns, data, is_paired=paired, scale=scale)
+
+
+def _name_after(name_of: Callable[[int], str], first: int, index: int) -> str:
+    return name_of(first + index)
 
 
 def fits(dense: Tensor, kind: str, *, scale: float | None = None) -> bool:
@@ -114,18 +133,18 @@ def _check_kind(kind: str) -> None:
         raise CompileError(f"cuda holds no weights in {kind}; {allowed(KINDS)}")
 
 
-def _check(dense: Tensor, kind: str, paired: bool) -> None:
+def _check(dense: Tensor, kind: str, paired: bool, name: str) -> None:
     _check_kind(kind)
     assert dense.ndim == 2 and dense.is_floating_point()
     if paired:
-        check_pairs(dense.shape[0])
+        check_pairs(dense.shape[0], name)
 
 
-def check_pairs(num_rows: int) -> None:
+def check_pairs(num_rows: int, name: str) -> None:
     """Raise an error if rows of gate and up cannot be in turns of `GROUP`."""
     if num_rows % (2 * GROUP):
         raise CompileError(
-            f"{num_rows} rows of gate and up cannot be paired; allowed: multiples of 16"
+            f"{name}: {num_rows} rows of gate and up cannot be paired; allowed: multiples of 16"
         )
 
 
@@ -162,11 +181,11 @@ def _stray_exponent(exponents: Tensor, kind: str) -> int | None:
     return int(low) if low < first else None
 
 
-def _tiles(x_NK: Tensor, kind: str) -> Tensor:
+def _tiles(x_NK: Tensor, kind: str, name_of: Callable[[int], str]) -> Tensor:
     """Return float32 rows as uint8 ``[row tiles, column tiles, TILE_BYTES]``."""
     x_NK = _padded(x_NK)
     if kind == "mxfp4":
-        return tiles_mxfp4(x_NK)
+        return tiles_mxfp4(x_NK, name_of)
     shape = x_NK.shape
     # As a single row: the codec splits rows for CPU caches, which would need thousands of launches.
     flat = x_NK if x_NK.device.type == "cpu" else x_NK.view(1, -1)
@@ -176,8 +195,10 @@ def _tiles(x_NK: Tensor, kind: str) -> Tensor:
     stray = _stray_exponent(exponents, kind)
     if stray is not None:
         least, most = EXPONENTS[kind]
+        index = int((exponents == stray).any(1).nonzero()[0])
         raise CompileError(
-            f"{kind}: a block of weights has exponent {stray}; allowed: {least} to {most}, or bf16"
+            f"{name_of(index)}: a block of {kind} has exponent {stray}; "
+            f"allowed: {least} to {most}, or bf16"
         )
     exponents = exponents.masked_fill(exponents == 0, _EMPTY)
     pieces = _pieces_bfp8(mantissas) if kind == "bfp8" else _pieces_bfp4(mantissas)

@@ -6,6 +6,8 @@ the tile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,11 @@ _CODE_BYTES = 1024
 _DOUBLED = tuple(int(2 * value) for value in E2M1[:8])
 
 
-def tiles_mxfp4(x_NK: Tensor) -> Tensor:
+def tiles_mxfp4(x_NK: Tensor, name_of: Callable[[int], str]) -> Tensor:
     """Return float32 values in whole tiles as uint8 ``[tiles along N, tiles along K, bytes]``.
+
+    Args:
+        name_of: Tensor name for a row, for messages.
 
     Raises:
         CompileError: A value is not a 4-bit float at its block's exponent, or is not finite.
@@ -35,16 +40,26 @@ def tiles_mxfp4(x_NK: Tensor) -> Tensor:
     for code, value in enumerate(_DOUBLED):
         codes.masked_fill_(halves == value, code)
     doubled = torch.tensor(_DOUBLED, dtype=torch.float32, device=x_NK.device)
-    if not torch.equal(doubled[codes.long()], halves):
+    is_code = doubled[codes.long()] == halves
+    if not bool(is_code.all()):
         raise CompileError(
-            "mxfp4: a weight is not a 4-bit float; allowed: values of MXFP4, or bf16"
+            f"{name_of(_first(~is_code))}: a value is not a 4-bit float at the exponent of its "
+            "block; allowed: values of MXFP4, or bf16"
         )
     codes |= blocks.signbit().to(torch.uint8) << 3
     low, high = EXPONENTS["mxfp4"]
-    if exponents.numel() and not bool(((exponents >= low) & (exponents <= high)).all()):
-        raise CompileError(f"mxfp4: a block has an exponent outside {low} to {high}; allowed: bf16")
+    is_near = (exponents >= low) & (exponents <= high)
+    if not bool(is_near.all()):
+        raise CompileError(
+            f"{name_of(_first(~is_near))}: a block has an exponent outside {low} to {high}; "
+            "allowed: bf16"
+        )
     stored = (exponents - _BIAS).to(torch.uint8)
     return torch.cat((_words(codes.flatten(1)), _lay_exponents(stored)), dim=-1)
+
+
+def _first(found: Tensor) -> int:
+    return int(found.flatten(1).any(1).nonzero()[0])
 
 
 def values_mxfp4(data: Tensor) -> Tensor:

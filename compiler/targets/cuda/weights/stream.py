@@ -252,14 +252,15 @@ def _place(
     if kind in CODED_TILES:
         return pack_coded(recipe, get_weight, device, paired=wanted.is_paired)
     with torch.device(device):  # generated weights are created on this device
-        dense = load_dense(wanted.recipe, on_device(get_weight, device))
-    if wanted.kind == "fp32":
+        dense = load_dense(recipe, on_device(get_weight, device))
+    if kind == "fp32":
         return _in_turns(dense) if wanted.is_paired else dense
-    if wanted.kind == "bf16":
-        values = dense if wanted.recipe.format == "bf16" else format_values(dense, wanted.recipe)
-        return hold(values, "bf16", paired=wanted.is_paired)
+    names = ", ".join(wanted.recipe.names)
+    packed = partial(hold, kind=kind, paired=wanted.is_paired, name_of=lambda _: names)
+    if kind == "bf16":
+        return packed(dense if recipe.format == "bf16" else format_values(dense, recipe))
     _check_fits(wanted, dense)
-    return hold(dense, wanted.kind, paired=wanted.is_paired)
+    return packed(dense)
 
 
 def _check_fits(
