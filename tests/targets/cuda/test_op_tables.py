@@ -16,6 +16,7 @@ import torch
 
 from tests.targets.cuda.recorded import CUDA, Launches, plan_of, recorded_gpu, rows_of, steps_of
 from tests.tiny import check_golden, precision_of
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.program.instructions import (
     ExpertLinearOp,
@@ -188,6 +189,29 @@ def test_gpt_oss_has_kernels_for_its_stored_experts(monkeypatch: pytest.MonkeyPa
             shown = launches.shown()
             assert shown.count("expert_") == 4
             assert [shown.count(f"expert_{name}") for name in names] == [2, 2]
+
+
+def test_an_expert_sum_with_a_bias_takes_the_result_of_a_shared_expert(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No architecture has both. The shared expert uses its own matmuls."""
+    config = config_of_hf({**SHAPES["qwen3.5-35b-a3b"], "num_hidden_layers": 1}, where="qwen")
+    plan = plan_of(config, precision_of("bf16"))
+    plan = replace(plan, instructions=(*map(with_bias, plan.instructions),))
+    with recorded_gpu(monkeypatch, (9, 0)) as launches:
+        steps = steps_of(plan, max_rows=64, max_context=4096)
+        for count in (1, 64):
+            launches.clear()
+            steps.decode(rows_of(count), reach=steps.attention.reaches[0], captured=True)
+            assert launches.shown().count("expert_sum_bf16") == 1
+
+
+def with_bias(each: Instruction) -> Instruction:
+    if not isinstance(each, ExpertSum):
+        return each
+    num_experts, num_rows, _ = each.weight.shape
+    recipe = WeightRecipe((Segment("bias", num_experts * num_rows),), (num_experts, num_rows, 1))
+    return replace(each, bias=recipe)
 
 
 def with_mxfp4(each: Instruction) -> Instruction:

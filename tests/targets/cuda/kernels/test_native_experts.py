@@ -261,13 +261,18 @@ def test_sums(
     before = torch.randn(num_tokens, rows, device=CUDA)
     wide = torch.randn(num_tokens, rows + 5, device=CUDA)
     shared, gate = (wide[:, :rows], wide[:, -1:]) if has_shared else (None, None)
+    bias = torch.randn(num_experts, rows, 1, device=CUDA) if residual else None
     torch.cuda.synchronize()
     out = before.clone()
     native_experts.expert_sum(
-        out, x, held, step.tiles, step.weights, residual=residual, gate=gate, shared=shared
-    )
-    chosen = unpack(held).double().view(num_experts, rows, -1)[step.experts.clamp(min=0).long()]
+        out, x, held, step.tiles, step.weights, residual=residual, gate=gate, shared=shared,
+        finish=Finish(bias),
+    )  # fmt: skip
+    selected = step.experts.clamp(min=0).long()
+    chosen = unpack(held).double().view(num_experts, rows, -1)[selected]
     y = torch.einsum("tkc,tkrc->tkr", x.double().view(num_tokens, top_k, columns), chosen)
+    if bias is not None:
+        y += bias[selected, :, 0].double()
     y = (y * step.weights.double()[:, :, None]).sum(1)
     if shared is not None and gate is not None:
         y += shared.double() * gate.double().sigmoid()

@@ -220,7 +220,8 @@ def expert_sum(
         residual: Add to the values in ``out``.
         gate: float32 ``[B, 1]``. The shared expert's result is multiplied by its sigmoid and added.
         shared: The shared expert, or its result, float32 ``[B, O]``.
-        choice, small_depth, finish: See :func:`expert_linear`.
+        choice, small_depth: See :func:`expert_linear`.
+        finish: Biases of the selected experts. A :class:`Shared` excludes them.
     """
     top_k = weights.shape[1]
     assert weights.is_contiguous() and weights.shape[0] == len(x) and not packed.is_paired
@@ -230,7 +231,7 @@ def expert_sum(
     arguments.weights, arguments.residual = weights.data_ptr(), residual
     _finish(arguments, finish, packed.num_experts * out.shape[1], swiglu=False)
     assert (gate is None) == (shared is None)
-    assert shared is None or finish == PLAIN
+    assert not isinstance(shared, Shared) or finish == PLAIN
     if gate is not None:
         assert gate.shape == (len(out), 1) and gate.dtype == torch.float32
         arguments.gate, arguments.gate_stride = gate.data_ptr(), gate.stride(0)
