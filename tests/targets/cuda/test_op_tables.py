@@ -173,22 +173,33 @@ def test_steps_select_the_kernels_of_the_checksums(
     check_golden(f"cuda/op_kernels_{capability[0]}{capability[1]}.txt", "\n".join(found) + "\n")
 
 
-def test_gpt_oss_has_kernels_for_its_stored_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MXFP4 experts with biases and a clamp use CUDA C++ in decode steps, and Triton in prompts."""
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9)], ids=["90", "89"])
+def test_gpt_oss_has_kernels_for_its_stored_experts(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MXFP4 experts with biases and a clamp use CUDA C++ in decode steps, and Triton in prompts
+    and on other GPUs.
+    """
     config = config_of_hf({**SHAPES["gpt-oss-20b"], "num_hidden_layers": 2}, where="gpt-oss")
     plan = plan_of(config, precision_of("bf16", experts_ff1_3="bfp8", experts_ff2="bfp8"))
     plan = replace(plan, instructions=(*map(with_mxfp4, plan.instructions),))
-    with recorded_gpu(monkeypatch, (9, 0)) as launches:
-        steps = steps_of(plan, max_rows=64, max_context=4096)
-        for count, names in (
-            (1, ("linear_small_mxfp4_8", "sum_small_mxfp4_4")),
-            (64, ("linear_mxfp4_3", "sum_mxfp4_3")),
-        ):
+    with recorded_gpu(monkeypatch, capability) as launches:
+        steps = steps_of(plan, max_rows=256, max_context=4096)
+        for count in (1, 2, 3, 8, 16, 63, 64, 65, 256, None):
             launches.clear()
-            steps.decode(rows_of(count), reach=steps.attention.reaches[0], captured=True)
-            shown = launches.shown()
-            assert shown.count("expert_") == 4
-            assert [shown.count(f"expert_{name}") for name in names] == [2, 2]
+            if count is None:
+                steps.prefill(rows_of(64), logit_rows=None, from_start=True)
+            else:
+                steps.decode(rows_of(count), reach=steps.attention.reaches[0], captured=True)
+            found = [name for name in launches.kernels if "expert_" in name]
+            if capability == (8, 9) or count is None or count > 64:
+                assert len(found) == 4 and all("KIND=mxfp4" in name for name in found)
+            elif count <= 2:
+                names = "expert_linear_small_mxfp4_8", "expert_sum_small_mxfp4_4"
+                assert found == 2 * [f"moe_small:{name}" for name in names]
+            else:
+                names = "expert_linear_mxfp4_3", "expert_sum_mxfp4_3"
+                assert found == 2 * [f"experts:{name}" for name in names]
 
 
 def test_an_expert_sum_with_a_bias_takes_the_result_of_a_shared_expert(

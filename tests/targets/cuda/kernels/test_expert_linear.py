@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.grids import grid
-from tests.targets.cuda.test_packing import random_mxfp4
+from tests.targets.cuda.test_packing import random_mxfp4, whole_range_mxfp4
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
     MOST_PAIRS,
@@ -42,9 +42,15 @@ def weight(
     dense = torch.randn(shape, device=device) / size[1] ** 0.5
     if kind == "mxfp4":
         dense = random_mxfp4(shape, device)
-    recipe = WeightRecipe((Segment("w", NUM_EXPERTS * size[0]),), shape, kind)
+    return packed(dense, kind, paired=paired)
+
+
+def packed(dense: torch.Tensor, kind: str, *, paired: bool = False) -> PackedWeight:
+    """Pack experts ``[E, rows, columns]``."""
+    num_experts, num_rows, _ = shape = tuple(dense.shape)
+    recipe = WeightRecipe((Segment("w", num_experts * num_rows),), shape, kind)
     return place_experts(
-        recipe, kind, lambda name: dense, device, paired=paired, check=lambda *_: None
+        recipe, kind, lambda name: dense, dense.device, paired=paired, check=lambda *_: None
     )
 
 
@@ -108,6 +114,17 @@ def test_products(
         view.unflatten(1, (top_k, -1)).double(), want, rtol=2e-6, atol=4e-6, equal_nan=True
     )
     assert bool(out[:, top_k * size[0] :].isnan().all())
+
+
+@pytest.mark.parametrize(("num_tokens", "tile_size"), [(2, 16), (19, 64)])
+def test_all_exponents_of_mxfp4(num_tokens: int, tile_size: int, device: torch.device) -> None:
+    dense, scales = whole_range_mxfp4((NUM_EXPERTS, 16, 124 * 32), device)
+    held, experts = packed(dense, "mxfp4"), choice(num_tokens, 2, device)
+    x = (torch.randn(num_tokens, len(scales), device=device) * scales).bfloat16()
+    out = torch.full((num_tokens, 2 * 16), NAN, device=device)
+    expert_linear(out, x, held, grouped(experts, tile_size), top_k=2)
+    want = expected(x[:, None].expand(-1, 2, -1), held, experts).flatten(1)
+    torch.testing.assert_close(out.double(), want, rtol=2e-6, atol=2e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.targets.cuda.test_packing import random_mxfp4
-from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tests.targets.cuda.kernels.test_expert_linear import packed
+from tests.targets.cuda.test_packing import random_mxfp4, whole_range_mxfp4
 from tilewright.compiler.ops.dense import clamped_swiglu
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts.experts import PRODUCTS, Shared
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import Finish
 from tilewright.compiler.targets.cuda.kernels.experts.route import TILE_PAIRS, Tiles
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import most_tiles
-from tilewright.compiler.targets.cuda.weights.experts import place_experts
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import unpack
 
@@ -34,10 +35,20 @@ def weight(
     dense = torch.randn(shape, device=device) / shape[2] ** 0.5
     if kind == "mxfp4":
         dense = random_mxfp4(shape, device)
-    recipe = WeightRecipe((Segment("w", shape[0] * shape[1]),), shape, kind)
-    return place_experts(
-        recipe, kind, lambda name: dense, device, paired=paired, check=lambda *_: None
-    )
+    return packed(dense, kind, paired=paired)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record launched kernels by name."""
+    names, launch = list[str](), nvrtc.launch
+
+    def recorded(source: Any, name: str, **how: Any) -> None:
+        names.append(name)
+        launch(source, name, **how)
+
+    monkeypatch.setattr(nvrtc, "launch", recorded)
+    return names
 
 
 class Step:
@@ -286,7 +297,7 @@ def test_sums(
 @pytest.mark.parametrize("num_tokens", [1, 2, 19, 64])
 @pytest.mark.parametrize("limit", [0.0, 0.75])
 def test_biases_and_a_clamp_with_columns_that_are_no_whole_tiles(
-    limit: float, num_tokens: int, kind: str
+    limit: float, num_tokens: int, kind: str, launched: list[str]
 ) -> None:
     """Also, kernels for few tokens have the same bits. Memory after x is NaN."""
     num_experts, top_k, columns, inner = 9, 4, 200, 72
@@ -327,6 +338,10 @@ def test_biases_and_a_clamp_with_columns_that_are_no_whole_tiles(
             small_depth=depth,
         )
         outs.append(out)
+    products = [name for name in launched if name.startswith("expert_")]
+    assert [f"_small_{kind}_" in name for name in products] == [False, False, True, True][
+        : 2 * len(few)
+    ]
     found = inners[0].double().view(num_tokens, top_k, inner)
     torch.testing.assert_close(found[there], expected[there], rtol=2.0**-7, atol=1e-3)
     products = (
@@ -340,6 +355,37 @@ def test_biases_and_a_clamp_with_columns_that_are_no_whole_tiles(
     for again, out in zip(inners, outs, strict=True):
         assert torch.equal(again[there], inners[0][there])
         assert torch.equal(out[there], outs[0][there])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 2, 9, 64])
+def test_all_exponents_of_mxfp4(num_tokens: int, launched: list[str]) -> None:
+    """A matmul and a sum, each in its kernel for this token count."""
+    num_experts, top_k, rows, columns = 6, 2, 48, 124 * 32
+    step = Step(num_tokens, num_experts, top_k)
+    step.route()
+    dense, scales = whole_range_mxfp4((num_experts, rows, columns), CUDA)
+    held = packed(dense, "mxfp4")
+    x = (torch.randn(num_tokens, columns, device=CUDA) * scales).bfloat16()
+    y = torch.einsum("tc,erc->ter", x.double(), dense.double())
+    torch.cuda.synchronize()
+    launched.clear()
+    out = torch.full((num_tokens, top_k * rows), NAN, device=CUDA)
+    native_experts.expert_linear(out, x, held, step.tiles, top_k=top_k)
+    total = torch.full((num_tokens, rows), NAN, device=CUDA)
+    native_experts.expert_sum(total, x, held, step.tiles, step.weights, residual=False)
+    small = num_tokens <= 2
+    assert launched == [
+        "expert_linear_small_mxfp4_8" if small else "expert_linear_mxfp4_3",
+        "expert_sum_small_mxfp4_4" if small else "expert_sum_mxfp4_3",
+    ]
+    there = step.positions >= 0
+    selected = step.experts.clamp(min=0).long()
+    expected = y.gather(1, selected[:, :, None].expand(-1, -1, rows))
+    found = out.double().view(num_tokens, top_k, rows)
+    torch.testing.assert_close(found[there], expected[there], rtol=1e-5, atol=2e-3)
+    summed = (expected * step.weights.double()[:, :, None]).sum(1)
+    torch.testing.assert_close(total[there].double(), summed[there], rtol=1e-5, atol=2e-3)
 
 
 @pytest.mark.gpu
