@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.cli.sweep.layout import plain_line, shorten
-from tilewright.evaluate.report.display import plain_text
+from tilewright.cli.sweep.layout import shorten
+from tilewright.evaluate.report.display import plain_line, plain_text
 
 
 @given(st.text())

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from tilewright.cli.sweep import tables
 from tilewright.cli.sweep.files import open_sweep, torn_lines_said
-from tilewright.cli.sweep.layout import Listing, plain_line, plain_text
+from tilewright.cli.sweep.layout import Listing
 from tilewright.errors import ConfigError, one_line
+from tilewright.evaluate.report.display import plain_line, plain_text
 from tilewright.evaluate.sweep import estimate
 from tilewright.evaluate.sweep.journal import FAILURES, SweepJournal, TrialCommand, TrialState
 from tilewright.utils.files import open_regular

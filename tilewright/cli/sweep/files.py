@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tilewright.cli.sweep.layout import plain_line
+from tilewright.evaluate.report.display import plain_line
 from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.utils.json_lines import TornLineWarning
 

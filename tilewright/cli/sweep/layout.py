@@ -12,15 +12,9 @@ from typing import Any
 
 from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.report import table
-from tilewright.evaluate.report.display import plain_text
 from tilewright.evaluate.sweep.journal import TrialState
 
 MIN_NAME_WIDTH = 8
-
-
-def plain_line(text: str) -> str:
-    """Return printable text on one line, without escapes and invisible characters."""
-    return " ".join(plain_text(text).split())
 
 
 def shorten(text: str, width: int) -> str:

@@ -18,8 +18,9 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Static
 
 from tilewright.cli.sweep import control, tables
-from tilewright.cli.sweep.layout import Listing, ScreenLine, plain_line
+from tilewright.cli.sweep.layout import Listing, ScreenLine
 from tilewright.errors import ConfigError
+from tilewright.evaluate.report.display import plain_line
 from tilewright.evaluate.sweep.journal import SweepJournal
 from tilewright.utils.files import write_file
 from tilewright.utils.json_lines import TornLineWarning

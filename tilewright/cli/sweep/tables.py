@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tilewright.cli.sweep.layout import Column, Listing, ScreenLine, plain_line, shorten
+from tilewright.cli.sweep.layout import Column, Listing, ScreenLine, shorten
 from tilewright.errors import ConfigError, allowed
-from tilewright.evaluate.report.display import decimal, span
+from tilewright.evaluate.report.display import decimal, plain_line, span
 from tilewright.evaluate.results.row import ResultRow
 from tilewright.evaluate.sweep import estimate
 from tilewright.evaluate.sweep.journal import FAILURES, SweepJournal, SweepState, TrialState

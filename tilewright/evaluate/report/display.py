@@ -81,8 +81,8 @@ def printable(text: str, odd: str = _ODD) -> str:
 
 
 def plain_line(text: str) -> str:
-    """Return untrusted text as part of a line, with spaces for line ends."""
-    return printable(" ".join(text.split()))
+    """Return untrusted text as part of a line: `plain_text` with spaces for line ends."""
+    return " ".join(plain_text(text).split())
 
 
 def cell_text(text: str) -> str:
