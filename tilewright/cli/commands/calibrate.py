@@ -8,6 +8,8 @@ import shlex
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,7 +182,7 @@ def _run(
     if options.text is None and text:
         note(err(), f"calibrated on {_DEFAULT_TEXT}; --text FILE of your own domain gives more")
     started = time.monotonic()
-    with _Progress() as report:
+    with _progress() as report:
         how: Any = {"method": method, "device": device, "progress": report, "known": known}
         notes = tuple(dict.fromkeys(calibrate(model, prepared, tokens_ST, writer, **how)))
     if not (output / TOKENIZER).exists():
@@ -283,37 +285,23 @@ def _shapes(model: LoadedModel) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class _Progress:
-    """Progress on standard error: a bar with the time left; without a terminal a line a minute."""
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Yield a callback for a bar with the time left, or for a line a minute without a terminal."""
+    from rich.progress import TextColumn, TimeRemainingColumn
 
-    def __enter__(self) -> Progress:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from tilewright.cli.terminal.console import compile_progress, err
 
-        from tilewright.cli.terminal.console import err
+    console, began = err(), time.monotonic()
+    said = began
+    with compile_progress(console, TimeRemainingColumn(), TextColumn("left")) as show:
 
-        self._started = self._said = time.monotonic()
-        columns = (
-            TextColumn("{task.description:<12}"),
-            BarColumn(),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-        )
-        console = err()
-        self._bar = Progress(
-            *columns, console=console, transient=True, disable=not console.is_terminal
-        )
-        self._bar.start()
-        self._task = self._bar.add_task("calibrate", total=None)
-        self._is_terminal = console.is_terminal
-        return self._report
+        def report(what: str, done: int, total: int) -> None:
+            nonlocal said
+            show(what, done, total)
+            now = time.monotonic()
+            if what == "calibrate" and not console.is_terminal and done and now - said > 60:
+                said, left = now, (now - began) * (total - done) / done
+                print(f"calibrate: {100 * done // total} %, {left:,.0f} s left", file=sys.stderr)
 
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
-
-    def _report(self, what: str, done: int, total: int) -> None:
-        self._bar.update(self._task, description=what, completed=done, total=total)
-        now = time.monotonic()
-        if what == "calibrate" and not self._is_terminal and done and now - self._said > 60:
-            self._said = now
-            left = (now - self._started) * (total - done) / done
-            print(f"calibrate: {100 * done // total} %, {left:,.0f} s left", file=sys.stderr)
+        yield report

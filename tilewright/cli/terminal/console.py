@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
 from tilewright.evaluate.cases.cases import ACCURACY_TEXT
@@ -41,12 +41,16 @@ def err() -> Console:
 
 
 @contextmanager
-def compile_progress(console: Console) -> Iterator[ProgressCallback]:
+def compile_progress(console: Console, *times: ProgressColumn) -> Iterator[ProgressCallback]:
     """Yield a callback that takes ``(what, done, total)`` and moves a transient progress bar.
 
     Disabled without a terminal, because rich would leave a blank line in a log.
+
+    Args:
+        times: Columns after the bar. Empty: the elapsed time.
     """
-    columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn())
+    ends = times or (TimeElapsedColumn(),)
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), *ends)
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task("compile", total=None)
