@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from tilewright.options.engine_config import MODEL, SINGLE, EngineConfig
 from tilewright.options.resolve import ResolvedConfig, resolve
 from tilewright.utils.child_process import PYTHON
 from tilewright.utils.environment import now
-from tilewright.utils.files import read_text
+from tilewright.utils.files import read_text, write_file
 
 if TYPE_CHECKING:
     from tilewright.compiler.targets.interface.base import Executable
@@ -180,7 +181,10 @@ def main(argv: list[str], prog: str = "tilewright run --nodes") -> int:
     prompt = _NodesPrompt(read_prompt(given.prompt), given.steps or _STEPS)
     source, compiled = _open(given, [prompt])
     try:
-        _print(_run(source, compiled.executable, prompt, given, _show))
+        counted = _run(
+            source, compiled.executable, prompt, given, partial(print, end="", flush=True)
+        )
+        print("\n", *counted.lines(), sep="\n")
     finally:
         compiled.executable.close()
     return 0
@@ -249,14 +253,11 @@ def _script(given: _NodesArgs, prompt: _NodesPrompt) -> str:
 
 
 def _keep(folder: Path, counted: NodesTiming, script: str, times: tuple[str, str]) -> None:
-    try:
-        text = "\n".join([counted.text, "", *counted.lines(), ""])
-        (folder / "output.txt").write_text(text, encoding="utf-8")
-        (folder / "run.sh").write_text(script, encoding="utf-8")
-        (folder / "run.sh").chmod(0o755)
-        (folder / "timestamps.txt").write_text("start {}\nend {}\n".format(*times))
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
+    text = "\n".join([counted.text, "", *counted.lines(), ""])
+    write_file(folder / "output.txt", text.encode())
+    write_file(folder / "run.sh", script.encode())
+    (folder / "run.sh").chmod(0o755)
+    write_file(folder / "timestamps.txt", "start {}\nend {}\n".format(*times).encode())
 
 
 def _make(folder: Path) -> None:
@@ -382,11 +383,3 @@ def _run(
     rest = decoder.flush()
     say(rest)
     return stepper.counted(prompt.text + text + rest)
-
-
-def _show(piece: str) -> None:
-    print(piece, end="", flush=True)
-
-
-def _print(counted: NodesTiming) -> None:
-    print("\n", *counted.lines(), sep="\n")
