@@ -135,12 +135,12 @@ def test_the_file_by_hand() -> None:
         "  2:\n"
         "    # wqkv: why 2.wqkv has its level: bfp8:hifi2 costs KL 1e-3\n"
         "    wqkv: bfp4\n"
-        "    li_qkv_decode: lofi\n"
-        "    li_qkv_prefill: lofi\n"
         "    # wo: why 2.wo has its level: bfp8:hifi2 costs KL 1e-3\n"
         "    wo: bfp4\n"
         "    li_o_decode: lofi\n"
         "    li_o_prefill: lofi\n"
+        "    li_qkv_decode: lofi\n"
+        "    li_qkv_prefill: lofi\n"
     )
 
 
@@ -160,20 +160,22 @@ def test_the_file_of_a_mixture_of_experts_by_hand() -> None:
         "  ff1_3: bfp8\n"
         "  # not lowered with ff1_3\n"
         "  experts_ff1_3: bf16\n"
+        "fidelity:\n"
+        "  li_o_decode: lofi\n"
+        "  li_o_prefill: lofi\n"
         "layers:\n"
         "  0:\n"
         "    # experts_ff1_3: why 0.experts_ff1_3 has its level: bfp8:hifi2 costs KL 1e-3\n"
         "    experts_ff1_3: bfp8\n"
         "    # delta_out: why 0.delta_out has its level: bfp8:hifi2 costs KL 1e-3\n"
         "    delta_out: bfp4\n"
-        "    li_o_decode: lofi\n"
-        "    li_o_prefill: lofi\n"
         "    li_ff1_3: hifi2\n"
         "  1:\n"
         "    # delta_out: why 1.delta_out has its level: bfp8:hifi2 costs KL 1e-3\n"
         "    delta_out: bfp4\n"
-        "    li_o_decode: lofi\n"
-        "    li_o_prefill: lofi\n"
+        "  2:\n"
+        "    li_o_decode: hifi4\n"
+        "    li_o_prefill: hifi4\n"
     )
 
 

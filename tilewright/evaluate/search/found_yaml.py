@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tilewright.compiler.precision import FOLLOWS, OP_GROUP_OF, PHASES, PrecisionConfig
 from tilewright.compiler.precision.fragment import Settings
+from tilewright.compiler.precision.names import GLOBAL_GROUPS
 from tilewright.compiler.precision.phases import compact_settings
 from tilewright.evaluate.search.levels import (
     PRODUCT_GROUPS,
@@ -70,12 +71,9 @@ def render(
                 f"  # not lowered with {FOLLOWS[group]}",
                 f"  {group}: {_format(base, group)}",
             ]
-    shared, by_layer = _shared_fidelities(base, levels)
+    fidelities, by_layer = _fidelities(base, levels)
     lines.append("fidelity:")
-    for group, level in usual.items():
-        if level is not None and OP_GROUP_OF[group] not in _shared_families(levels):
-            lines += [f"  {key}: {level.fidelity}" for key in PRODUCT_GROUPS[group]]
-    lines += [f"  {key}: {value}" for key, value in shared.items()]
+    lines += [f"  {key}: {value}" for key, value in fidelities.items()]
     exceptions = {
         part: level
         for part, level in levels.items()
@@ -83,7 +81,7 @@ def render(
     }
     if exceptions or by_layer:
         lines.append("layers:")
-        lines += _layers(base, exceptions, reason, _shared_families(levels), by_layer)
+        lines += _layers(base, exceptions, reason, by_layer)
     return "\n".join(line for line in _without_empty(lines)) + "\n"
 
 
@@ -91,12 +89,9 @@ def _layers(
     base: PrecisionConfig,
     exceptions: Mapping[SweepUnit, Level | None],
     reason: Reason,
-    shared: frozenset[str],
     fidelities: Mapping[int, Settings],
 ) -> list[str]:
-    """Return the lines for single layers. ``fidelities`` is by layer, for the ``shared`` op
-    groups.
-    """
+    """Return the lines for single layers. ``fidelities`` is by layer."""
     lines = []
     for layer in sorted(
         {part.layer for part in exceptions if part.layer is not None}.union(fidelities)
@@ -105,20 +100,10 @@ def _layers(
         for part, level in exceptions.items():
             if part.layer == layer:
                 lines.append(f"    # {part.group}: {reason(part)}")
-                settings = _settings(base, part, level, shared)
-                lines += [f"    {key}: {value}" for key, value in settings.items()]
+                chosen = _format(base, part.group) if level is None else level.format
+                lines.append(f"    {part.group}: {chosen}")
         lines += [f"    {key}: {value}" for key, value in fidelities.get(layer, {}).items()]
     return lines
-
-
-def _settings(
-    base: PrecisionConfig, part: SweepUnit, level: Level | None, shared: frozenset[str]
-) -> Settings:
-    is_own = OP_GROUP_OF[part.group] not in shared
-    keys = PRODUCT_GROUPS[part.group] if is_own else ()
-    if level is None:
-        return {part.group: _format(base, part.group), **{key: base.fidelity[key] for key in keys}}
-    return {part.group: level.format, **dict.fromkeys(keys, level.fidelity)}
 
 
 def _format(base: PrecisionConfig, group: str) -> str:
@@ -126,17 +111,10 @@ def _format(base: PrecisionConfig, group: str) -> str:
     return base.precision[group if group in base.precision else FOLLOWS[group]]
 
 
-def _shared_families(levels: Mapping[SweepUnit, Level | None]) -> frozenset[str]:
-    """Return the op groups, without phase, whose matmuls belong to several tensor groups."""
-    groups = {part.group for part in levels}
-    counts = Counter(OP_GROUP_OF[group] for group in groups)
-    return frozenset(family for family, count in counts.items() if count > 1)
-
-
-def _shared_fidelities(
+def _fidelities(
     base: PrecisionConfig, levels: Mapping[SweepUnit, Level | None]
 ) -> tuple[Settings, dict[int, Settings]]:
-    """Return the fidelities for shared op groups.
+    """Return the fidelities that follow the levels.
 
     The first result has the differences between most layers and the base. The second has, by layer,
     the differences from most layers.
@@ -146,8 +124,8 @@ def _shared_fidelities(
         places.setdefault(part.group, []).extend([] if part.layer is None else [part.layer])
     lowered = {part: level for part, level in levels.items() if level is not None}
     known = sorted({layer for layers in places.values() for layer in layers})
-    families = _shared_families(levels)
     usual = base.resolve(known[-1] + 1 if known else 1)
+    families = {OP_GROUP_OF[group] for group in places if group not in GLOBAL_GROUPS}
     in_base = {
         f"{each}_{phase}": usual.fidelity(each, phase) for each in families for phase in PHASES
     }
@@ -159,12 +137,19 @@ def _shared_fidelities(
         key: Counter(table[key] for table in tables.values()).most_common(1)[0][0]
         for key in sorted(in_base)
     }
+    own = {
+        key: level.fidelity
+        for part, level in lowered.items()
+        if part.group in GLOBAL_GROUPS
+        for key in PRODUCT_GROUPS[part.group]
+    }
     by_layer = {layer: _changed(table, most) for layer, table in tables.items()}
-    return _changed(most, in_base), {layer: each for layer, each in by_layer.items() if each}
+    return _changed(most, in_base) | own, {n: each for n, each in by_layer.items() if each}
 
 
 def _changed(table: Settings, usual: Settings) -> Settings:
-    return compact_settings({key: table[key] for key in sorted(table) if table[key] != usual[key]})
+    differing = {key: value for key, value in table.items() if value != usual[key]}
+    return dict(sorted(compact_settings(differing).items()))
 
 
 def _without_empty(lines: Sequence[str]) -> list[str]:
