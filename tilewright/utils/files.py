@@ -102,9 +102,9 @@ def write_file(path: Path, data: bytes) -> None:
         ConfigError: The file cannot be written. It is then unchanged.
     """
     try:
-        found = path.resolve()
-        found.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(found, data)
+        target = path.resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(target, data)
     except (OSError, ValueError) as error:
         reason = f"{path}: {_reason(error)}; allowed: a path that can be written"
         raise ConfigError(reason) from None

@@ -292,7 +292,7 @@ class Emission:
 
 
 class Target(ABC):
-    """A kind of device: the passes for its graphs, and the path from a graph to an executable.
+    """A device family: the passes for its graphs, and the path from a graph to an executable.
 
     Attributes:
         name: Name in options and results.

@@ -151,11 +151,11 @@ def _board_column(name: str) -> str:
     return f"{name}, predicted" if name.startswith(("Speed", "TTFT", "Weights")) else name
 
 
-def _summary_line(each: LeaderboardEntry) -> tuple[str, ...]:
-    figures, rounds = each.row.figures(), each.row.rounds
+def _summary_line(entry: LeaderboardEntry) -> tuple[str, ...]:
+    figures, rounds = entry.row.figures(), entry.row.rounds
     low_high = "" if len(rounds) < 2 else span(min(rounds), max(rounds))
     measured = row.cells(figures, (*_ACCURACY, *_SPEED))
-    return (each.names, *measured, low_high, *row.cells(figures, _COST), each.standing)
+    return (entry.names, *measured, low_high, *row.cells(figures, _COST), entry.standing)
 
 
 DRAFT_COLUMNS = (

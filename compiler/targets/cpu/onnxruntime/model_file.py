@@ -119,7 +119,7 @@ def open_model(folder: Path, options: CompileOptions) -> OpenModel:
         weight_bytes, max_context = int(facts[_WEIGHT_BYTES]), int(facts[_MAX_CONTEXT])
         assert all(f"{cache.name}{VALUE_SUFFIX}" in shape_of for cache in caches)
         assert all(f"{state.name}{STATE_SUFFIX}.out" in shape_out for state in states)
-    except Exception as error:  # the library has a separate exception for every kind of damage
+    except Exception as error:  # the library has a separate exception for each form of damage
         raise CheckpointError(
             f"{path}: not a program of the cpu target: {one_line(error)}"
         ) from None

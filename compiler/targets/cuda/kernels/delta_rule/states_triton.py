@@ -73,7 +73,7 @@ def launch_of(usual: dict[str, int], num_columns: int, *, exact: bool) -> dict[s
     return _EXACT_LAUNCH if exact else usual
 
 
-class _Buffers(NamedTuple):
+class _StateBuffers(NamedTuple):
     """Pointers to a chunk's states, state factors, corrections, unit keys and decays."""
 
     states: Any
@@ -86,7 +86,7 @@ class _Buffers(NamedTuple):
 @triton.jit
 def _after_chunks(buffers, num_chunks, SIZES: tl.constexpr, C: tl.constexpr):
     """Return the pointers after some chunks."""
-    return _Buffers(
+    return _StateBuffers(
         buffers.states + num_chunks * (SIZES.H * SIZES.VALUES * SIZES.KEYS),
         buffers.from_state + num_chunks * (SIZES.H * C * SIZES.KEYS),
         buffers.corrections + num_chunks * (SIZES.H * SIZES.VALUES * C),
@@ -100,7 +100,7 @@ def _of_head(buffers, h, j, SIZES: tl.constexpr, C: tl.constexpr):
     """Return the pointers to a head's tiles, with the state's columns ``j [1, BLOCK]``."""
     KEYS: tl.constexpr = SIZES.KEYS
     row, key = tl.arange(0, C), tl.arange(0, KEYS)
-    return _Buffers(
+    return _StateBuffers(
         buffers.states + (h * (SIZES.VALUES * KEYS) + j * KEYS + key[:, None]),
         buffers.from_state + (h * (C * KEYS) + row[:, None] * KEYS + key[None, :]),
         buffers.corrections + (h * (SIZES.VALUES * C) + j * C + row[:, None]),
@@ -194,7 +194,7 @@ def _states_kernel(
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    buffers = _Buffers(states_ptr, from_state_ptr, corrections_ptr, keys_ptr, totals_ptr)
+    buffers = _StateBuffers(states_ptr, from_state_ptr, corrections_ptr, keys_ptr, totals_ptr)
     if STARTS:
         starts_ptr += tl.program_id(2)
         begin = _chunk_of(starts_ptr, first_chunk, num_chunks, C)

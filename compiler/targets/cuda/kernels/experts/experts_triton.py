@@ -93,7 +93,7 @@ class _Pairs(NamedTuple):
     is_pair: Any
 
 
-class _Output(NamedTuple):
+class _ExpertOutput(NamedTuple):
     """The output in a kernel. ``choice_stride`` is the distance between a token's results."""
 
     ptr: Any
@@ -123,7 +123,7 @@ def _tile(tiles_ptr, num_tiles):
 @triton.jit
 def _swiglu(
     sums,
-    first_row,
+    first_feature,
     num_rows,
     epilogue,
     expert,
@@ -135,12 +135,12 @@ def _swiglu(
     # Permute row 16 p + 8 s + g to [p, g, pair, s]: gate and up become neighbors.
     sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, PAIRS), (0, 2, 3, 1))
     gate, up = tl.split(sides)
-    row = first_row // 2 + tl.arange(0, ROWS // 2)
+    feature = first_feature // 2 + tl.arange(0, ROWS // 2)
     gate, up = gate.reshape(ROWS // 2, PAIRS), up.reshape(ROWS // 2, PAIRS)
     if epilogue.bias_ptr is not None:
-        inside, bias = row < num_rows, epilogue.bias_ptr + expert * num_rows * 2
-        gate += tl.load(bias + row, mask=inside, other=0.0)[:, None]
-        up += tl.load(bias + num_rows + row, mask=inside, other=0.0)[:, None]
+        inside, bias = feature < num_rows, epilogue.bias_ptr + expert * num_rows * 2
+        gate += tl.load(bias + feature, mask=inside, other=0.0)[:, None]
+        up += tl.load(bias + num_rows + feature, mask=inside, other=0.0)[:, None]
     if CLAMPED:
         limit = epilogue.limit
         gate = tl.where(gate > limit, limit, gate)
@@ -148,7 +148,7 @@ def _swiglu(
         y = gate * tl.sigmoid(gate * epilogue.alpha) * (up + 1.0)
     else:
         y = gate * tl.sigmoid(gate) * up
-    return y, row
+    return y, feature
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def _store_pairs(
     out,
     sums,
     pairs,
-    first_row,
+    first_feature,
     epilogue,
     expert,
     ROWS: tl.constexpr,
@@ -165,23 +165,25 @@ def _store_pairs(
     CLAMPED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Store ``sums [ROWS, PAIRS]`` of the rows from ``first_row``, or the SwiGLU of their gate and
+    """Store ``sums [ROWS, PAIRS]`` from ``first_feature``, or the SwiGLU of their gate and
     up.
 
     The bias has the rows of all experts. An expert's gate rows precede its up rows.
     """
     if SWIGLU:
-        y, row = _swiglu(sums, first_row, out.num_rows, epilogue, expert, ROWS, PAIRS, CLAMPED)
+        y, feature = _swiglu(
+            sums, first_feature, out.num_rows, epilogue, expert, ROWS, PAIRS, CLAMPED
+        )
     else:
         y = sums
-        row = first_row + tl.arange(0, ROWS)
+        feature = first_feature + tl.arange(0, ROWS)
         if epilogue.bias_ptr is not None:
             bias = epilogue.bias_ptr + expert * out.num_rows
-            y += tl.load(bias + row, mask=row < out.num_rows, other=0.0)[:, None]
+            y += tl.load(bias + feature, mask=feature < out.num_rows, other=0.0)[:, None]
     target = out.ptr + pairs.token[None, :] * out.stride
-    target = target + pairs.choice[None, :] * out.choice_stride + row[:, None]
+    target = target + pairs.choice[None, :] * out.choice_stride + feature[:, None]
     y = rounded(y, out.ptr.dtype.element_ty, CHAINED)
-    tl.store(target, y, mask=(row < out.num_rows)[:, None] & pairs.is_pair[None, :])
+    tl.store(target, y, mask=(feature < out.num_rows)[:, None] & pairs.is_pair[None, :])
 
 
 @triton.jit
@@ -227,8 +229,8 @@ def _expert_linear_kernel(
         pair = tl.load(order_ptr + place, mask=is_pair, other=0)
         token, choice = (pair // top_k).to(tl.int64), pair % top_k
         x_rows = x_ptr + token[None, :] * x_stride + choice[None, :] * x_each
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        packed_row = expert * row_tiles * 16 + row
+        feature = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        packed_row = expert * row_tiles * 16 + feature
         order = tile_columns(KIND == "bfp4" or KIND == "mxfp4")
         sums = tl.zeros((ROWS, PAIRS), tl.float32)
         for step in range(STEPS):
@@ -239,11 +241,11 @@ def _expert_linear_kernel(
                 data_ptr, words_ptr, packed_row, step, all_row_tiles, STEPS, KIND
             )
             sums = product(weights, x, sums, CHAINED)
-        out = _Output(out_ptr, out_stride, out_each, num_rows)
+        out = _ExpertOutput(out_ptr, out_stride, out_each, num_rows)
         pairs, epilogue = _Pairs(token, choice, is_pair), _Epilogue(bias_ptr, limit, alpha)
-        first_row, sums = tl.program_id(0) * ROWS, sums * scale
+        first_feature, sums = tl.program_id(0) * ROWS, sums * scale
         _store_pairs(
-            out, sums, pairs, first_row, epilogue, expert, ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED
+            out, sums, pairs, first_feature, epilogue, expert, ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED
         )
 
 
@@ -288,17 +290,19 @@ def _expert_linear_large_kernel(
         pair = tl.load(order_ptr + tl.minimum(place, last - 1))
         token, choice = (pair // top_k).to(tl.int64), pair % top_k
         x_rows = x_ptr + token[None, :] * x_stride + choice[None, :] * x_each
-        row = tl.program_id(0) * ROWS
+        feature = tl.program_id(0) * ROWS
         column = tl.arange(0, COLUMNS)[:, None]
         sums = tl.zeros((ROWS, PAIRS), tl.float32)
         for step in range(STEPS):
             at = step * COLUMNS
             x = tl.load(x_rows + at + column, mask=at + column < num_columns, other=0.0)
-            sums = product(weights.load([expert * packed_rows + row, at]), x, sums, CHAINED)
-        out = _Output(out_ptr, out_stride, out_each, num_rows)
+            sums = product(weights.load([expert * packed_rows + feature, at]), x, sums, CHAINED)
+        out = _ExpertOutput(out_ptr, out_stride, out_each, num_rows)
         pairs, epilogue = _Pairs(token, choice, place < last), _Epilogue(bias_ptr, limit, alpha)
         sums *= scale
-        _store_pairs(out, sums, pairs, row, epilogue, expert, ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED)
+        _store_pairs(
+            out, sums, pairs, feature, epilogue, expert, ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED
+        )
 
 
 def expert_linear(

@@ -30,7 +30,11 @@ from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
     spread,
     weights,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import Output, product, store_rows
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import (
+    OutputMatrix,
+    product,
+    store_rows,
+)
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODEBOOK, CODEBOOKS, CODED_TILES
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
@@ -138,19 +142,24 @@ def _add_step(
 
 
 @triton.jit
-def _parts(
-    tile, lane, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr
+def _segments(
+    tile,
+    lane,
+    SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
-    """Return part numbers, tiles, lanes, columns and zero sums. Several parts are a first axis."""
-    part = 0
-    if PARTS > 1:
-        part, tile, lane = tl.arange(0, PARTS)[:, None], tile[None, :], lane[None, :]
-        sums = tl.zeros((PARTS, ROWS, TOKENS), tl.float32)
-        column = part * 128 + tl.arange(0, 2 * WORDS)[None, :]
+    """Return segments, tiles, lanes, columns and zero sums. Several segments are a first axis."""
+    segment = 0
+    if SEGMENTS > 1:
+        segment, tile, lane = tl.arange(0, SEGMENTS)[:, None], tile[None, :], lane[None, :]
+        sums = tl.zeros((SEGMENTS, ROWS, TOKENS), tl.float32)
+        column = segment * 128 + tl.arange(0, 2 * WORDS)[None, :]
     else:
         sums = tl.zeros((ROWS, TOKENS), tl.float32)
         column = tl.arange(0, 2 * WORDS)
-    return part, tile, lane, tl.expand_dims(column, -1), sums
+    return segment, tile, lane, tl.expand_dims(column, -1), sums
 
 
 @triton.jit
@@ -172,7 +181,7 @@ def _coded_kernel(
     out_stride,
     x_stride,
     LAYOUT: tl.constexpr,
-    PARTS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -189,7 +198,9 @@ def _coded_kernel(
     offset = first_tile.to(tl.int64) * num_steps * LAYOUT.num_bytes
     # Rows past the last tile repeat it; they are not stored.
     tile = (tl.minimum(feature // 16, num_row_tiles - 1) - first_tile) * num_steps
-    part, tile, lane, column, sums = _parts(tile, feature % 16, PARTS, ROWS, TOKENS, LAYOUT.words)
+    segment, tile, lane, column, sums = _segments(
+        tile, feature % 16, SEGMENTS, ROWS, TOKENS, LAYOUT.words
+    )
     operand = _Operand(x_ptr + token.to(tl.int64) * x_stride, token < num_tokens, num_columns)
     weight = CodedWeight(
         data_ptr + offset,
@@ -199,14 +210,14 @@ def _coded_kernel(
         floats_ptr + offset // 4,
         pairs_ptr,
     )
-    for first in tl.range(0, num_steps, PARTS, num_stages=STAGES):
+    for first in tl.range(0, num_steps, SEGMENTS, num_stages=STAGES):
         # Parts past the last step find no columns.
-        step = first + part if IS_EVEN else tl.minimum(first + part, num_steps - 1)
+        step = first + segment if IS_EVEN else tl.minimum(first + segment, num_steps - 1)
         source, own_column = (step + tile) * LAYOUT.num_bytes, first * 128 + column
         sums = _add_step(sums, operand, weight, source, lane, own_column, LAYOUT, IS_EVEN, CHAINED)
-    if PARTS > 1:
+    if SEGMENTS > 1:
         sums = tl.sum(sums, axis=0)
-    out, sums = Output(out_ptr, out_stride, num_tokens, num_rows), sums * LAYOUT.unit
+    out, sums = OutputMatrix(out_ptr, out_stride, num_tokens, num_rows), sums * LAYOUT.unit
     store_rows(out, bias_ptr, sums, feature, token, ROWS, TOKENS, RESIDUAL, SWIGLU, CHAINED)
 
 
@@ -289,7 +300,7 @@ def linear(
         out.stride(0),
         x.stride(0),
         LAYOUT=layout_of(tile),
-        PARTS=how.parts,
+        SEGMENTS=how.parts,
         ROWS=how.rows,
         TOKENS=how.tokens,
         STAGES=how.num_stages,

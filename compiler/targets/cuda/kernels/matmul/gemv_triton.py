@@ -113,7 +113,7 @@ def product(weights, x, sums, CHAINED: tl.constexpr):
     return tl.dot(weights, x, sums, input_precision="ieee")
 
 
-class Output(NamedTuple):
+class OutputMatrix(NamedTuple):
     """A matmul's output ``[tokens, rows]`` in a kernel."""
 
     ptr: Any
@@ -202,7 +202,7 @@ def _linear_kernel(
         weights = tile_weights(data_ptr, words_ptr, feature, step, num_row_tiles, STEPS, KIND)
         sums = product(weights, x, sums, CHAINED)
     sums *= scale
-    out = Output(out_ptr, out_stride, num_tokens, num_rows)
+    out = OutputMatrix(out_ptr, out_stride, num_tokens, num_rows)
     store_rows(out, bias_ptr, sums, feature, token, ROWS, TOKENS, RESIDUAL, SWIGLU, CHAINED)
 
 
