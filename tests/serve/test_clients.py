@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.serve.fronts import Running, running_front, wait_until
-from tests.serve.test_fronts import chat, is_idle
+from tests.serve.test_api_server import chat, is_idle
 
 CHUNK = '{"id":"ID","object":"%s","created":0,"model":"fake","system_fingerprint":"FP","choices":'
 ONE = CHUNK % "chat.completion.chunk"

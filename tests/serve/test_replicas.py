@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.serve.fronts import Running, running_front, wait_until
-from tests.serve.test_fronts import chat, is_idle, raw
+from tests.serve.test_api_server import chat, is_idle, raw
 from tilewright.serve.web.settings import Replica, ServerConfig
 
 TWO = ServerConfig(engines=(Replica(), Replica()))

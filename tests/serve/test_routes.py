@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.serve.fronts import Running, running_front, wait_until
-from tests.serve.test_fronts import chat, raw
+from tests.serve.test_api_server import chat, raw
 from tilewright.serve.web.settings import ServerConfig
 
 
