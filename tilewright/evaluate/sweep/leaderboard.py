@@ -53,9 +53,9 @@ class LeaderboardEntry:
 
 def place(row: SweptRow) -> tuple[str, ...]:
     """Return the key of a table's rows: model, target, device, arithmetic and result kind."""
-    kind = next((result.kind for result in row.results.values()), "measured")
+    origin = next((result.kind for result in row.results.values()), "measured")
     cell = row.cell
-    return cell.model_name, cell.model_hash, cell.target, cell.device, cell.compute, kind
+    return cell.model_name, cell.model_hash, cell.target, cell.device, cell.compute, origin
 
 
 def comparable(row: SweptRow) -> tuple[str, ...]:
@@ -68,20 +68,21 @@ def comparable(row: SweptRow) -> tuple[str, ...]:
 def make_leaderboard(found: Sequence[SweptRow]) -> list[LeaderboardEntry]:
     """Return sweep rows with their standings. Equal rows are merged."""
     merged = [
-        replace(row, names=tuple(dict.fromkeys(row.names))) for row in summary.merge_equal(found)
+        replace(swept, names=tuple(dict.fromkeys(swept.names)))
+        for swept in summary.merge_equal(found)
     ]
     labels = _labels(merged)
     placed: dict[int, ParetoRank] = {}
     groups: dict[tuple[str, ...], list[int]] = {}
-    for index, row in enumerate(merged):
-        groups.setdefault(comparable(row), []).append(index)
+    for index, swept in enumerate(merged):
+        groups.setdefault(comparable(swept), []).append(index)
     for indices in groups.values():
         whole = [i for i in indices if merged[i].accuracy and merged[i].speed is not None]
         rows = _aligned([merged[i] for i in whole])
-        points = [replace(row, names=(labels[i],)) for i, row in zip(whole, rows, strict=True)]
+        points = [replace(swept, names=(labels[i],)) for i, swept in zip(whole, rows, strict=True)]
         found_points = filter(None, map(summary.point, points))
         placed |= dict(zip(whole, pareto.front(list(found_points)), strict=True))
-    return [LeaderboardEntry(row, labels[i], placed.get(i)) for i, row in enumerate(merged)]
+    return [LeaderboardEntry(swept, labels[i], placed.get(i)) for i, swept in enumerate(merged)]
 
 
 def by_place(found: Sequence[LeaderboardEntry]) -> list[list[LeaderboardEntry]]:
@@ -94,11 +95,11 @@ def by_place(found: Sequence[LeaderboardEntry]) -> list[list[LeaderboardEntry]]:
 
 def place_name(row: SweptRow) -> str:
     """Return the title for a row's place."""
-    name, _, target, device, compute, kind = place(row)
+    name, _, target, device, compute, origin = place(row)
     text = f"{name} on {device} ({target})"
     if compute != "fast":
         text += f", {compute} arithmetic"
-    return plain_line(text if kind == "measured" else f"{text}, {kind}")
+    return plain_line(text if origin == "measured" else f"{text}, {origin}")
 
 
 def _aligned(found: Sequence[SweptRow]) -> list[SweptRow]:
@@ -108,27 +109,28 @@ def _aligned(found: Sequence[SweptRow]) -> list[SweptRow]:
     """
     common = summary.common_rounds(found)
     if len(common) >= MIN_ROUNDS:
-        return [summary.in_rounds(row, common) for row in found]
-    every = sorted({number for row in found for number in row.by_round})
+        return [summary.in_rounds(swept, common) for swept in found]
+    every = sorted({number for swept in found for number in swept.by_round})
     return [
-        summary.in_rounds(row, list(takewhile(row.by_round.__contains__, every))) for row in found
+        summary.in_rounds(swept, list(takewhile(swept.by_round.__contains__, every)))
+        for swept in found
     ]
 
 
 def _labels(merged: Sequence[SweptRow]) -> list[str]:
     """Return short names. Equal names in a place get a distinguishing suffix."""
-    wanted = [_short(row) for row in merged]
-    for suffix in (lambda row: row.cell.precision_id, lambda row: row.effective_id):
-        keys = [(place(row), name) for row, name in zip(merged, wanted, strict=True)]
+    wanted = [_short(swept) for swept in merged]
+    for suffix in (lambda swept: swept.cell.precision_id, lambda swept: swept.effective_id):
+        keys = [(place(swept), name) for swept, name in zip(merged, wanted, strict=True)]
         wanted = [
-            f"{name} ({suffix(row)})" if keys.count((place(row), name)) > 1 else name
-            for row, name in zip(merged, wanted, strict=True)
+            f"{name} ({suffix(swept)})" if keys.count((place(swept), name)) > 1 else name
+            for swept, name in zip(merged, wanted, strict=True)
         ]
     return wanted
 
 
-def _short(row: SweptRow) -> str:
-    name, num_names = plain_line(row.name), len(row.names)
+def _short(swept: SweptRow) -> str:
+    name, num_names = plain_line(swept.name), len(swept.names)
     if len(name) <= _LABEL_LENGTH or num_names == 1:
         return name
-    return f"{plain_line(row.names[0])} and {num_names - 1} equal"
+    return f"{plain_line(swept.names[0])} and {num_names - 1} equal"

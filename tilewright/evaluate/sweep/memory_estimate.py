@@ -69,28 +69,28 @@ def estimate_memory(
     weights = weight_shares(graph, target, num_tokens=batch, compute=compute, count=count)
     states = list(state_shares(graph, target, context=context, compute=compute, count=count))
     position = state_shares(graph, target, context=1, compute=compute, count=count)
-    parts = [each for each in weights if not each.is_constant]
-    parts += [replace(e, stored=batch * e.stored, moved=batch * e.moved) for e in states]
-    memory = sum(each.stored for each in states if each.group == MEMORY)
+    shares = [share for share in weights if not share.is_constant]
+    shares += [replace(e, stored=batch * e.stored, moved=batch * e.moved) for e in states]
+    memory = sum(share.stored for share in states if share.group == MEMORY)
     return MemoryEstimate(
         shares=tuple(
-            _joined(name, [part for part in parts if part.group == name])
-            for name in dict.fromkeys(part.group for part in parts)
+            _joined(name, [share for share in shares if share.group == name])
+            for name in dict.fromkeys(share.group for share in shares)
         ),
-        position_bytes=round(sum(each.stored for each in position if each.group != MEMORY)),
+        position_bytes=round(sum(share.stored for share in position if share.group != MEMORY)),
         memory_bytes=int(memory),
     )
 
 
-def _joined(group: str, parts: Iterable[TrafficShare]) -> TrafficShare:
-    parts = list(parts)
+def _joined(group: str, shares: Iterable[TrafficShare]) -> TrafficShare:
+    shares = list(shares)
     return TrafficShare(
         group,
-        tuple(dict.fromkeys(name for part in parts for name in part.formats)),
-        tuple(dict.fromkeys(name for part in parts for name in part.kinds)),
-        sum(part.num_weights for part in parts),
-        sum(part.stored for part in parts),
-        sum(part.moved for part in parts),
+        tuple(dict.fromkeys(name for share in shares for name in share.formats)),
+        tuple(dict.fromkeys(name for share in shares for name in share.kinds)),
+        sum(share.num_weights for share in shares),
+        sum(share.stored for share in shares),
+        sum(share.moved for share in shares),
     )
 
 
@@ -128,9 +128,9 @@ def lower_outline(model: CompilableModel, precision: ResolvedPrecision, target: 
 
 def _lists_of_layers(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return [
-        (path, found)
-        for path, found in module.named_modules()
-        if isinstance(found, nn.ModuleList) and _LAYERS.search(path)
+        (path, layers)
+        for path, layers in module.named_modules()
+        if isinstance(layers, nn.ModuleList) and _LAYERS.search(path)
     ]
 
 
@@ -161,32 +161,32 @@ def _settings_of(
     groups: Any, path: str, layer: nn.Module, precision: ResolvedPrecision
 ) -> tuple[Hashable, ...]:
     """Return every format and fidelity of a layer's modules."""
-    found: list[Hashable] = []
+    keys: list[Hashable] = []
     number = _number(path)
     for name, _ in layer.named_modules(prefix=path):
         own = next((group for glob, group in groups.items() if fnmatchcase(name, glob)), None)
         if own is None:
             continue
         for group in {own, "kv_cache", "activation"}:
-            found.append((group, precision.format(group, layer=number, fqn=name)))
+            keys.append((group, precision.format(group, layer=number, fqn=name)))
         for family in filter(None, {OP_GROUP_OF.get(own), "sdpa"}):
-            found += [
+            keys += [
                 (family, phase, precision.fidelity(family, phase, layer=number, fqn=name))
                 for phase in PHASES
             ]
-    return tuple(sorted(found, key=repr))
+    return tuple(sorted(keys, key=repr))
 
 
 @contextmanager
 def _only(module: nn.Module, kept: set[str]) -> Iterator[None]:
     """Remove the other layers from the module during the block. Numbers are unchanged."""
     lists = _lists_of_layers(module)
-    whole = [(found, found._modules) for _, found in lists]
-    for path, found in lists:
-        some = {name: each for name, each in found._modules.items() if f"{path}.{name}" in kept}
-        found._modules = some
+    whole = [(layers, layers._modules) for _, layers in lists]
+    for path, layers in lists:
+        some = {name: layer for name, layer in layers._modules.items() if f"{path}.{name}" in kept}
+        layers._modules = some
     try:
         yield
     finally:
-        for found, modules in whole:
-            found._modules = modules
+        for layers, modules in whole:
+            layers._modules = modules
