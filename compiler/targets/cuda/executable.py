@@ -119,8 +119,7 @@ class CudaExecutable(Executable):
         reserved = copy_bytes(plan, copies)
         self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
         self.device, self._weights, self.logit_columns = device, weights, plan.logit_columns
-        self._requested = options.parallel.exchange
-        self._is_exact = options.compute == "exact"
+        self._requested, self._is_exact = options.parallel.exchange, options.compute == "exact"
         self._steps = self._make_steps(plan, options, max_rows=rows[-1], copies=copies)
         self.notes = self._precision_notes(options)
         if device.type == "cuda":

@@ -144,7 +144,8 @@ def _fidelities(
         for key in PRODUCT_GROUPS[part.group]
     }
     by_layer = {layer: _changed(table, most) for layer, table in tables.items()}
-    return _changed(most, in_base) | own, {n: each for n, each in by_layer.items() if each}
+    whole = {**_changed(most, in_base), **own}
+    return whole, {layer: changed for layer, changed in by_layer.items() if changed}
 
 
 def _changed(table: Settings, usual: Settings) -> Settings:
