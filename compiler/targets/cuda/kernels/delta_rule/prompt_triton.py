@@ -225,8 +225,9 @@ def _read_state(
     PRECISION: tl.constexpr,
 ):
     """Return the products of queries with keys, ``[C, C]``, and with the state, ``[C, VALUES]``."""
+    VALUES: tl.constexpr = SIZES.VALUES
     i = tl.arange(0, PART)
-    scores, o = tl.zeros((C, C), tl.float32), tl.zeros((C, SIZES.VALUES), tl.float32)
+    scores, o = tl.zeros((C, C), tl.float32), tl.zeros((C, VALUES), tl.float32)
     for part in range(0, SIZES.KEYS, PART):
         q = tl.load(q_at + part, mask=there[:, None] & (part + i < SIZES.K)[None, :], other=0.0)
         k = tl.load(k_at + part, mask=there[None, :] & (part + i < SIZES.K)[:, None], other=0.0)
