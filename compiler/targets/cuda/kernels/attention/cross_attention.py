@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.kernels.attention.kv_cache import product
+from tilewright.compiler.targets.cuda.kernels.attention.kv_cache import (
+    Softmax,
+    SplitPointers,
+    empty_softmax,
+    product,
+    store_split,
+)
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     LOG2_E,
     block_of,
@@ -67,12 +73,24 @@ def _queries(q_ptr, norm_ptr, token, head, keep, q_stride, eps, D: tl.constexpr,
 
 @triton.jit
 def _attend_keys(
-    q, sees, peak, total, sums, tile, first, end, width, scale,
-    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, L: tl.constexpr,
+    q,
+    sees,
+    softmax,
+    tile,
+    first,
+    end,
+    width,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    L: tl.constexpr,
     CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Add keys ``first`` to ``end`` at pointer ``tile`` to the sums of ``sees [M]``."""
+):
+    """Add keys ``first`` to ``end`` at pointer ``tile`` to the softmax of ``sees [M]``."""
     d = tl.arange(0, E)
+    peak, total, sums = softmax
     for start in range(first, end, L):
         key = start + tl.arange(0, L)
         inside = key < end
@@ -90,23 +108,44 @@ def _attend_keys(
         weights = rounded(weights, v.dtype, CHAINED)
         sums = product(weights, v, sums * kept[:, None], CHAINED)
         peak = largest
-    return peak, total, sums
+    return Softmax(peak, total, sums)
 
 
 @triton.jit
 def _split_kernel(
-    partial, peaks, totals, q_ptr, anchor, offsets, visible, norm, q_stride, offsets_stride,
-    tile_keys, width, first_column, scale, eps, chunk,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
-    L: tl.constexpr, SPLITS: tl.constexpr, ALIGN: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    partial,
+    peaks,
+    totals,
+    q_ptr,
+    anchor,
+    offsets,
+    visible,
+    norm,
+    q_stride,
+    offsets_stride,
+    tile_keys,
+    width,
+    first_column,
+    scale,
+    eps,
+    chunk,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    L: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Program (r, g, p) attends from token r to split p, for the query heads of g."""
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     token, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at = tl.load(visible + 2 * token) + split // SPLITS
     if at < tl.load(visible + 2 * token + 1):
-        m, d = tl.arange(0, M), tl.arange(0, E)
+        m = tl.arange(0, M)
         keep = m < H // G
         head = group * (H // G) + m
         q = _queries(q_ptr, norm, token + m * 0, head, keep, q_stride, eps, D, E)
@@ -114,23 +153,30 @@ def _split_kernel(
         offset = tl.load(offsets + token * offsets_stride + at)
         tile = anchor + tl.multiple_of(offset + first_column + group * D, ALIGN)
         first = (split % SPLITS) * chunk
-        peak, total, sums = _attend_keys(
-            q, keep, tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32),
-            tl.zeros([M, E], tl.float32), tile, first, tl.minimum(first + chunk, tile_keys),
-            width, scale, G, D, E, M, L, CHAINED,
-        )  # fmt: skip
+        end = tl.minimum(first + chunk, tile_keys)
+        softmax = empty_softmax(float("-inf"), M, E)
+        softmax = _attend_keys(
+            q, keep, softmax, tile, first, end, width, scale, G, D, E, M, L, CHAINED
+        )
         own = (token.to(tl.int64) * H + head) * tl.num_programs(2) + split
-        tl.store(peaks + own, peak, mask=keep)
-        tl.store(totals + own, total, mask=keep)
-        here = partial + own[:, None] * D + d[None, :]
-        tl.store(here, sums, mask=keep[:, None] & (d < D)[None, :])
+        store_split(SplitPointers(peaks, totals, partial), softmax, own, keep, D, E)
 
 
 @triton.jit
 def _join_kernel(
-    out, partial, peaks, totals, visible, out_stride, num_splits,
-    D: tl.constexpr, E: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out,
+    partial,
+    peaks,
+    totals,
+    visible,
+    out_stride,
+    num_splits,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    P: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Program (r, h) adds the splits of a token and head, in order."""
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
@@ -154,11 +200,30 @@ def _join_kernel(
 
 @triton.jit
 def _prompt_kernel(
-    out, q_ptr, anchor, offsets, visible, norm, num_tokens, out_stride, q_stride, tile_keys, width,
-    first_column, scale, eps,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr,
-    HEADS: tl.constexpr, L: tl.constexpr, ALIGN: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    out,
+    q_ptr,
+    anchor,
+    offsets,
+    visible,
+    norm,
+    num_tokens,
+    out_stride,
+    q_stride,
+    tile_keys,
+    width,
+    first_column,
+    scale,
+    eps,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    HEADS: tl.constexpr,
+    L: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Program (t, g) attends from a block of tokens, for the query heads of g."""
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
@@ -171,15 +236,15 @@ def _prompt_kernel(
     first = tl.load(visible + 2 * token, mask=keep, other=0)
     end = tl.load(visible + 2 * token + 1, mask=keep, other=0)
     lowest = tl.min(tl.where(first < end, first, 1 << 30), 0)
-    peak = tl.full([M], float("-inf"), tl.float32)
-    total, sums = tl.zeros([M], tl.float32), tl.zeros([M, E], tl.float32)
+    softmax = empty_softmax(float("-inf"), M, E)
     for at in range(lowest, tl.max(end, 0)):
         offset = tl.load(offsets + at)
         tile = anchor + tl.multiple_of(offset + first_column + group * D, ALIGN)
         sees = (at >= first) & (at < end)
-        peak, total, sums = _attend_keys(
-            q, sees, peak, total, sums, tile, 0, tile_keys, width, scale, G, D, E, M, L, CHAINED
+        softmax = _attend_keys(
+            q, sees, softmax, tile, 0, tile_keys, width, scale, G, D, E, M, L, CHAINED
         )
+    total, sums = softmax.total, softmax.sums
     y = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     here = token.to(tl.int64)[:, None] * out_stride + head[:, None] * D + d[None, :]
     y = rounded(y, out.dtype.element_ty, CHAINED)
@@ -239,10 +304,21 @@ def cross_attend(
         size = max(16, heads, _PROMPT_TOKENS)
         grid = (triton.cdiv(num_tokens, size // heads), num_kv_heads)
         _prompt_kernel[grid](
-            out, q, tiles.anchor, tiles.offsets, tiles.visible, norm, num_tokens,
-            out.stride(0), q.stride(0), *at,
-            **sizes, M=size, HEADS=heads, **chained(q),
-        )  # fmt: skip
+            out,
+            q,
+            tiles.anchor,
+            tiles.offsets,
+            tiles.visible,
+            norm,
+            num_tokens,
+            out.stride(0),
+            q.stride(0),
+            *at,
+            **sizes,
+            M=size,
+            HEADS=heads,
+            **chained(q),
+        )
     else:
         _attend_splits(out, q, tiles, norm, at, sizes)
 
@@ -270,11 +346,34 @@ def _attend_splits(
         own_q, own_out, visible = q[rows], out[rows], tiles.visible[rows]
         offsets = tiles.offsets[rows] if len(tiles.offsets) > 1 else tiles.offsets
         _split_kernel[(len(own_q), sizes["G"], num_splits)](
-            partial, peaks, totals, own_q, tiles.anchor, offsets, visible, norm,
-            q.stride(0), tiles.offsets.stride(0) if len(tiles.offsets) > 1 else 0, *at, chunk,
-            **sizes, M=max(16, heads), SPLITS=_SPLITS, **chained(q),
-        )  # fmt: skip
+            partial,
+            peaks,
+            totals,
+            own_q,
+            tiles.anchor,
+            offsets,
+            visible,
+            norm,
+            q.stride(0),
+            tiles.offsets.stride(0) if len(tiles.offsets) > 1 else 0,
+            *at,
+            chunk,
+            **sizes,
+            M=max(16, heads),
+            SPLITS=_SPLITS,
+            **chained(q),
+        )
         _join_kernel[(len(own_q), num_heads)](
-            own_out, partial, peaks, totals, visible, out.stride(0), num_splits,
-            D=dim, E=sizes["E"], P=triton.next_power_of_2(num_splits), SPLITS=_SPLITS, **chained(q),
-        )  # fmt: skip
+            own_out,
+            partial,
+            peaks,
+            totals,
+            visible,
+            out.stride(0),
+            num_splits,
+            D=dim,
+            E=sizes["E"],
+            P=triton.next_power_of_2(num_splits),
+            SPLITS=_SPLITS,
+            **chained(q),
+        )

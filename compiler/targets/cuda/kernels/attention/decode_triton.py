@@ -8,17 +8,23 @@ heads, D head size, S slots, M pages of a slot.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from tilewright.compiler.targets.cuda.kernels.attention.kv_cache import (
-    channel_partners,
+    PagePointers,
+    Softmax,
+    SplitPointers,
+    empty_softmax,
+    load_rotation,
     load_tile,
     page_arguments,
     product,
     store_rows,
+    store_split,
     tile_values,
     turn_of,
 )
@@ -29,7 +35,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
-from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages
+from tilewright.compiler.targets.cuda.state.pages import KVPages
 from tilewright.compiler.targets.cuda.tuning import tuning
 
 _TUNING = tuning()["attention"]["decode_triton"]
@@ -57,6 +63,16 @@ class DecodeScratch:
     peaks: torch.Tensor
     totals: torch.Tensor
     arrived: torch.Tensor
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """Return all buffers in the order of kernel arguments."""
+        return self.partial, self.peaks, self.totals, self.arrived
+
+    def check(self, num_splits: int, head_dim: int) -> None:
+        """Check that the buffers have room for ``num_splits`` results."""
+        assert self.partial.numel() >= num_splits * head_dim
+        assert self.peaks.numel() >= num_splits
 
 
 def decode_scratch(
@@ -90,54 +106,89 @@ def _heads(token, first, count, partner, R: tl.constexpr, D: tl.constexpr):
     return own, other
 
 
+class _Row(NamedTuple):
+    """A row in a kernel: pages, page table, position, and the program's key/value head."""
+
+    pages: Any
+    table: Any
+    position: Any
+    g: Any
+
+
+class _Splits(NamedTuple):
+    """The splits of a row's pages: first and end page, pages in a split, and split count."""
+
+    first: Any
+    end: Any
+    size: Any
+    count: Any
+
+
+class _NewToken(NamedTuple):
+    """A new token's heads, fp32. ``_other`` has the partner channels."""
+
+    q: Any
+    q_other: Any
+    k: Any
+    k_other: Any
+    v: Any
+
+
+class _Query(NamedTuple):
+    """Rotated queries ``[R, E]``, their scores with the new token's key, and its value."""
+
+    q: Any
+    own_score: Any
+    v: Any
+
+
+class _Group(NamedTuple):
+    """The query heads of a key/value head: first head, its first split, and splits of a head."""
+
+    first_head: Any
+    first_split: Any
+    num_splits: Any
+
+
+class _Output(NamedTuple):
+    """A program's output, and the sinks of all heads."""
+
+    ptr: Any
+    sinks: Any
+
+
 @triton.jit
 def _plan(position, num_splits, WINDOW: tl.constexpr, L: tl.constexpr):
-    """Return first page, end page, pages in a split, and split count. Padding has no
-    splits.
-    """
+    """Return the splits of a row. Padding has no splits."""
     last = tl.maximum(position, 0)
     first = last * 0
     if WINDOW > 0:
         first = tl.maximum(last - WINDOW + 1, 0) // L
     end = last // L + 1
-    each = tl.cdiv(end - first, num_splits)
-    used = tl.where(position < 0, 0, tl.cdiv(end - first, each))
-    return first, end, each, used
+    size = tl.cdiv(end - first, num_splits)
+    count = tl.where(position < 0, 0, tl.cdiv(end - first, size))
+    return _Splits(first, end, size, count)
 
 
 @triton.jit
-def _page_tiles(
-    values,
-    exponents,
-    table,
-    page,
-    position,
-    g,
-    wanted,
-    WINDOW: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    L: tl.constexpr,
-    BFP8: tl.constexpr,
-):
+def _page_tiles(row, page, wanted, WINDOW: tl.constexpr, LAYOUT: tl.constexpr):
     """Load a page's keys and values without decoding, if it is ``wanted``."""
-    number = tl.load(table + page, mask=wanted, other=0).to(tl.int64)
+    G: tl.constexpr = LAYOUT.G
+    L: tl.constexpr = LAYOUT.L
+    number = tl.load(row.table + page, mask=wanted, other=0).to(tl.int64)
     at = page * L + tl.arange(0, L)
-    valid = (at < position) & wanted
+    valid = (at < row.position) & wanted
     if WINDOW > 0:
-        valid = valid & (at > position - WINDOW)
-    offset = (number * 2 * G + g) * L
-    k, k_shared = load_tile(values, exponents, offset, valid, L, D, E, BFP8)
-    v, v_shared = load_tile(values, exponents, offset + G * L, valid, L, D, E, BFP8)
-    return k, k_shared, v, v_shared
+        valid = valid & (at > row.position - WINDOW)
+    offset = (number * 2 * G + row.g) * L
+    k = load_tile(row.pages, offset, valid, LAYOUT)
+    v = load_tile(row.pages, offset + G * L, valid, LAYOUT)
+    return k, v
 
 
 @triton.jit
 def _add_page(
-    peak,
-    total,
-    acc,
+    softmax,
     q,
     k,
     v,
@@ -145,22 +196,24 @@ def _add_page(
     position,
     scale,
     WINDOW: tl.constexpr,
-    L: tl.constexpr,
+    LAYOUT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Add a page's positions to the online softmax (base 2) of ``q [R, E]``."""
+    """Add a page's tiles to the softmax of ``q [R, E]``."""
+    L: tl.constexpr = LAYOUT.L
+    k, v = tile_values(k, LAYOUT, CHAINED), tile_values(v, LAYOUT, CHAINED)
     at = page * L + tl.arange(0, L)
     valid = at < position
     if WINDOW > 0:
         valid = valid & (at > position - WINDOW)
     scores = product(q, tl.trans(k), tl.zeros([q.shape[0], L], tl.float32), CHAINED) * scale
     scores = tl.where(valid[None, :], scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    new_peak = tl.maximum(softmax.peak, tl.max(scores, 1))
     weights = tl.exp2(scores - new_peak[:, None])
-    fade = tl.exp2(peak - new_peak)
-    total = total * fade + tl.sum(weights, 1)
-    acc = product(weights.to(v.dtype), v, acc * fade[:, None], CHAINED)
-    return new_peak, total, acc
+    fade = tl.exp2(softmax.peak - new_peak)
+    total = softmax.total * fade + tl.sum(weights, 1)
+    sums = product(weights.to(v.dtype), v, softmax.sums * fade[:, None], CHAINED)
+    return Softmax(new_peak, total, sums)
 
 
 @triton.jit
@@ -172,18 +225,14 @@ def _with_sinks(total, peak, sinks, head):
 
 
 @triton.jit
-def _combine(
-    partial,
-    peaks,
-    totals,
-    at,
-    used,
-    sinks,
-    head,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-):
+def _store_heads(out, x, is_real, D: tl.constexpr, E: tl.constexpr):
+    """Store outputs ``[R, E]`` of real heads."""
+    r, d = tl.arange(0, is_real.shape[0])[:, None], tl.arange(0, E)[None, :]
+    tl.store(out + r * D + d, x, mask=is_real[:, None] & (d < D))
+
+
+@triton.jit
+def _combine(splits, at, used, sinks, head, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr):
     """Return the combined splits ``[R, E]`` of R heads, in order.
 
     ``at [R]`` is each head's first split. Loads bypass the L1 cache because peer programs
@@ -191,16 +240,15 @@ def _combine(
     """
     CHUNK: tl.constexpr = max(1, 8192 // (R * E))
     d = tl.arange(0, E)[None, None, :]
-    peak = tl.full([R], float("-inf"), tl.float32)
-    total = tl.zeros([R], tl.float32)
-    acc = tl.zeros([R, E], tl.float32)
+    peak, total, acc = empty_softmax(float("-inf"), R, E)
     for start in range(0, used, CHUNK):
         split = start + tl.arange(0, CHUNK)[:, None]
         here = at[None, :] + split
-        own = tl.load(peaks + here, mask=split < used, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(totals + here, mask=split < used, other=0.0, cache_modifier=".cg")
-        inside = (split < used)[:, :, None] & (d < D)
-        rows = partial + here[:, :, None] * D + d
+        inside = split < used
+        own = tl.load(splits.peaks + here, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(splits.totals + here, mask=inside, other=0.0, cache_modifier=".cg")
+        inside = inside[:, :, None] & (d < D)
+        rows = splits.sums + here[:, :, None] * D + d
         parts = tl.load(rows, mask=inside, other=0.0, cache_modifier=".cg")
         new_peak = tl.maximum(peak, tl.max(own, 0))
         weights = tl.exp2(own - new_peak[None, :])
@@ -213,109 +261,82 @@ def _combine(
 
 
 @triton.jit
-def _enter(
-    values,
-    exponents,
-    row,
-    stores,
-    scale,
-    cos,
-    sin,
-    q,
-    q_other,
-    k,
-    k_other,
-    v,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    L: tl.constexpr,
-    BFP8: tl.constexpr,
-):
-    """Rotate the new token and store it in page at ``row [1]`` if it ``stores [1]``.
+def _enter(pages, at, stores, scale, cos, sin, token, LAYOUT: tl.constexpr):
+    """Rotate the new token and store it in page row ``at [1]`` if it ``stores [1]``.
 
-    Return q ``[R, E]`` in the matmul type, the scores with the token's own key, and its value. Key
-    and value have the cache's precision.
+    Return its queries in the matmul type. Key and value have the cache's precision.
     """
-    k = k * cos[None, :] + k_other * sin[None, :]
-    k = store_rows(values, exponents, k, row, stores, 1, D, E, BFP8)
-    v = store_rows(values, exponents, v, row + G * L, stores, 1, D, E, BFP8)
-    work: tl.constexpr = tl.bfloat16 if BFP8 else values.dtype.element_ty
-    turned = (q * cos[None, :] + q_other * sin[None, :]).to(work)
-    return turned, tl.sum(turned.to(tl.float32) * k, 1) * scale, v
+    k = token.k * cos[None, :] + token.k_other * sin[None, :]
+    k = store_rows(pages, k, at, stores, 1, LAYOUT)
+    v = store_rows(pages, token.v, at + LAYOUT.G * LAYOUT.L, stores, 1, LAYOUT)
+    work: tl.constexpr = tl.bfloat16 if LAYOUT.BFP8 else pages.data.dtype.element_ty
+    turned = (token.q * cos[None, :] + token.q_other * sin[None, :]).to(work)
+    return _Query(turned, tl.sum(turned.to(tl.float32) * k, 1) * scale, v)
+
+
+@triton.jit
+def _start_split(query, is_last, R: tl.constexpr, E: tl.constexpr):
+    """Return a split's softmax before its pages: the new token in the last split, else empty."""
+    peak = tl.where(is_last, query.own_score, float("-inf"))
+    total = tl.where(is_last, tl.full([R], 1.0, tl.float32), 0.0)
+    return Softmax(peak, total, tl.where(is_last, query.v, tl.zeros([R, E], tl.float32)))
 
 
 @triton.jit
 def _attend_splits(
-    values, exponents, table, position, g, q, own_score, v_new, scale, first, end, each, used,
-    sinks, head, out, partial, peaks, totals, at, keep, k, k_shared, v, v_shared,
-    WINDOW: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
-    L: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    row,
+    query,
+    scale,
+    splits,
+    group,
+    output,
+    scratch,
+    k,
+    v,
+    REPEAT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Compute this program's splits. The caller has loaded the first page.
 
     Each page is loaded during the work on its predecessor. The new token starts the softmax of the
     last split.
     """
-    stride = tl.num_programs(2)
-    r = tl.arange(0, R)
-    d = tl.arange(0, E)[None, :]
-    for split in range(tl.program_id(2), used, stride):
-        newest = split == used - 1
-        peak = tl.where(newest, own_score, float("-inf"))
-        total = tl.where(newest, tl.full([R], 1.0, tl.float32), 0.0)
-        acc = tl.where(newest, v_new, tl.zeros([R, E], tl.float32))
-        start = first + split * each
-        stop = tl.minimum(start + each, end)
+    D: tl.constexpr = LAYOUT.D
+    E: tl.constexpr = LAYOUT.E
+    stride, r = tl.num_programs(2), tl.arange(0, query.q.shape[0])
+    at, is_real = group.first_split + r * group.num_splits, r < REPEAT
+    for split in range(tl.program_id(2), splits.count, stride):
+        softmax = _start_split(query, split == splits.count - 1, query.q.shape[0], E)
+        start = splits.first + split * splits.size
+        stop = tl.minimum(start + splits.size, splits.end)
         for page in range(start, stop):
-            following = tl.where(page + 1 < stop, page + 1, start + stride * each)
-            k_next, k_shared_next, v_next, v_shared_next = _page_tiles(
-                values,
-                exponents,
-                table,
-                following,
-                position,
-                g,
-                following < end,
-                WINDOW,
-                G,
-                D,
-                E,
-                L,
-                BFP8,
+            following = tl.where(page + 1 < stop, page + 1, start + stride * splits.size)
+            k_next, v_next = _page_tiles(row, following, following < splits.end, WINDOW, LAYOUT)
+            softmax = _add_page(
+                softmax, query.q, k, v, page, row.position, scale, WINDOW, LAYOUT, CHAINED
             )
-            keys = tile_values(k, k_shared, L, E, BFP8, CHAINED)
-            vals = tile_values(v, v_shared, L, E, BFP8, CHAINED)
-            peak, total, acc = _add_page(
-                peak, total, acc, q, keys, vals, page, position, scale, WINDOW, L, CHAINED
-            )
-            k, k_shared, v, v_shared = k_next, k_shared_next, v_next, v_shared_next
-        if used == 1:
-            total = _with_sinks(total, peak, sinks, head)
-            result = (acc / total[:, None]).to(out.dtype.element_ty)
-            tl.store(out + r[:, None] * D + d, result, mask=keep[:, None] & (d < D))
+            k, v = k_next, v_next
+        if splits.count == 1:
+            head = group.first_head + tl.minimum(r, REPEAT - 1)
+            total = _with_sinks(softmax.total, softmax.peak, output.sinks, head)
+            result = (softmax.sums / total[:, None]).to(output.ptr.dtype.element_ty)
+            _store_heads(output.ptr, result, is_real, D, E)
         else:
-            tl.store(peaks + at + split, peak, mask=keep)
-            tl.store(totals + at + split, total, mask=keep)
-            tl.store(partial + (at + split)[:, None] * D + d, acc, mask=keep[:, None] & (d < D))
+            store_split(scratch, softmax, at + split, is_real, D, E)
 
 
 @triton.jit
 def _finish(
-    out,
-    partial,
-    peaks,
-    totals,
+    output,
+    scratch,
     arrived,
-    first_split,
-    num_splits,
+    group,
     used,
-    sinks,
-    first_head,
     REPEAT: tl.constexpr,
     R: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """Combine a head's splits in the last program to arrive."""
     # All stores of this program must precede its arrival.
@@ -324,86 +345,95 @@ def _finish(
     if before == tl.minimum(used, tl.num_programs(2)) - 1:
         tl.store(arrived, 0)
         r = tl.arange(0, R)
-        at = first_split + tl.minimum(r, REPEAT - 1) * num_splits
-        d = tl.arange(0, E)[None, :]
-        head = first_head + tl.minimum(r, REPEAT - 1)
-        result = _combine(partial, peaks, totals, at, used, sinks, head, R, D, E)
-        result = result.to(out.dtype.element_ty)
-        tl.store(out + r[:, None] * D + d, result, mask=(r < REPEAT)[:, None] & (d < D))
+        at = group.first_split + tl.minimum(r, REPEAT - 1) * group.num_splits
+        head = group.first_head + tl.minimum(r, REPEAT - 1)
+        result = _combine(scratch, at, used, output.sinks, head, R, LAYOUT.D, LAYOUT.E)
+        result = result.to(output.ptr.dtype.element_ty)
+        _store_heads(output.ptr, result, r < REPEAT, LAYOUT.D, LAYOUT.E)
 
 
 @triton.jit
-def _new_token(
-    token, g, partner, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
-):
+def _new_token(token, g, partner, H: tl.constexpr, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
     """Load the heads of ``g`` and its key with their partner channels, and its value."""
-    q, q_other = _heads(token, g * (H // G), H // G, partner, ROWS, D)
-    k, k_other = _heads(token, H + g, 1, partner, 1, D)
-    v, _ = _heads(token, H + G + g, 1, partner, 1, D)
-    return q, q_other, k, k_other, v
+    G: tl.constexpr = LAYOUT.G
+    q, q_other = _heads(token, g * (H // G), H // G, partner, ROWS, LAYOUT.D)
+    k, k_other = _heads(token, H + g, 1, partner, 1, LAYOUT.D)
+    v, _ = _heads(token, H + G + g, 1, partner, 1, LAYOUT.D)
+    return _NewToken(q, q_other, k, k_other, v)
+
+
+@triton.jit
+def _new_place(row, splits, LAYOUT: tl.constexpr):
+    """Return the new token's page row ``[1]``, and whether this program stores it ``[1]``."""
+    G: tl.constexpr = LAYOUT.G
+    L: tl.constexpr = LAYOUT.L
+    newest = tl.load(row.table + tl.maximum(row.position, 0) // L).to(tl.int64)
+    at = tl.full([1], 0, tl.int64) + (newest * 2 * G + row.g) * L + row.position % L
+    rest = (splits.count - 1 - tl.program_id(2)) % tl.num_programs(2)
+    return at, tl.full([1], rest, tl.int32) == 0
 
 
 @triton.jit
 def _attend_decode_kernel(
-    qkv, out, positions, slots, inv_freq, partial, peaks, totals, arrived,
-    scale, num_splits, out_stride, qkv_stride, sinks, values, exponents, tables, table_width,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
-    HALF: tl.constexpr, L: tl.constexpr, WINDOW: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BFP8: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    out,
+    positions,
+    slots,
+    inv_freq,
+    partial,
+    peaks,
+    totals,
+    arrived,
+    scale,
+    num_splits,
+    out_stride,
+    qkv_stride,
+    sinks,
+    values,
+    exponents,
+    tables,
+    table_width,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    HALF: tl.constexpr,
+    WINDOW: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    EARLY: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
     """Program (b, g, z) computes heads of g in row b, for the splits z, z + Z, ... of Z."""
     release_dependents(CHAINED)
-    REPEAT: tl.constexpr = H // G
+    REPEAT: tl.constexpr = H // LAYOUT.G
     ROWS: tl.constexpr = 16 if R < 16 else R
     b, g, z = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    frequency, partner, second = channel_partners(HALF, E, INTERLEAVED)
-    frequencies = tl.load(inv_freq + frequency, mask=tl.arange(0, E) < 2 * HALF, other=0.0)
+    frequencies, partner, second = load_rotation(inv_freq, HALF, LAYOUT.E, INTERLEAVED)
     if not EARLY:
         wait_for_inputs(CHAINED)
     position = tl.load(positions + b).to(tl.int32)
     table = tables + tl.load(slots + b) * table_width
-    first, end, each, used = _plan(position, num_splits, WINDOW, L)
-    k, k_shared, v, v_shared = _page_tiles(
-        values,
-        exponents,
-        table,
-        first + z * each,
-        position,
-        g,
-        z < used,
-        WINDOW,
-        G,
-        D,
-        E,
-        L,
-        BFP8,
-    )
-    newest = tl.load(table + tl.maximum(position, 0) // L).to(tl.int64)
-    row = tl.full([1], 0, tl.int64) + (newest * 2 * G + g) * L + position % L
-    stores = tl.full([1], (used - 1 - z) % tl.num_programs(2), tl.int32) == 0
+    splits = _plan(position, num_splits, WINDOW, LAYOUT.L)
+    row = _Row(PagePointers(values, exponents), table, position, g)
+    k, v = _page_tiles(row, splits.first + z * splits.size, z < splits.count, WINDOW, LAYOUT)
+    at, stores = _new_place(row, splits, LAYOUT)
     cos, sin = turn_of(position, frequencies, second)
     if EARLY:
         wait_for_inputs(CHAINED)
-    q, q_other, k_new, k_other, v_new = _new_token(qkv + b * qkv_stride, g, partner, H, G, D, ROWS)
-    out += b * out_stride + g * REPEAT * D
-    first_split, r = (b * H + g * REPEAT) * num_splits, tl.arange(0, ROWS)
-    head = g * REPEAT + tl.minimum(r, REPEAT - 1)
-    if z < used:
-        turned, own_score, v_new = _enter(
-            values, exponents, row, stores, scale, cos, sin, q, q_other, k_new, k_other, v_new,
-            G, D, E, L, BFP8)  # fmt: skip
+    token = _new_token(qkv + b * qkv_stride, g, partner, H, ROWS, LAYOUT)
+    output = _Output(out + (b * out_stride + g * REPEAT * LAYOUT.D), sinks)
+    scratch = SplitPointers(peaks, totals, partial)
+    group = _Group(g * REPEAT, (b * H + g * REPEAT) * num_splits, num_splits)
+    if z < splits.count:
+        query = _enter(row.pages, at, stores, scale, cos, sin, token, LAYOUT)
         _attend_splits(
-            values, exponents, table, position, g, turned, own_score, v_new, scale, first, end,
-            each, used, sinks, head, out, partial, peaks, totals, first_split + r * num_splits,
-            r < REPEAT, k, k_shared, v, v_shared, WINDOW, G, D, E, ROWS, L, BFP8, CHAINED,
-        )  # fmt: skip
-        if used > 1:
+            row, query, scale, splits, group, output, scratch, k, v, REPEAT, WINDOW, LAYOUT, CHAINED
+        )
+        if splits.count > 1:
             _finish(
-                out, partial, peaks, totals, arrived + b * G + g, first_split, num_splits, used,
-                sinks, g * REPEAT, REPEAT, R, D, E)  # fmt: skip
+                output, scratch, arrived + b * LAYOUT.G + g, group, splits.count, REPEAT, R, LAYOUT
+            )
     elif z == 0:
-        d = tl.arange(0, E)[None, :]
-        tl.store(out + r[:, None] * D + d, 0.0, mask=(r < REPEAT)[:, None] & (d < D))
+        _store_heads(output.ptr, 0.0, tl.arange(0, ROWS) < REPEAT, LAYOUT.D, LAYOUT.E)
 
 
 def attend_decode(
@@ -438,22 +468,39 @@ def attend_decode(
             this chain, as in a captured step. They are read before the previous kernel ends.
         sinks: A further score per head, float32 ``[H]``. None: none.
     """
-    num_rows, num_pages = qkv.shape[0], block_tables.shape[1]
-    num_kv_heads, head_dim = pages.num_kv_heads, pages.head_dim
-    num_splits = min(MAX_SPLITS, num_pages)
+    num_rows, num_splits = qkv.shape[0], min(MAX_SPLITS, block_tables.shape[1])
     assert qkv.stride(1) == 1 and out.stride(1) == 1
-    assert inv_freq.dtype == torch.float32 and 2 * inv_freq.shape[0] <= head_dim
-    assert scratch.partial.numel() >= num_rows * num_heads * num_splits * head_dim
-    assert scratch.peaks.numel() >= num_rows * num_heads * num_splits
-    programs = max(1, PROGRAMS // (num_rows * num_kv_heads))
+    assert inv_freq.dtype == torch.float32 and 2 * inv_freq.shape[0] <= pages.head_dim
+    scratch.check(num_rows * num_heads * num_splits, pages.head_dim)
+    programs, num_warps = _launch_of(pages, num_rows, num_splits)
+    _attend_decode_kernel[(num_rows, pages.num_kv_heads, programs)](
+        qkv,
+        out,
+        positions,
+        slots,
+        inv_freq,
+        *scratch.buffers,
+        scale * LOG2_E,
+        num_splits,
+        out.stride(0),
+        qkv.stride(0),
+        sinks,
+        **page_arguments(pages, block_tables),
+        H=num_heads,
+        R=block_of(num_heads // pages.num_kv_heads, least=1),
+        HALF=inv_freq.shape[0],
+        WINDOW=window,
+        INTERLEAVED=interleaved,
+        EARLY=early,
+        num_warps=num_warps,
+        **chained(qkv),
+    )
+
+
+def _launch_of(pages: KVPages, num_rows: int, num_splits: int) -> tuple[int, int]:
+    """Return the programs of a row and key/value head, and their warps."""
+    programs = max(1, PROGRAMS // (num_rows * pages.num_kv_heads))
     programs = min(num_splits, 1 << programs.bit_length() - 1)
     # The tiles of two pages are in registers at a time.
-    num_warps = 4 if head_dim <= 128 and pages.values.dtype != torch.float32 else 8
-    _attend_decode_kernel[(num_rows, num_kv_heads, programs)](
-        qkv, out, positions, slots, inv_freq, scratch.partial, scratch.peaks, scratch.totals,
-        scratch.arrived, scale * LOG2_E, num_splits, out.stride(0), qkv.stride(0), sinks,
-        **page_arguments(pages, block_tables),
-        H=num_heads, R=block_of(num_heads // num_kv_heads, least=1), HALF=inv_freq.shape[0],
-        L=PAGE, WINDOW=window, INTERLEAVED=interleaved, EARLY=early,
-        num_warps=num_warps, **chained(qkv),
-    )  # fmt: skip
+    num_warps = 4 if pages.head_dim <= 128 and pages.values.dtype != torch.float32 else 8
+    return programs, num_warps

@@ -5,7 +5,7 @@ Shape letters: R rows in a tile, L positions in a page, D head size, E its block
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,14 +13,62 @@ import triton.language as tl
 
 from tilewright.compiler.formats.block_float import BLOCK_SIZE
 from tilewright.compiler.targets.cuda.kernels.common.launch import block_of
-from tilewright.compiler.targets.cuda.state.pages import KVPages
+from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages
+
+
+class PageLayout(NamedTuple):
+    """The layout of pages as a compile-time argument.
+
+    Attributes:
+        G: Key/value heads.
+        D: Head size.
+        E: Block over a head, a power of two.
+        L: Positions in a page.
+        BFP8: The pages have mantissas and exponents.
+    """
+
+    G: int
+    D: int
+    E: int
+    L: int
+    BFP8: bool
+
+
+class PagePointers(NamedTuple):
+    """Pages in a kernel: values or mantissas, and the exponents of bfp8 pages."""
+
+    data: Any
+    exponents: Any
+
+
+class Tile(NamedTuple):
+    """Rows of a page before :func:`tile_values`: values ``[L, E]``, or mantissas and exponents."""
+
+    data: Any
+    exponents: Any
+
+
+class Softmax(NamedTuple):
+    """An online softmax in base 2: largest scores, sums of weights, and weighted sums of values."""
+
+    peak: Any
+    total: Any
+    sums: Any
+
+
+class SplitPointers(NamedTuple):
+    """The results of splits in a kernel: those of :class:`Softmax`, by split."""
+
+    peaks: Any
+    totals: Any
+    sums: Any
 
 
 def page_arguments(pages: KVPages, block_tables: torch.Tensor) -> dict[str, Any]:
     """Return a kernel's page arguments.
 
     These are ``values`` and ``exponents`` (the values again if absent), ``tables``, the table
-    width, and the constants ``G``, ``D``, ``E`` and ``BFP8``.
+    width, and the layout.
     """
     assert pages.values.is_contiguous() and block_tables.is_contiguous()
     assert block_tables.dtype == torch.int32, block_tables.dtype
@@ -30,10 +78,13 @@ def page_arguments(pages: KVPages, block_tables: torch.Tensor) -> dict[str, Any]
         "exponents": pages.exponents if bfp8 else pages.values,
         "tables": block_tables,
         "table_width": block_tables.shape[1],
-        "G": pages.num_kv_heads,
-        "D": pages.head_dim,
-        "E": block_of(pages.head_dim, least=BLOCK_SIZE),
-        "BFP8": bfp8,
+        "LAYOUT": PageLayout(
+            pages.num_kv_heads,
+            pages.head_dim,
+            block_of(pages.head_dim, least=BLOCK_SIZE),
+            PAGE,
+            bfp8,
+        ),
     }
 
 
@@ -81,6 +132,14 @@ def channel_partners(HALF: tl.constexpr, E: tl.constexpr, INTERLEAVED: tl.conste
 
 
 @triton.jit
+def load_rotation(inv_freq, HALF: tl.constexpr, E: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return for the channels ``[E]``: frequency, partner channel, and whether it is the second."""
+    frequency, partner, second = channel_partners(HALF, E, INTERLEAVED)
+    mask = tl.arange(0, E) < 2 * HALF
+    return tl.load(inv_freq + frequency, mask=mask, other=0.0), partner, second
+
+
+@triton.jit
 def turn_of(position, frequencies, second):
     """Return cosine and signed sine ``[E]`` at a position. Frequency 0 preserves a channel."""
     cos, sin = cos_sin(position.to(tl.float32) * frequencies)
@@ -115,17 +174,23 @@ def exact_values(mantissas, shared):
 
 
 @triton.jit
-def store_rows(
-    values,
-    exponents,
-    x,
-    rows,
-    keep,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BFP8: tl.constexpr,
-):
+def empty_softmax(lowest, R: tl.constexpr, E: tl.constexpr):
+    """Return the softmax ``[R, E]`` of no keys. ``lowest`` is below all scores."""
+    total, sums = tl.zeros([R], tl.float32), tl.zeros([R, E], tl.float32)
+    return Softmax(tl.full([R], lowest, tl.float32), total, sums)
+
+
+@triton.jit
+def store_split(splits, softmax, at, keep, D: tl.constexpr, E: tl.constexpr):
+    """Store the result of the splits ``at [R]``."""
+    d = tl.arange(0, E)[None, :]
+    tl.store(splits.peaks + at, softmax.peak, mask=keep)
+    tl.store(splits.totals + at, softmax.total, mask=keep)
+    tl.store(splits.sums + at[:, None] * D + d, softmax.sums, mask=keep[:, None] & (d < D))
+
+
+@triton.jit
+def store_rows(pages, x, rows, keep, R: tl.constexpr, LAYOUT: tl.constexpr):
     """Write ``x`` to page rows and return the stored values in fp32.
 
     Args:
@@ -133,78 +198,72 @@ def store_rows(
         rows: Page rows, int64 ``[R]``.
         keep: Mask ``[R]`` for the stores.
     """
+    D: tl.constexpr = LAYOUT.D
+    E: tl.constexpr = LAYOUT.E
     d = tl.arange(0, E)
     BLOCKS: tl.constexpr = (D + 15) // 16
     here = rows[:, None] * D + d[None, :]
-    if BFP8:
+    if LAYOUT.BFP8:
         mantissas, shared = round_blocks(x, R, E)
         block = tl.arange(0, E // 16)[None, :, None]
         own = (rows * BLOCKS)[:, None, None] + block
-        tl.store(exponents + own, shared.to(tl.uint8), mask=keep[:, None, None] & (block < BLOCKS))
+        inside = keep[:, None, None] & (block < BLOCKS)
+        tl.store(pages.exponents + own, shared.to(tl.uint8), mask=inside)
         stored = tl.reshape(exact_values(mantissas, shared), [R, E])
         flat = tl.reshape(mantissas, [R, E]).to(tl.int8)
-        tl.store(values + here, flat, mask=keep[:, None] & (d < D)[None, :])
+        tl.store(pages.data + here, flat, mask=keep[:, None] & (d < D)[None, :])
     else:
-        rounded = x.to(values.dtype.element_ty)
-        tl.store(values + here, rounded, mask=keep[:, None] & (d < D)[None, :])
+        rounded = x.to(pages.data.dtype.element_ty)
+        tl.store(pages.data + here, rounded, mask=keep[:, None] & (d < D)[None, :])
         stored = rounded.to(tl.float32)
     return stored
 
 
 @triton.jit
-def load_tile(
-    values,
-    exponents,
-    row,
-    valid,
-    L: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BFP8: tl.constexpr,
-):
+def load_tile(pages, row, valid, LAYOUT: tl.constexpr):
     """Load a page's rows from ``row``. Rows that are not ``valid [L]`` are zeros.
 
     :func:`tile_values` decodes the result: values ``[L, E]``, or mantissas ``[L, E / 16, 16]`` and
     exponents.
     """
-    position = tl.arange(0, L)
-    if BFP8:
+    D: tl.constexpr = LAYOUT.D
+    position = tl.arange(0, LAYOUT.L)
+    if LAYOUT.BFP8:
         BLOCKS: tl.constexpr = (D + 15) // 16
-        block = tl.arange(0, E // 16)[None, :, None]
+        block = tl.arange(0, LAYOUT.E // 16)[None, :, None]
         d = block * 16 + tl.arange(0, 16)[None, None, :]
         inside = valid[:, None, None] & (d < D)
-        here = values + row * D + (position[:, None, None] * D + d)
+        here = pages.data + row * D + (position[:, None, None] * D + d)
         tile = tl.load(here, mask=inside, other=0)
-        own = exponents + row * BLOCKS + (position[:, None, None] * BLOCKS + block)
+        own = pages.exponents + row * BLOCKS + (position[:, None, None] * BLOCKS + block)
         shared = tl.load(own, mask=valid[:, None, None] & (block < BLOCKS), other=0)
     else:
-        d = tl.arange(0, E)[None, :]
-        here = values + row * D + (position[:, None] * D + d)
+        d = tl.arange(0, LAYOUT.E)[None, :]
+        here = pages.data + row * D + (position[:, None] * D + d)
         tile = tl.load(here, mask=valid[:, None] & (d < D), other=0.0)
         shared = tl.zeros([1], tl.uint8)
-    return tile, shared
+    return Tile(tile, shared)
 
 
 @triton.jit
-def tile_values(
-    tile, shared, L: tl.constexpr, E: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr
-):
+def tile_values(tile, LAYOUT: tl.constexpr, CHAINED: tl.constexpr):
     """Decode the result of :func:`load_tile` to ``[L, E]`` in the pages' type, or bf16 for bfp8.
 
     The result is exact, except that a GPU reads blocks with an exponent below 7 (values below 2 **
     -119) as 0.
     """
-    if BFP8:
-        shared = shared.to(tl.int32)
+    values = tile.data
+    if LAYOUT.BFP8:
+        shared = tile.exponents.to(tl.int32)
         if CHAINED:
             # One conversion and one bf16 multiplication. The interpreter does not support this
             # arithmetic.
             power = (tl.maximum(shared - 6, 0) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-            stored = tile.to(tl.bfloat16) * power
+            stored = values.to(tl.bfloat16) * power
         else:
-            stored = exact_values(tile.to(tl.int32), shared).to(tl.bfloat16)
-        tile = tl.reshape(stored, [L, E])
-    return tile
+            stored = exact_values(values.to(tl.int32), shared).to(tl.bfloat16)
+        values = tl.reshape(stored, [LAYOUT.L, LAYOUT.E])
+    return values
 
 
 @triton.jit

@@ -7,12 +7,17 @@ Shape letters: T tokens, H query heads, G key/value heads, D head size, S slots,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from tilewright.compiler.targets.cuda.kernels.attention.kv_cache import (
+    PagePointers,
+    Softmax,
+    SplitPointers,
+    empty_softmax,
     load_tile,
     page_arguments,
     product,
@@ -24,7 +29,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
-from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages
+from tilewright.compiler.targets.cuda.state.pages import KVPages
 from tilewright.compiler.targets.cuda.tuning import tuning
 
 # A score below all real scores. It is finite, so that rows without visible keys give no NaN.
@@ -63,6 +68,11 @@ class PrefillScratch:
     totals: torch.Tensor
     arrived: torch.Tensor
 
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """Return all buffers in the order of kernel arguments."""
+        return self.partial, self.peaks, self.totals, self.arrived
+
     @classmethod
     def empty(cls, num_heads: int, head_dim: int, device: torch.device) -> PrefillScratch:
         """Allocate buffers for consecutive launches with up to `SPLIT_TOKENS` tokens."""
@@ -76,170 +86,227 @@ class PrefillScratch:
         )
 
 
+class _Cache(NamedTuple):
+    """The program's cache in a kernel: pages, page table, and key/value head."""
+
+    pages: Any
+    table: Any
+    g: Any
+
+
+class _Rows(NamedTuple):
+    """A block's rows in a kernel. Keys before ``oldest`` or after ``newest`` are not read.
+
+    ``position`` and ``last``, the last visible position, are ``[R]``. Positions are consecutive,
+    from ``lowest``.
+    """
+
+    q: Any
+    position: Any
+    last: Any
+    lowest: Any
+    newest: Any
+    oldest: Any
+
+
+class _PageRange(NamedTuple):
+    """A split's pages ``first .. stop``, and the number of splits."""
+
+    first: Any
+    stop: Any
+    num_splits: Any
+
+
 @triton.jit
 def _add_pages(
-    peak,
-    total,
-    acc,
-    q,
-    position,
-    last,
+    softmax,
+    rows,
     first,
     stop,
-    newest,
-    oldest,
-    values,
-    exponents,
-    table,
-    g,
+    cache,
     scale,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    L: tl.constexpr,
-    BFP8: tl.constexpr,
+    LAYOUT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Add the pages ``first .. stop`` to the online softmax (base 2) of ``q [R, E]``.
+    """Add the pages ``first .. stop`` to the softmax of ``rows``.
 
-    ``MASKED``: hide keys after a row's ``last`` position or before its window. Keys before
-    ``oldest`` or after ``newest`` are not read.
+    ``MASKED``: hide keys after a row's last visible position or before its window.
     """
+    G: tl.constexpr = LAYOUT.G
+    L: tl.constexpr = LAYOUT.L
+    peak, total, sums = softmax
     for page in range(first, stop):
-        number = tl.load(table + page).to(tl.int64)
-        row = (number * 2 * G + g) * L
+        number = tl.load(cache.table + page).to(tl.int64)
+        row = (number * 2 * G + cache.g) * L
         at = page * L + tl.arange(0, L)
         valid = tl.full([L], True, tl.int1)
         if MASKED:
-            valid = (at <= newest) & (at >= oldest)
-        k, k_shared = load_tile(values, exponents, row, valid, L, D, E, BFP8)
-        keys = tile_values(k, k_shared, L, E, BFP8, CHAINED)
-        start = tl.zeros([q.shape[0], L], tl.float32)
-        scores = product(q, tl.trans(keys), start, CHAINED) * scale
+            valid = (at <= rows.newest) & (at >= rows.oldest)
+        keys = tile_values(load_tile(cache.pages, row, valid, LAYOUT), LAYOUT, CHAINED)
+        start = tl.zeros([rows.q.shape[0], L], tl.float32)
+        scores = product(rows.q, tl.trans(keys), start, CHAINED) * scale
         if MASKED:
-            seen = at[None, :] <= last[:, None]
+            seen = at[None, :] <= rows.last[:, None]
             if WINDOW > 0:
-                seen = seen & (at[None, :] > position[:, None] - WINDOW)
+                seen = seen & (at[None, :] > rows.position[:, None] - WINDOW)
             scores = tl.where(seen, scores, HIDDEN)
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - new_peak[:, None])
         fade = tl.exp2(peak - new_peak)
         total = total * fade + tl.sum(weights, 1)
-        v, v_shared = load_tile(values, exponents, row + G * L, valid, L, D, E, BFP8)
-        vals = tile_values(v, v_shared, L, E, BFP8, CHAINED)
-        acc = product(weights.to(vals.dtype), vals, acc * fade[:, None], CHAINED)
+        vals = tile_values(load_tile(cache.pages, row + G * L, valid, LAYOUT), LAYOUT, CHAINED)
+        sums = product(weights.to(vals.dtype), vals, sums * fade[:, None], CHAINED)
         peak = new_peak
-    return peak, total, acc
+    return Softmax(peak, total, sums)
 
 
 @triton.jit
 def _attend_pages(
     rows,
-    position,
-    last,
     first,
     stop,
-    lowest,
-    newest,
-    oldest,
-    values,
-    exponents,
-    table,
-    g,
+    cache,
     scale,
     WINDOW: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
     R: tl.constexpr,
-    L: tl.constexpr,
-    BFP8: tl.constexpr,
+    LAYOUT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Return the online softmax of ``rows [R, E]`` over the pages ``first .. stop``.
-
-    The rows have positions from ``lowest``, and see keys up to ``newest``. The page range may be
-    empty.
-    """
-    peak, total = tl.full([R], HIDDEN, tl.float32), tl.zeros([R], tl.float32)
-    acc = tl.zeros([R, E], tl.float32)
+    """Return the softmax of ``rows`` over the pages ``first .. stop``. The range may be empty."""
+    L: tl.constexpr = LAYOUT.L
+    softmax = empty_softmax(HIDDEN, R, LAYOUT.E)
     # Pages first .. begin and full .. stop have keys hidden from some row.
     begin = first
-    full = tl.minimum(tl.maximum((lowest + 1) // L, first), stop)
+    full = tl.minimum(tl.maximum((rows.lowest + 1) // L, first), stop)
     if WINDOW > 0:
-        begin = tl.minimum(tl.maximum(newest - WINDOW + L, 0) // L, stop)
+        begin = tl.minimum(tl.maximum(rows.newest - WINDOW + L, 0) // L, stop)
         full = tl.maximum(full, begin)
-        peak, total, acc = _add_pages(
-            peak, total, acc, rows, position, last, first, begin, newest, oldest, values, exponents,
-            table, g, scale, True, WINDOW, G, D, E, L, BFP8, CHAINED,
-        )  # fmt: skip
-    peak, total, acc = _add_pages(
-        peak, total, acc, rows, position, last, begin, full, newest, oldest, values, exponents,
-        table, g, scale, False, WINDOW, G, D, E, L, BFP8, CHAINED,
-    )  # fmt: skip
-    return _add_pages(
-        peak, total, acc, rows, position, last, full, stop, newest, oldest, values, exponents,
-        table, g, scale, True, WINDOW, G, D, E, L, BFP8, CHAINED,
-    )  # fmt: skip
+        softmax = _add_pages(
+            softmax, rows, first, begin, cache, scale, True, WINDOW, LAYOUT, CHAINED
+        )
+    softmax = _add_pages(softmax, rows, begin, full, cache, scale, False, WINDOW, LAYOUT, CHAINED)
+    return _add_pages(softmax, rows, full, stop, cache, scale, True, WINDOW, LAYOUT, CHAINED)
+
+
+@triton.jit
+def _combine(splits, first, used, R: tl.constexpr, D: tl.constexpr, E: tl.constexpr):
+    """Return the softmax of a block's splits, in order."""
+    r, d = tl.arange(0, R), tl.arange(0, E)[None, :]
+    peak, total, sums = empty_softmax(HIDDEN, R, E)
+    for other in range(used):
+        at = (first + other) * R + r
+        its = tl.load(splits.peaks + at)
+        new_peak = tl.maximum(peak, its)
+        fade, its_fade = tl.exp2(peak - new_peak), tl.exp2(its - new_peak)
+        total = total * fade + tl.load(splits.totals + at) * its_fade
+        its_sums = tl.load(splits.sums + at[:, None] * D + d, mask=d < D, other=0.0)
+        sums = sums * fade[:, None] + its_sums * its_fade[:, None]
+        peak = new_peak
+    return Softmax(peak, total, sums)
 
 
 @triton.jit
 def _share(
-    peak,
-    total,
-    acc,
+    softmax,
     used,
-    partial,
-    peaks,
-    totals,
+    splits,
     arrived,
     place,
     R: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
+    LAYOUT: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """Store a split of block ``place``. In the last split to arrive, combine all splits in order.
 
-    Return total, sums, and whether this split is the last.
+    Return the softmax, and whether this split is the last.
     """
-    split = tl.program_id(2)
-    r, d = tl.arange(0, R), tl.arange(0, E)[None, :]
+    D: tl.constexpr = LAYOUT.D
+    r, d = tl.arange(0, R), tl.arange(0, LAYOUT.E)[None, :]
     first = place.to(tl.int64) * SPLITS
-    at = (first + split) * R + r
-    tl.store(peaks + at, peak)
-    tl.store(totals + at, total)
-    tl.store(partial + at[:, None] * D + d, acc, mask=d < D)
+    at = (first + tl.program_id(2)) * R + r
+    tl.store(splits.peaks + at, softmax.peak)
+    tl.store(splits.totals + at, softmax.total)
+    tl.store(splits.sums + at[:, None] * D + d, softmax.sums, mask=d < D)
     # All stores of this program must precede its arrival.
     tl.debug_barrier()
     is_last = tl.atomic_add(arrived + place, 1, sem="acq_rel", scope="gpu") == used - 1
     if is_last:
         tl.store(arrived + place, 0)
-        peak, total = tl.full([R], HIDDEN, tl.float32), tl.zeros([R], tl.float32)
-        acc = tl.zeros([R, E], tl.float32)
-        for other in range(used):
-            at = (first + other) * R + r
-            its = tl.load(peaks + at)
-            new_peak = tl.maximum(peak, its)
-            fade, its_fade = tl.exp2(peak - new_peak), tl.exp2(its - new_peak)
-            total = total * fade + tl.load(totals + at) * its_fade
-            its_acc = tl.load(partial + at[:, None] * D + d, mask=d < D, other=0.0)
-            acc = acc * fade[:, None] + its_acc * its_fade[:, None]
-            peak = new_peak
-    return peak, total, acc, is_last
+        softmax = _combine(splits, first, used, R, D, LAYOUT.E)
+    return softmax, is_last
+
+
+@triton.jit
+def _load_rows(
+    q,
+    positions,
+    first_token,
+    token,
+    num_tokens,
+    inside,
+    WORK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ENDS: tl.constexpr,
+):
+    """Load a block's queries at ``q [R, E]`` and its positions."""
+    is_token = token < num_tokens
+    position = tl.load(positions + token, mask=is_token, other=-1).to(tl.int32)
+    values = tl.load(q, mask=inside & (position >= 0)[:, None], other=0.0).to(WORK)
+    last = position
+    if ENDS:
+        end = tl.load(positions + num_tokens + token, mask=is_token, other=0)
+        last = end.to(tl.int32) - 1
+    # Positions are consecutive: the block's first position, and the oldest position of its
+    # windows.
+    lowest = tl.load(positions + first_token).to(tl.int32)
+    oldest = tl.maximum(lowest - WINDOW + 1, 0) if WINDOW > 0 else 0
+    return _Rows(values, position, last, lowest, tl.max(last, 0), oldest)
+
+
+@triton.jit
+def _page_range(rows, SPLITS: tl.constexpr, SPLIT_PAGES: tl.constexpr, L: tl.constexpr):
+    """Return the pages of this program's split."""
+    used = tl.full([], 1, tl.int32)
+    first = rows.oldest // L
+    stop = tl.where(rows.newest >= 0, rows.newest // L + 1, first)
+    if SPLITS > 1:
+        count = tl.maximum(tl.cdiv(stop, SPLITS), SPLIT_PAGES)
+        used = tl.maximum(tl.cdiv(stop, count), 1)
+        first = tl.program_id(2) * count
+        stop = tl.minimum(first + count, stop)
+    return _PageRange(first, stop, used)
 
 
 # specialization would compile some lengths at their first use
 @triton.jit(do_not_specialize=["num_tokens"])
 def _attend_prefill_kernel(
-    q, out, positions, slots, num_tokens, out_stride, scale, sinks, partial, peaks, totals,
-    arrived, values, exponents, tables, table_width,
-    SPLITS: tl.constexpr, SPLIT_PAGES: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
-    WINDOW: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr, ENDS: tl.constexpr = False,
-):  # fmt: skip
+    q,
+    out,
+    positions,
+    slots,
+    num_tokens,
+    out_stride,
+    scale,
+    sinks,
+    partial,
+    peaks,
+    totals,
+    arrived,
+    values,
+    exponents,
+    tables,
+    table_width,
+    SPLITS: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CHAINED: tl.constexpr,
+    ENDS: tl.constexpr,
+):
     """Program (i, h, s) computes R tokens, head h and part s of the context.
 
     Program 0 has the last tokens, which take longest. With ``ENDS``, the ends of all rows follow
@@ -247,47 +314,32 @@ def _attend_prefill_kernel(
     """
     release_dependents(CHAINED)
     h = tl.program_id(1)
-    g = h // (H // G)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    token, d = block.to(tl.int64) * R + tl.arange(0, R), tl.arange(0, E)[None, :]
-    inside = (token < num_tokens)[:, None] & (d < D)
-    here = token[:, None] * (H * D) + h * D + d
+    first_token, d = block.to(tl.int64) * R, tl.arange(0, LAYOUT.E)[None, :]
+    token = first_token + tl.arange(0, R)
+    inside = (token < num_tokens)[:, None] & (d < LAYOUT.D)
+    here = token[:, None] * (H * LAYOUT.D) + h * LAYOUT.D + d
     wait_for_inputs(CHAINED)
-    position = tl.load(positions + token, mask=token < num_tokens, other=-1).to(tl.int32)
-    table = tables + tl.load(slots + block.to(tl.int64) * R) * table_width
-    work: tl.constexpr = tl.bfloat16 if BFP8 else values.dtype.element_ty
-    rows = tl.load(q + here, mask=inside & (position >= 0)[:, None], other=0.0).to(work)
-    last = position
-    if ENDS:
-        end = tl.load(positions + num_tokens + token, mask=token < num_tokens, other=0)
-        last = end.to(tl.int32) - 1
-    newest = tl.max(last, 0)
-    # Positions are consecutive: the block's first position, and the oldest position of its
-    # windows.
-    lowest = tl.load(positions + block.to(tl.int64) * R).to(tl.int32)
-    oldest = tl.maximum(lowest - WINDOW + 1, 0) if WINDOW > 0 else 0
-    used, is_last = tl.full([], 1, tl.int32), tl.program_id(2) == 0
-    first, stop = oldest // L, tl.where(newest >= 0, newest // L + 1, oldest // L)
-    if SPLITS > 1:
-        count = tl.maximum(tl.cdiv(stop, SPLITS), SPLIT_PAGES)
-        used = tl.maximum(tl.cdiv(stop, count), 1)
-        first = tl.program_id(2) * count
-        stop = tl.minimum(first + count, stop)
-    peak, total, acc = _attend_pages(
-        rows, position, last, first, stop, lowest, newest, oldest, values, exponents, table, g,
-        scale, WINDOW, G, D, E, R, L, BFP8, CHAINED,
-    )  # fmt: skip
+    work: tl.constexpr = tl.bfloat16 if LAYOUT.BFP8 else values.dtype.element_ty
+    rows = _load_rows(
+        q + here, positions, first_token, token, num_tokens, inside, work, WINDOW, ENDS
+    )
+    table = tables + tl.load(slots + first_token) * table_width
+    cache = _Cache(PagePointers(values, exponents), table, h // (H // LAYOUT.G))
+    pages, is_last = _page_range(rows, SPLITS, SPLIT_PAGES, LAYOUT.L), tl.program_id(2) == 0
+    softmax = _attend_pages(rows, pages.first, pages.stop, cache, scale, WINDOW, R, LAYOUT, CHAINED)
     if SPLITS > 1:  # noqa: SIM102 (a constant, and a branch)
-        if (used > 1) & (tl.program_id(2) < used):
-            peak, total, acc, is_last = _share(
-                peak, total, acc, used, partial, peaks, totals, arrived, block * H + h,
-                R, D, E, SPLITS,
-            )  # fmt: skip
+        if (pages.num_splits > 1) & (tl.program_id(2) < pages.num_splits):
+            splits, place = SplitPointers(peaks, totals, partial), block * H + h
+            softmax, is_last = _share(
+                softmax, pages.num_splits, splits, arrived, place, R, LAYOUT, SPLITS
+            )
+    total, is_real = softmax.total, rows.position >= 0
     if sinks is not None:
-        total += tl.exp2(tl.load(sinks + h) * 1.4426950408889634 - peak)
-    total = tl.where(position >= 0, total, float("inf"))
-    result = tl.where((position >= 0)[:, None], acc / total[:, None], 0.0)
-    out += token[:, None] * out_stride + h * D + d
+        total += tl.exp2(tl.load(sinks + h) * 1.4426950408889634 - softmax.peak)
+    total = tl.where(is_real, total, float("inf"))
+    result = tl.where(is_real[:, None], softmax.sums / total[:, None], 0.0)
+    out += token[:, None] * out_stride + h * LAYOUT.D + d
     tl.store(out, result.to(out.dtype.element_ty), mask=inside & is_last)
 
 
@@ -320,39 +372,46 @@ def attend_prefill(
         slots: int64 ``[T]``, equal in a block.
         block_tables: Page tables, int32 ``[S, M]``.
         block: Rows in a block: 64 or 128. 0: all tokens belong to one sequence.
-        scratch: Buffers for long context splits. None: no splits. Sliding windows have no
-            splits.
+        scratch: Buffers for long context splits. None, or a sliding window: no splits.
         sinks: A further score per head, float32 ``[H]``. None: none.
         ends: Position after the last visible position, int64 ``[T]``, ascending. None: causal.
     """
     num_tokens, num_heads, head_dim = q.shape
     assert q.is_contiguous() and out.stride(1) == 1 and pages.head_dim == head_dim
     assert slots.shape == positions.shape == (num_tokens,)
-    tokens = min(num_tokens, _MAX_SMALL_M if block == 64 else num_tokens)
-    rows, num_warps, num_stages = _tile(tokens, head_dim, pages.values.itemsize == 4)
-    assert block % rows == 0
+    tile = _tile(min(num_tokens, _MAX_SMALL_M if block == 64 else num_tokens), pages)
+    assert block % tile["R"] == 0
     shares = scratch is not None and not window and num_tokens <= SPLIT_TOKENS
-    splits = SPLITS if shares and rows == _SPLIT_ROWS else 1
-    more: dict[str, bool] = {}
-    if ends is not None:
-        positions, more = torch.cat((positions, ends)), {"ENDS": True}
-    left = (
-        (scratch.partial, scratch.peaks, scratch.totals, scratch.arrived) if scratch else (q,) * 4
+    splits = SPLITS if shares and tile["R"] == _SPLIT_ROWS else 1
+    buffers = scratch.buffers if scratch else (q,) * 4
+    _attend_prefill_kernel[(triton.cdiv(num_tokens, tile["R"]), num_heads, splits)](
+        q,
+        out,
+        positions if ends is None else torch.cat((positions, ends)),
+        slots,
+        num_tokens,
+        out.stride(0),
+        scale * LOG2_E,
+        sinks,
+        *buffers,
+        **page_arguments(pages, block_tables),
+        SPLITS=splits,
+        SPLIT_PAGES=SPLIT_PAGES,
+        H=num_heads,
+        WINDOW=window,
+        ENDS=ends is not None,
+        **tile,
+        **chained(q),
     )
-    _attend_prefill_kernel[(triton.cdiv(num_tokens, rows), num_heads, splits)](
-        q, out, positions, slots, num_tokens, out.stride(0), scale * LOG2_E, sinks, *left,
-        **page_arguments(pages, block_tables), SPLITS=splits, SPLIT_PAGES=SPLIT_PAGES,
-        H=num_heads, R=rows, L=PAGE, WINDOW=window,
-        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=_FUSES, **chained(q), **more,
-    )  # fmt: skip
 
 
-def _tile(num_tokens: int, head_dim: int, is_fp32: bool) -> tuple[int, int, int]:
-    """Return the tokens in a program, its warps, and its pipeline stages."""
-    if is_fp32:
+def _tile(num_tokens: int, pages: KVPages) -> dict[str, int]:
+    """Return a program's rows, and its launch options."""
+    if pages.values.itemsize == 4:
         tile = _TUNING["tiles"]["fp32"]
     else:
-        tiles = _TUNING["tiles"]["wide" if head_dim > 128 else "usual"]
+        tiles = _TUNING["tiles"]["wide" if pages.head_dim > 128 else "usual"]
         tile = tiles["few" if num_tokens <= _MAX_SMALL_M else "many"]
     rows, num_warps, num_stages = tile
-    return rows, num_warps, num_stages
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": _FUSES}
+    return {"R": rows, **options}

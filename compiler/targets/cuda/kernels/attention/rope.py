@@ -5,12 +5,16 @@ Shape letters: T tokens, H query heads, G key/value heads, D head size, S slots,
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from tilewright.compiler.targets.cuda.kernels.attention.kv_cache import (
+    PagePointers,
     channel_partners,
+    load_rotation,
     page_arguments,
     store_rows,
     turn_of,
@@ -20,7 +24,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
-from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages
+from tilewright.compiler.targets.cuda.state.pages import KVPages
 from tilewright.compiler.targets.cuda.tuning import tuning
 
 HEADS = 8
@@ -35,54 +39,119 @@ need.
 """
 
 
-@triton.jit
-def _rotate_tile(
-    tile, token, position, slot, frequencies, cos, sin, qkv, q_out, k_out, v_out, qkv_stride,
-    values, exponents, tables, table_width,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
-    L: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, BFP8: tl.constexpr,
-    COPIES: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Rotate and store some heads of a token. A negative position is padding.
+class _Token(NamedTuple):
+    """A token in a kernel: its row in ``qkv``, index, position, and page table."""
 
-    With ``WHOLE``, the caller provides ``cos`` and ``sin``. Otherwise they are computed from
-    ``frequencies``.
-    """
+    row: Any
+    index: Any
+    position: Any
+    table: Any
+
+
+class _Heads(NamedTuple):
+    """The heads of a tile: kind (queries, keys or values), first column, heads, and mask."""
+
+    kind: Any
+    base: Any
+    head: Any
+    keep: Any
+
+
+class _Angles(NamedTuple):
+    """The channels' frequencies, and with ``WHOLE`` their cosines and signed sines."""
+
+    frequencies: Any
+    cos: Any
+    sin: Any
+
+
+class _Outputs(NamedTuple):
+    """Rotated queries, copies of stored keys and values, and the pages."""
+
+    q: Any
+    k: Any
+    v: Any
+    pages: Any
+
+
+@triton.jit
+def _heads_of(tile, H: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr):
+    """Return the heads of a tile. Query tiles precede key tiles and value tiles."""
     Q_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
     KV_TILES: tl.constexpr = (G + HEADS - 1) // HEADS
-    d = tl.arange(0, E)
-    _, partner, second = channel_partners(HALF, E, INTERLEAVED)
     # First head and head count by kind: queries, keys, values.
     kind = tl.where(tile < Q_TILES, 0, tl.where(tile < Q_TILES + KV_TILES, 1, 2))
     base = tl.where(kind == 0, 0, tl.where(kind == 1, H, H + G))
     limit = tl.where(kind == 0, H, G)
-    behind = tl.where(kind == 0, 0, tl.where(kind == 1, Q_TILES, Q_TILES + KV_TILES))
-    head = (tile - behind) * HEADS + tl.arange(0, HEADS)
-    keep = head < limit
-    inside = keep[:, None] & (d < D)[None, :]
-    row = qkv + token * qkv_stride
-    at = (base + head)[:, None] * D
-    x = tl.load(row + at + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    real = position >= 0
-    if kind < 2:
-        other = tl.load(row + at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    before = tl.where(kind == 0, 0, tl.where(kind == 1, Q_TILES, Q_TILES + KV_TILES))
+    head = (tile - before) * HEADS + tl.arange(0, HEADS)
+    return _Heads(kind, base, head, head < limit)
+
+
+@triton.jit
+def _store_kv(
+    x,
+    token,
+    heads,
+    outputs,
+    HEADS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    COPIES: tl.constexpr,
+):
+    """Store keys or values of a token in its page, and with ``COPIES`` in an output."""
+    G: tl.constexpr = LAYOUT.G
+    L: tl.constexpr = LAYOUT.L
+    position, d = token.position, tl.arange(0, LAYOUT.E)[None, :]
+    real, inside = position >= 0, heads.keep[:, None] & (d < LAYOUT.D)
+    page = tl.load(token.table + position // L, mask=real, other=0)
+    rows = ((page.to(tl.int64) * 2 + heads.kind - 1) * G + heads.head) * L + position % L
+    stored = store_rows(outputs.pages, x, rows, heads.keep & real, HEADS, LAYOUT)
+    if COPIES:
+        copy = tl.where(real, stored, 0.0).to(outputs.k.dtype.element_ty)
+        at = token.index * (G * LAYOUT.D) + (heads.head[:, None] * LAYOUT.D + d)
+        if heads.kind == 1:
+            tl.store(outputs.k + at, copy, mask=inside)
+        else:
+            tl.store(outputs.v + at, copy, mask=inside)
+
+
+@triton.jit
+def _rotate_tile(
+    tile,
+    token,
+    angles,
+    outputs,
+    H: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    COPIES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """Rotate and store some heads of a token. A negative position is padding.
+
+    With ``WHOLE``, the caller provides cosines and sines. Otherwise they are computed.
+    """
+    D: tl.constexpr = LAYOUT.D
+    d = tl.arange(0, LAYOUT.E)
+    _, partner, second = channel_partners(HALF, LAYOUT.E, INTERLEAVED)
+    heads = _heads_of(tile, H, LAYOUT.G, HEADS)
+    inside = heads.keep[:, None] & (d < D)[None, :]
+    at = (heads.base + heads.head)[:, None] * D
+    x = tl.load(token.row + at + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    if heads.kind < 2:
+        other = tl.load(token.row + at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+        cos, sin = angles.cos, angles.sin
         if not WHOLE:
-            cos, sin = turn_of(position, frequencies, second)
+            cos, sin = turn_of(token.position, angles.frequencies, second)
         x = x * cos[None, :] + other * sin[None, :]
-    x = tl.where(real, x, 0.0)
-    here = head[:, None] * D + d[None, :]
-    if kind == 0:
-        tl.store(q_out + token * (H * D) + here, x.to(q_out.dtype.element_ty), mask=inside)
+    x = tl.where(token.position >= 0, x, 0.0)
+    if heads.kind == 0:
+        q_at = outputs.q + token.index * (H * D) + (heads.head[:, None] * D + d[None, :])
+        tl.store(q_at, x.to(outputs.q.dtype.element_ty), mask=inside)
     else:
-        page = tl.load(tables + slot * table_width + position // L, mask=real, other=0)
-        rows = ((page.to(tl.int64) * 2 + kind - 1) * G + head) * L + position % L
-        stored = store_rows(values, exponents, x, rows, keep & real, HEADS, D, E, BFP8)
-        if COPIES:
-            copy = tl.where(real, stored, 0.0).to(k_out.dtype.element_ty)
-            if kind == 1:
-                tl.store(k_out + token * (G * D) + here, copy, mask=inside)
-            else:
-                tl.store(v_out + token * (G * D) + here, copy, mask=inside)
+        _store_kv(x, token, heads, outputs, HEADS, LAYOUT, COPIES)
 
 
 @triton.jit
@@ -100,42 +169,34 @@ def _rotate_and_store_kernel(
     tables,
     table_width,
     H: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
     HALF: tl.constexpr,
-    L: tl.constexpr,
     HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    BFP8: tl.constexpr,
     COPIES: tl.constexpr,
     WHOLE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """Program (t, i) computes tile i of token t. With ``WHOLE``, program (t, 0) computes all
     tiles.
     """
     release_dependents(CHAINED)
-    token = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, E)
-    frequency, _, second = channel_partners(HALF, E, INTERLEAVED)
-    frequencies = tl.load(inv_freq + frequency, mask=d < 2 * HALF, other=0.0)
+    at = tl.program_id(0).to(tl.int64)
+    frequencies, _, second = load_rotation(inv_freq, HALF, LAYOUT.E, INTERLEAVED)
     wait_for_inputs(CHAINED)
-    position, slot = tl.load(positions + token), tl.load(slots + token)
+    position, slot = tl.load(positions + at), tl.load(slots + at)
+    token = _Token(qkv + at * qkv_stride, at, position, tables + slot * table_width)
+    outputs = _Outputs(q_out, k_out, v_out, PagePointers(values, exponents))
+    cos, sin = frequencies, frequencies
     if WHOLE:
         cos, sin = turn_of(position, frequencies, second)
-        for tile in tl.static_range((H + HEADS - 1) // HEADS + 2 * ((G + HEADS - 1) // HEADS)):
-            _rotate_tile(
-                tile, token, position, slot, frequencies, cos, sin, qkv, q_out, k_out, v_out,
-                qkv_stride, values, exponents, tables, table_width, H, G, D, E, HALF, L, HEADS,
-                INTERLEAVED, BFP8, COPIES, True,
-            )  # fmt: skip
-    else:
+    angles = _Angles(frequencies, cos, sin)
+    num_tiles: tl.constexpr = (H + HEADS - 1) // HEADS + 2 * ((LAYOUT.G + HEADS - 1) // HEADS)
+    for index in tl.static_range(num_tiles if WHOLE else 1):
+        tile = index if WHOLE else tl.program_id(1)
         _rotate_tile(
-            tl.program_id(1), token, position, slot, frequencies, frequencies, frequencies, qkv,
-            q_out, k_out, v_out, qkv_stride, values, exponents, tables, table_width, H, G, D, E,
-            HALF, L, HEADS, INTERLEAVED, BFP8, COPIES, False,
-        )  # fmt: skip
+            tile, token, angles, outputs, H, HALF, HEADS, INTERLEAVED, COPIES, WHOLE, LAYOUT
+        )
 
 
 def rotate_and_store(
@@ -182,7 +243,6 @@ def rotate_and_store(
         **page_arguments(pages, block_tables),
         H=num_heads,
         HALF=inv_freq.shape[0],
-        L=PAGE,
         HEADS=HEADS,
         INTERLEAVED=interleaved,
         COPIES=k_out is not None,
