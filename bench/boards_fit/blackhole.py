@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from tilewright.compiler.targets.tenstorrent.perf.blackhole import (
     BLACKHOLE_START,
     SOFTWARE,
     TRACED,
+    TRACED_SINCE,
     BlackholeConstants,
     blackhole_seconds,
+    call_seconds,
     prompt_seconds,
 )
 from tilewright.models.shapes import SHAPES
@@ -28,8 +30,8 @@ from tilewright.models.shapes import SHAPES
 ROWS = Path(__file__).with_name("blackhole_published.json")
 STEP_NAMES = ("cache_bytes_per_s", "ring_factor", *SOFTWARE)
 PROMPT_NAMES = (
-    *("matmul_factor", "traced_prompt", "undated_prompt", "tt_prompt", "gemma_prompt"),
-    "host_collective",
+    *("matmul_factor", "traced_prompt", "tt_prompt", "gemma_prompt"),
+    *("host_collective", "prompt_call"),
 )
 
 _QWEN3: dict[str, Any] = {
@@ -106,12 +108,18 @@ class BlackholeSample:
             start, moved, computed = seconds_of(work, constants, self.software)
             starts += count * start
             busy += count * max(moved, computed)
-        is_untraced = not self.is_decode and self.software != TRACED
-        return max(starts, busy) if is_untraced else starts + busy
+        if self.is_decode or self.software == TRACED:
+            return starts + busy
+        return call_seconds(constants, self.software, self.batch) + max(starts, busy)
 
     def error(self, constants: BlackholeConstants) -> float:
         """Return predicted over published time, less 1."""
         return self.predict(constants) / self.seconds - 1
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """Sizes and board. Samples of a group are nearly equal and are left out together."""
+        return repr(MODELS[self.model]), DEVICES.get(self.board, self.board)
 
 
 def read_samples() -> list[BlackholeSample]:
@@ -140,7 +148,7 @@ def _sample(record: Mapping[str, Any], programs: Programs, *, is_decode: bool) -
     facts = {name: record[name] for name in ("id", "model", "board", "batch", "date")}
     software = record["software"]
     if not is_decode:
-        software = record.get("prompts", SOFTWARE[software].prompts)
+        software = _prompts(record)
     seconds = record["step_ms" if is_decode else "first_token_ms"] / 1e3
     return BlackholeSample(
         **facts,
@@ -152,59 +160,95 @@ def _sample(record: Mapping[str, Any], programs: Programs, *, is_decode: bool) -
     )
 
 
+def _prompts(record: Mapping[str, Any]) -> str:
+    """Return the constant for operator starts in a prompt: by date, then by generation."""
+    if record["date"] < TRACED_SINCE:
+        return "tt_prompt"
+    return SOFTWARE[record["software"]].prompts
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A sample with its errors in fits without it, and without its group.
+
+    ``group``: None if the fit without the group has no sample of its software.
+    """
+
+    sample: BlackholeSample
+    error: float
+    group: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class BlackholeStudy:
-    """Rows, fitted constants, and left-out errors: the sample is not in its fit."""
+    """Fitted constants and left-out errors."""
 
-    steps: tuple[BlackholeSample, ...]
-    prompts: tuple[BlackholeSample, ...]
     constants: BlackholeConstants
-    step_errors: tuple[float, ...]
-    prompt_errors: tuple[float, ...]
+    steps: tuple[LeftOut, ...]
+    prompts: tuple[LeftOut, ...]
 
     def bars(self) -> tuple[float, float]:
-        """Return the errors that nine of ten left-out steps and prompts are within."""
-        return error_bar(self.step_errors), error_bar(self.prompt_errors)
+        """Return the errors that nine of ten steps and prompts in left-out groups are within."""
+        step, prompt = (error_bar(group_errors(left)) for left in (self.steps, self.prompts))
+        return step, prompt
+
+
+def group_errors(left_out: Sequence[LeftOut]) -> list[float]:
+    """Return the errors of left-out groups."""
+    return [item.group for item in left_out if item.group is not None]
 
 
 def study_blackhole() -> BlackholeStudy:
-    """Fit all rows, and fit again without each sample."""
+    """Fit all rows, and fit again without each sample and without each group."""
     rows = read_samples()
     steps = [sample for sample in rows if sample.is_decode]
     prompts = [sample for sample in rows if not sample.is_decode]
-    constants = fitting.fit(steps, STEP_NAMES, BLACKHOLE_START)
-    constants = fitting.fit(prompts, PROMPT_NAMES, constants)
-    errors = fitting.held_out(steps, STEP_NAMES, lambda sample: sample.id, BLACKHOLE_START)
-    counts = Counter(sample.software for sample in steps)
-    judged = [  # the only sample of a generation cannot be left out
-        (sample, error)
-        for sample, error in zip(steps, errors, strict=True)
+    of_steps = fitting.fit(steps, STEP_NAMES, BLACKHOLE_START)
+    return BlackholeStudy(
+        fitting.fit(prompts, PROMPT_NAMES, of_steps),
+        _left_out(steps, STEP_NAMES, BLACKHOLE_START),
+        _left_out(prompts, PROMPT_NAMES, of_steps),
+    )
+
+
+def _left_out(
+    samples: Sequence[BlackholeSample], names: Sequence[str], start: BlackholeConstants
+) -> tuple[LeftOut, ...]:
+    """Return the errors of all samples, except of a software's only sample."""
+    single = fitting.held_out(samples, names, lambda sample: sample.id, start)
+    group = fitting.held_out(samples, names, lambda sample: sample.group, start)
+    counts = Counter(sample.software for sample in samples)
+    groups: dict[str, set[tuple[str, str]]] = {}
+    for sample in samples:
+        groups.setdefault(sample.software, set()).add(sample.group)
+    return tuple(
+        LeftOut(sample, one, of_group if len(groups[sample.software]) > 1 else None)
+        for sample, one, of_group in zip(samples, single, group, strict=True)
         if counts[sample.software] > 1
-    ]
-    left_out = fitting.held_out(prompts, PROMPT_NAMES, lambda sample: sample.id, constants)
-    used, step_errors = zip(*judged, strict=True)
-    return BlackholeStudy(used, tuple(prompts), constants, step_errors, tuple(left_out))
+    )
 
 
 def blackhole_report(study: BlackholeStudy) -> str:
     """Return Markdown tables with the errors and all rows."""
-    rows = []
-    for samples, errors in ((study.steps, study.step_errors), (study.prompts, study.prompt_errors)):
-        for sample, error in zip(samples, errors, strict=True):
-            what = "step" if sample.is_decode else "prompt"
+    lines, summary = [], []
+    for what, left_out in (("decode step", study.steps), ("prompt", study.prompts)):
+        summary.append(summarize(what, "sample", [item.error for item in left_out]))
+        summary.append(summarize(what, "model and board", group_errors(left_out)))
+        for item in left_out:
+            sample = item.sample
             size = f"{sample.batch} x {sample.context:,}"
-            times = f"{1e3 * sample.seconds:.2f}", f"{1e3 * sample.predict(study.constants):.2f}"
-            details = (what, size, sample.date, sample.software, *times, *percents(error))
-            rows.append((sample.model, sample.board, *details))
-    summary = [
-        summarize("decode step", "sample", study.step_errors),
-        summarize("prompt", "sample", study.prompt_errors),
-    ]
+            seconds = sample.seconds, sample.predict(study.constants)
+            of_group = "-" if item.group is None else percents(item.group)[0]
+            errors = *percents(item.error), of_group
+            details = (what, size, sample.date, sample.software)
+            times = (f"{1e3 * each:.2f}" for each in seconds)
+            lines.append((sample.model, sample.board, *details, *times, *errors))
     columns = ("model", "board", "", "users x positions", "date", "software", "published (ms)")
+    errors = ("sample out (%)", "model and board out (%)")
     return "\n\n".join(
         [
             "### Blackhole",
             markdown(("figure", "left out", "rows", "median (%)", "worst (%)"), summary),
-            markdown((*columns, "fitted (ms)", "left-out error (%)"), rows),
+            markdown((*columns, "fitted (ms)", *errors), lines),
         ]
     )

@@ -16,6 +16,7 @@ from tilewright.compiler.targets.tenstorrent.perf.blackhole import (
     SOFTWARE,
     TRACED,
     blackhole_seconds,
+    call_seconds,
     is_host_bound,
     prompt_seconds,
     software_of,
@@ -80,6 +81,8 @@ def estimate(
     once = 0.0
     if constants is not None or not is_blackhole(program):
         once = once_seconds(constants or FITTED, is_decode=is_decode)
+    elif not is_decode:
+        once = call_seconds(BLACKHOLE, SOFTWARE[software_of(program)].prompts, program.batch)
     return (*lines, InstructionEstimate(None, None, once, BOUND_ONCE))
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tilewright.compiler.devices import BLACKHOLE, get_device
 from tilewright.compiler.formats.block_float import TILE
 from tilewright.compiler.mesh import ROWS
 from tilewright.compiler.ops.moe import expected_experts
@@ -36,6 +37,8 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
 from tilewright.compiler.targets.tenstorrent.program.placement import GRID
 
 NUM_CORES = GRID * GRID
+DELTA_GRID_ROWS = 10
+"""Rows of cores for prompts in the vendor's Gated DeltaNet demo on Blackhole. Documented."""
 MAX_CORES_PER_HEAD = 16
 """Maximum number of cores for one user's key/value head in ttnn's decode attention."""
 
@@ -104,6 +107,7 @@ def program_work(
             because a prompt attends to itself only.
     """
     attended = program.context if attended is None else attended
+    grid_rows = _grid_rows(program)
     producers: dict[int, TtInstruction] = {}
     known: dict[
         int, InstructionCost
@@ -111,7 +115,9 @@ def program_work(
     for instruction in program.instructions:
         if id(instruction) not in known:
             producers[id(instruction.out)] = instruction
-            known[id(instruction)] = _work(instruction, program, attended, producers)
+            known[id(instruction)] = _work(
+                instruction, program, attended, producers, grid_rows=grid_rows
+            )
     return tuple(known[id(instruction)] for instruction in program.instructions)
 
 
@@ -120,9 +126,11 @@ def _work(
     program: DeviceProgram,
     attended: int,
     producers: dict[int, TtInstruction],
+    *,
+    grid_rows: int,
 ) -> InstructionCost:
     if isinstance(instruction, Matmul):
-        return _matmul(instruction)
+        return _matmul(instruction, grid_rows)
     if isinstance(instruction, TtAttention):
         return _attention(instruction, program, attended)
     if isinstance(instruction, ReduceScatter | AllGather | TtAllReduce):
@@ -184,13 +192,20 @@ def _expert_matmul(matmul: ExpertMatmul) -> InstructionCost:
     )
 
 
-def _matmul(matmul: Matmul) -> InstructionCost:
+def _grid_rows(program: DeviceProgram) -> int:
+    """Return the rows of cores that share a prompt's rows in a matmul."""
+    has_delta_rule = any(isinstance(item, TtDeltaRule) for item in program.instructions)
+    on_blackhole = get_device(program.device).architecture == BLACKHOLE
+    return DELTA_GRID_ROWS if has_delta_rule and on_blackhole else GRID
+
+
+def _matmul(matmul: Matmul, grid_rows: int) -> InstructionCost:
     rows, _ = matmul.x.tiles
     k_tiles, n_tiles = matmul.weight.tiles
     if rows == 1:
         products = -(-k_tiles * n_tiles // matmul.weight.memory.cores)
     else:
-        products = -(-rows // GRID) * -(-n_tiles // GRID) * k_tiles
+        products = -(-rows // grid_rows) * -(-n_tiles // GRID) * k_tiles
     return InstructionCost(
         MATMUL,
         "Matmul",
