@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tilewright.cli.main import main
+from tilewright.compiler.targets.tenstorrent.emulate.arithmetic import pack
+from tilewright.compiler.targets.tenstorrent.emulate.run import Emulator
+from tilewright.compiler.targets.tenstorrent.program.instructions import UpdateCache
+from tilewright.evaluate.tracing.settings import unusual_head
 
 Run = Callable[..., str]
 
@@ -52,6 +58,14 @@ def test_trace_refuses_bad_options(
     assert said in capfd.readouterr().err
 
 
+def _heading(kv_cache: str) -> str:
+    names = ("li_ff1_3", "li_ff2", "li_qkv_prefill", "li_o_prefill", "sdpa_prefill", "li_lm_head")
+    fidelities = ", ".join(f"{name}: hifi4" for name in names)
+    formats = "ff1_3: bf16, ff2: bf16, wqkv: bf16, wo: bf16, lm_head: bf16, activation: bf16"
+    formats += f", kv_cache: {kv_cache}"
+    return f"precision_cfg = {{{formats}}}, fidelity_cfg = {{{fidelities}}}"
+
+
 @pytest.mark.parametrize(
     ("fault", "operation"),
     [
@@ -64,14 +78,39 @@ def test_trace_on_a_board_finds_a_planted_fault_in_the_first_row(
     fault: str, operation: str, tiny_gguf: Path, run: Run
 ) -> None:
     """A single layer at lofi, or with keys and values in bfp4, on an emulated p150."""
-    formats = "{ff1_3: bf16, ff2: bf16, wqkv: bf16, wo: bf16, lm_head: bf16, kv_cache: bf16"
-    formats += ", activation: bf16}"
-    names = ("li_ff1_3", "li_ff2", "li_qkv_prefill", "li_o_prefill", "sdpa_prefill", "li_lm_head")
-    fidelities = ", ".join(f"{name}: hifi4" for name in names)
-    heading = f"precision_cfg = {formats}, fidelity_cfg = {{{fidelities}}}"
-    heading += f", layer_cfg = {{1: {{{fault}}}}}"
+    heading = _heading("bf16") + f", layer_cfg = {{1: {{{fault}}}}}"
     argv = ("trace", tiny_gguf, "--precision", heading, "--tokens", "48", "--target", "p150")
     found = json.loads(run(*argv, "--fast", "--json"))
     first, *later = found["rows"]
     assert (first["place"], first["operation"]) == ("layer 1", operation)
     assert 0 < first["largest"] <= max(item["largest"] for item in later if item["place"] == "all")
+
+
+def test_trace_on_a_board_finds_one_head_in_bfp4_in_the_first_row(
+    tiny_gguf: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last head of layer 1 loses bits of its keys and values. All further heads are bfp8."""
+    update_cache = Emulator._update_cache
+
+    def lossy(self: Emulator, op: UpdateCache, step: Any) -> None:
+        update_cache(self, op, step)
+        if op.layer == 1 and op.cache.format != "bf16":
+            (cache,) = self._caches[op.cache.name].parts().values()
+            cache[:, :, -1] = pack(cache[:, :, -1].float(), "bfp4")
+
+    monkeypatch.setattr(Emulator, "_update_cache", lossy)
+    argv = ("trace", tiny_gguf, "--precision", _heading("bfp8"), "--tokens", "48")
+    found = json.loads(run(*argv, "--target", "p150", "--fast", "--json"))
+    place, operation, value, *_ = found["rows"][0].values()
+    assert (place, value) == ("layer 1", "bf16") and operation.startswith("kv_cache, head ")
+    assert found["rows"][0]["kl_gain"] > 0
+
+
+def test_an_unusual_head_differs_from_the_median_head() -> None:
+    exact = {f"model.layers.{layer}.kv.k": torch.ones(3, 4, 2) for layer in (0, 5)}
+    cached = {name: values * 1.01 for name, values in exact.items()}
+    assert unusual_head(cached, exact) is None and unusual_head(exact, exact) is None
+    cached["model.layers.5.kv.k"][1] *= 1.1
+    assert unusual_head(cached, exact) == (5, 1)
+    cached = {**exact, "model.layers.0.kv.k": torch.tensor([1.0, 1.0, 1.1]).view(3, 1, 1)}
+    assert unusual_head(cached, exact) == (0, 2), "all further heads are exact"

@@ -118,6 +118,17 @@ class EmulatedExecutable(HostExecutable):
         states = sum(state.num_bytes // state.num_slots for state in self._decode.states)
         return chips * (pages + num_sequences * states)
 
+    def cached_heads(self, slot: Slot, num_positions: int) -> dict[str, Tensor]:
+        """Return cached values ``[heads, positions, head_dim]`` by cache, for all chips."""
+        return {
+            name: torch.cat(
+                [cache[slot, :num_positions] for cache in self._parts({name: caches})], 1
+            )
+            .transpose(0, 1)
+            .float()
+            for name, caches in self._caches.items()
+        }
+
     def close(self) -> None:
         self._caches.clear()
         self._states.clear()
