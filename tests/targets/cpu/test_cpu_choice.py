@@ -96,6 +96,19 @@ def test_a_library_that_came_with_the_package_needs_no_compiler(
 
 
 @has_compiler
+def test_a_library_that_another_process_built_meanwhile_is_used(
+    unbuilt: pytest.MonkeyPatch,
+) -> None:
+    """The other process has the lock first, and builds every instruction set."""
+    compiler = build.find_compiler()
+    assert compiler is not None
+    library = build._cached_library(compiler, recipe.units())
+    unbuilt.setattr(build, "own_units", lambda: recipe.units()[:1])
+    unbuilt.setattr(build.fcntl, "flock", lambda *_: library.touch())
+    assert build.library_path() == library
+
+
+@has_compiler
 def test_a_compiler_may_be_several_words(unbuilt: pytest.MonkeyPatch) -> None:
     """As ``CXX="ccache g++"``; what ``CXXFLAGS`` says comes before our own flags, and is keyed."""
     found = build.find_compiler()

@@ -76,6 +76,18 @@ def _cached_library(compiler: Sequence[str], own: Sequence[Path]) -> Path:
     return folder / f"{_key(compiler, own)}.so"
 
 
+def _wanted_library(compiler: Sequence[str], *, every_isa: bool) -> tuple[Path, list[Path]]:
+    """Return a library's cached path and its units: every instruction set if that exists or is
+    requested, else this processor's.
+    """
+    own = units()
+    path = _cached_library(compiler, own)
+    if not every_isa and not path.exists():
+        own = _own_units()
+        path = _cached_library(compiler, own)
+    return path, own
+
+
 @functools.cache
 def library_path(*, every_isa: bool = False) -> Path:
     """Return the shared library: from the package if its sources match, else from the cache, else
@@ -98,11 +110,7 @@ def library_path(*, every_isa: bool = False) -> Path:
             f"backend native: no C++ compiler{sought}; allowed: --backend onnxruntime, or g++ or "
             "clang++ of C++20 (CXX=path)"
         )
-    own = units()
-    path = _cached_library(compiler, own)
-    if not every_isa and not path.exists():
-        own = _own_units()
-        path = _cached_library(compiler, own)
+    path, own = _wanted_library(compiler, every_isa=every_isa)
     folder = path.parent
     if path.exists():
         return path
@@ -110,6 +118,8 @@ def library_path(*, every_isa: bool = False) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # Another process may have built every instruction set in the meantime.
+            path, own = _wanted_library(compiler, every_isa=every_isa)
             if not path.exists():
                 for left in folder.glob("tmp*"):  # of a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
