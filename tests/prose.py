@@ -8,10 +8,8 @@ fragments and wrong terms.
 from __future__ import annotations
 
 import ast
-import io
 import re
 import sys
-import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +43,11 @@ SUFFIXES = _NATIVE | {".py", ".md"}
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _NUMBER = re.compile(r"(?<![\w.-])\d[\d,.]*(?=[\s%;:)]|$)")
 _DIRECTIVE = re.compile(r"^(#!|# ?(fmt|type|noqa|ruff|mypy|pragma|SPDX|Copyright))|[-=_]{5}")
+_TEXT_OR_COMMENT = re.compile(  # a hash inside a string starts no comment
+    r'"""(?:\\.|[^\\])*?"""|"(?:\\.|[^"\\\n])*"'
+    r"|'''(?:\\.|[^\\])*?'''|'(?:\\.|[^'\\\n])*'|(?P<comment>#[^\n]*)",
+    re.S,
+)
 _NATIVE_COMMENT = re.compile(r"(?:^[ \t]*//[^\n]*\n)+|/\*.*?\*/|//[^\n]*", re.S | re.M)
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[A-Z\"'(*])|\n\s*\n")
 _LEAVES = ast.expr_context | ast.operator | ast.cmpop | ast.Name | ast.Constant
@@ -151,17 +154,18 @@ def _literal(node: ast.expr) -> str:
 
 def _comments(source: str) -> Iterator[str]:
     """Yield comments. Consecutive lines are one text."""
-    text, previous = "", -1
-    if "#" not in source:
-        return
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT or _DIRECTIVE.search(token.string):
+    text, line, previous, at = "", 1, -1, 0
+    for found in _TEXT_OR_COMMENT.finditer(source):
+        comment = found["comment"]
+        if comment is None or _DIRECTIVE.search(comment):
             continue
-        if token.start[0] != previous + 1:
+        line += source.count("\n", at, found.start())
+        at = found.start()
+        if line != previous + 1:
             yield text
             text = ""
-        text += "\n" + token.string.lstrip("# ")
-        previous = token.start[0]
+        text += "\n" + comment.lstrip("# ")
+        previous = line
     yield text
 
 
