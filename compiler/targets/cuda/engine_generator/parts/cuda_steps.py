@@ -583,6 +583,6 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
             OUTPUTS=outputs,
             COLUMNS=min(512 if alone else 128, power(width)),
             SWIGLU=is_first,
-            SINGLE_RANK=alone,
+            ALONE=alone,
             num_warps=4,
         )
