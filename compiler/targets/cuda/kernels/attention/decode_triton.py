@@ -70,7 +70,7 @@ class DecodeScratch:
         return self.partial, self.peaks, self.totals, self.arrived
 
     def check(self, num_splits: int, head_dim: int) -> None:
-        """Check that the buffers have room for ``num_splits`` results."""
+        """Check that the buffers are large enough for ``num_splits`` results."""
         assert self.partial.numel() >= num_splits * head_dim
         assert self.peaks.numel() >= num_splits
 
@@ -106,8 +106,8 @@ def _heads(token, first, count, partner, R: tl.constexpr, D: tl.constexpr):
     return own, other
 
 
-class _Row(NamedTuple):
-    """A row in a kernel: pages, page table, position, and the program's key/value head."""
+class _RowCache(NamedTuple):
+    """A row's cache in a kernel: pages, page table, position, and the program's key/value head."""
 
     pages: Any
     table: Any
@@ -135,14 +135,15 @@ class _NewToken(NamedTuple):
 
 
 class _Query(NamedTuple):
-    """Rotated queries ``[R, E]``, their scores with the new token's key, and its value."""
+    """Rotated queries ``[R, E]``, their scores with the new token's key, its value, and a scale."""
 
     q: Any
     own_score: Any
     v: Any
+    scale: Any
 
 
-class _Group(NamedTuple):
+class _HeadGroup(NamedTuple):
     """The query heads of a key/value head: first head, its first split, and splits of a head."""
 
     first_head: Any
@@ -150,7 +151,7 @@ class _Group(NamedTuple):
     num_splits: Any
 
 
-class _Output(NamedTuple):
+class _HeadOutput(NamedTuple):
     """A program's output, and the sinks of all heads."""
 
     ptr: Any
@@ -171,42 +172,42 @@ def _plan(position, num_splits, WINDOW: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def _page_tiles(row, page, wanted, WINDOW: tl.constexpr, LAYOUT: tl.constexpr):
+def _page_tiles(cache, page, wanted, WINDOW: tl.constexpr, LAYOUT: tl.constexpr):
     """Load a page's keys and values without decoding, if it is ``wanted``."""
     G: tl.constexpr = LAYOUT.G
     L: tl.constexpr = LAYOUT.L
-    number = tl.load(row.table + page, mask=wanted, other=0).to(tl.int64)
+    number = tl.load(cache.table + page, mask=wanted, other=0).to(tl.int64)
     at = page * L + tl.arange(0, L)
-    valid = (at < row.position) & wanted
+    valid = (at < cache.position) & wanted
     if WINDOW > 0:
-        valid = valid & (at > row.position - WINDOW)
-    offset = (number * 2 * G + row.g) * L
-    k = load_tile(row.pages, offset, valid, LAYOUT)
-    v = load_tile(row.pages, offset + G * L, valid, LAYOUT)
+        valid = valid & (at > cache.position - WINDOW)
+    offset = (number * 2 * G + cache.g) * L
+    k = load_tile(cache.pages, offset, valid, LAYOUT)
+    v = load_tile(cache.pages, offset + G * L, valid, LAYOUT)
     return k, v
 
 
 @triton.jit
 def _add_page(
     softmax,
-    q,
+    query,
     k,
     v,
     page,
     position,
-    scale,
     WINDOW: tl.constexpr,
     LAYOUT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Add a page's tiles to the softmax of ``q [R, E]``."""
+    """Add a page's tiles to the softmax of queries."""
     L: tl.constexpr = LAYOUT.L
     k, v = tile_values(k, LAYOUT, CHAINED), tile_values(v, LAYOUT, CHAINED)
     at = page * L + tl.arange(0, L)
     valid = at < position
     if WINDOW > 0:
         valid = valid & (at > position - WINDOW)
-    scores = product(q, tl.trans(k), tl.zeros([q.shape[0], L], tl.float32), CHAINED) * scale
+    start = tl.zeros([query.q.shape[0], L], tl.float32)
+    scores = product(query.q, tl.trans(k), start, CHAINED) * query.scale
     scores = tl.where(valid[None, :], scores, float("-inf"))
     new_peak = tl.maximum(softmax.peak, tl.max(scores, 1))
     weights = tl.exp2(scores - new_peak[:, None])
@@ -271,7 +272,7 @@ def _enter(pages, at, stores, scale, cos, sin, token, LAYOUT: tl.constexpr):
     v = store_rows(pages, token.v, at + LAYOUT.G * LAYOUT.L, stores, 1, LAYOUT)
     work: tl.constexpr = tl.bfloat16 if LAYOUT.BFP8 else pages.data.dtype.element_ty
     turned = (token.q * cos[None, :] + token.q_other * sin[None, :]).to(work)
-    return _Query(turned, tl.sum(turned.to(tl.float32) * k, 1) * scale, v)
+    return _Query(turned, tl.sum(turned.to(tl.float32) * k, 1) * scale, v, scale)
 
 
 @triton.jit
@@ -284,9 +285,8 @@ def _start_split(query, is_last, R: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def _attend_splits(
-    row,
+    cache,
     query,
-    scale,
     splits,
     group,
     output,
@@ -313,10 +313,8 @@ def _attend_splits(
         stop = tl.minimum(start + splits.size, splits.end)
         for page in range(start, stop):
             following = tl.where(page + 1 < stop, page + 1, start + stride * splits.size)
-            k_next, v_next = _page_tiles(row, following, following < splits.end, WINDOW, LAYOUT)
-            softmax = _add_page(
-                softmax, query.q, k, v, page, row.position, scale, WINDOW, LAYOUT, CHAINED
-            )
+            k_next, v_next = _page_tiles(cache, following, following < splits.end, WINDOW, LAYOUT)
+            softmax = _add_page(softmax, query, k, v, page, cache.position, WINDOW, LAYOUT, CHAINED)
             k, v = k_next, v_next
         if splits.count == 1:
             head = group.first_head + tl.minimum(r, REPEAT - 1)
@@ -363,12 +361,12 @@ def _new_token(token, g, partner, H: tl.constexpr, ROWS: tl.constexpr, LAYOUT: t
 
 
 @triton.jit
-def _new_place(row, splits, LAYOUT: tl.constexpr):
+def _new_offset(cache, splits, LAYOUT: tl.constexpr):
     """Return the new token's page row ``[1]``, and whether this program stores it ``[1]``."""
     G: tl.constexpr = LAYOUT.G
     L: tl.constexpr = LAYOUT.L
-    newest = tl.load(row.table + tl.maximum(row.position, 0) // L).to(tl.int64)
-    at = tl.full([1], 0, tl.int64) + (newest * 2 * G + row.g) * L + row.position % L
+    newest = tl.load(cache.table + tl.maximum(cache.position, 0) // L).to(tl.int64)
+    at = tl.full([1], 0, tl.int64) + (newest * 2 * G + cache.g) * L + cache.position % L
     rest = (splits.count - 1 - tl.program_id(2)) % tl.num_programs(2)
     return at, tl.full([1], rest, tl.int32) == 0
 
@@ -413,20 +411,20 @@ def _attend_decode_kernel(
     position = tl.load(positions + b).to(tl.int32)
     table = tables + tl.load(slots + b) * table_width
     splits = _plan(position, num_splits, WINDOW, LAYOUT.L)
-    row = _Row(PagePointers(values, exponents), table, position, g)
-    k, v = _page_tiles(row, splits.first + z * splits.size, z < splits.count, WINDOW, LAYOUT)
-    at, stores = _new_place(row, splits, LAYOUT)
+    cache = _RowCache(PagePointers(values, exponents), table, position, g)
+    k, v = _page_tiles(cache, splits.first + z * splits.size, z < splits.count, WINDOW, LAYOUT)
+    at, stores = _new_offset(cache, splits, LAYOUT)
     cos, sin = turn_of(position, frequencies, second)
     if EARLY:
         wait_for_inputs(CHAINED)
     token = _new_token(qkv + b * qkv_stride, g, partner, H, ROWS, LAYOUT)
-    output = _Output(out + (b * out_stride + g * REPEAT * LAYOUT.D), sinks)
+    output = _HeadOutput(out + (b * out_stride + g * REPEAT * LAYOUT.D), sinks)
     scratch = SplitPointers(peaks, totals, partial)
-    group = _Group(g * REPEAT, (b * H + g * REPEAT) * num_splits, num_splits)
+    group = _HeadGroup(g * REPEAT, (b * H + g * REPEAT) * num_splits, num_splits)
     if z < splits.count:
-        query = _enter(row.pages, at, stores, scale, cos, sin, token, LAYOUT)
+        query = _enter(cache.pages, at, stores, scale, cos, sin, token, LAYOUT)
         _attend_splits(
-            row, query, scale, splits, group, output, scratch, k, v, REPEAT, WINDOW, LAYOUT, CHAINED
+            cache, query, splits, group, output, scratch, k, v, REPEAT, WINDOW, LAYOUT, CHAINED
         )
         if splits.count > 1:
             _finish(

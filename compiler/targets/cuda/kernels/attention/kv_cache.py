@@ -256,7 +256,7 @@ def tile_values(tile, LAYOUT: tl.constexpr, CHAINED: tl.constexpr):
     if LAYOUT.BFP8:
         shared = tile.exponents.to(tl.int32)
         if CHAINED:
-            # One conversion and one bf16 multiplication. The interpreter does not support this
+            # A conversion and a bf16 multiplication. The interpreter does not support this
             # arithmetic.
             power = (tl.maximum(shared - 6, 0) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
             stored = values.to(tl.bfloat16) * power

@@ -86,7 +86,7 @@ class PrefillScratch:
         )
 
 
-class _Cache(NamedTuple):
+class _PagedKV(NamedTuple):
     """The program's cache in a kernel: pages, page table, and key/value head."""
 
     pages: Any
@@ -94,8 +94,8 @@ class _Cache(NamedTuple):
     g: Any
 
 
-class _Rows(NamedTuple):
-    """A block's rows in a kernel. Keys before ``oldest`` or after ``newest`` are not read.
+class _QueryRows(NamedTuple):
+    """A block's queries in a kernel. Keys before ``oldest`` or after ``newest`` are not read.
 
     ``position`` and ``last``, the last visible position, are ``[R]``. Positions are consecutive,
     from ``lowest``.
@@ -213,33 +213,33 @@ def _share(
     used,
     splits,
     arrived,
-    place,
+    index,
     R: tl.constexpr,
     LAYOUT: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Store a split of block ``place``. In the last split to arrive, combine all splits in order.
+    """Store a split of block ``index``. In the last split to arrive, combine all splits in order.
 
     Return the softmax, and whether this split is the last.
     """
     D: tl.constexpr = LAYOUT.D
     r, d = tl.arange(0, R), tl.arange(0, LAYOUT.E)[None, :]
-    first = place.to(tl.int64) * SPLITS
+    first = index.to(tl.int64) * SPLITS
     at = (first + tl.program_id(2)) * R + r
     tl.store(splits.peaks + at, softmax.peak)
     tl.store(splits.totals + at, softmax.total)
     tl.store(splits.sums + at[:, None] * D + d, softmax.sums, mask=d < D)
     # All stores of this program must precede its arrival.
     tl.debug_barrier()
-    is_last = tl.atomic_add(arrived + place, 1, sem="acq_rel", scope="gpu") == used - 1
+    is_last = tl.atomic_add(arrived + index, 1, sem="acq_rel", scope="gpu") == used - 1
     if is_last:
-        tl.store(arrived + place, 0)
+        tl.store(arrived + index, 0)
         softmax = _combine(splits, first, used, R, D, LAYOUT.E)
     return softmax, is_last
 
 
 @triton.jit
-def _load_rows(
+def _load_queries(
     q,
     positions,
     first_token,
@@ -262,7 +262,7 @@ def _load_rows(
     # windows.
     lowest = tl.load(positions + first_token).to(tl.int32)
     oldest = tl.maximum(lowest - WINDOW + 1, 0) if WINDOW > 0 else 0
-    return _Rows(values, position, last, lowest, tl.max(last, 0), oldest)
+    return _QueryRows(values, position, last, lowest, tl.max(last, 0), oldest)
 
 
 @triton.jit
@@ -321,18 +321,18 @@ def _attend_prefill_kernel(
     here = token[:, None] * (H * LAYOUT.D) + h * LAYOUT.D + d
     wait_for_inputs(CHAINED)
     work: tl.constexpr = tl.bfloat16 if LAYOUT.BFP8 else values.dtype.element_ty
-    rows = _load_rows(
+    rows = _load_queries(
         q + here, positions, first_token, token, num_tokens, inside, work, WINDOW, ENDS
     )
     table = tables + tl.load(slots + first_token) * table_width
-    cache = _Cache(PagePointers(values, exponents), table, h // (H // LAYOUT.G))
+    cache = _PagedKV(PagePointers(values, exponents), table, h // (H // LAYOUT.G))
     pages, is_last = _page_range(rows, SPLITS, SPLIT_PAGES, LAYOUT.L), tl.program_id(2) == 0
     softmax = _attend_pages(rows, pages.first, pages.stop, cache, scale, WINDOW, R, LAYOUT, CHAINED)
     if SPLITS > 1:  # noqa: SIM102 (a constant, and a branch)
         if (pages.num_splits > 1) & (tl.program_id(2) < pages.num_splits):
-            splits, place = SplitPointers(peaks, totals, partial), block * H + h
+            splits = SplitPointers(peaks, totals, partial)
             softmax, is_last = _share(
-                softmax, pages.num_splits, splits, arrived, place, R, LAYOUT, SPLITS
+                softmax, pages.num_splits, splits, arrived, block * H + h, R, LAYOUT, SPLITS
             )
     total, is_real = softmax.total, rows.position >= 0
     if sinks is not None:

@@ -91,6 +91,8 @@ def _heads_of(tile, H: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr):
 @triton.jit
 def _store_kv(
     x,
+    here,
+    inside,
     token,
     heads,
     outputs,
@@ -98,21 +100,20 @@ def _store_kv(
     LAYOUT: tl.constexpr,
     COPIES: tl.constexpr,
 ):
-    """Store keys or values of a token in its page, and with ``COPIES`` in an output."""
+    """Store keys or values of a token in its page, and with ``COPIES`` in an output ``here``."""
     G: tl.constexpr = LAYOUT.G
     L: tl.constexpr = LAYOUT.L
-    position, d = token.position, tl.arange(0, LAYOUT.E)[None, :]
-    real, inside = position >= 0, heads.keep[:, None] & (d < LAYOUT.D)
+    position, real = token.position, token.position >= 0
     page = tl.load(token.table + position // L, mask=real, other=0)
     rows = ((page.to(tl.int64) * 2 + heads.kind - 1) * G + heads.head) * L + position % L
     stored = store_rows(outputs.pages, x, rows, heads.keep & real, HEADS, LAYOUT)
     if COPIES:
         copy = tl.where(real, stored, 0.0).to(outputs.k.dtype.element_ty)
-        at = token.index * (G * LAYOUT.D) + (heads.head[:, None] * LAYOUT.D + d)
+        offset = token.index * (G * LAYOUT.D)
         if heads.kind == 1:
-            tl.store(outputs.k + at, copy, mask=inside)
+            tl.store(outputs.k + offset + here, copy, mask=inside)
         else:
-            tl.store(outputs.v + at, copy, mask=inside)
+            tl.store(outputs.v + offset + here, copy, mask=inside)
 
 
 @triton.jit
@@ -147,11 +148,12 @@ def _rotate_tile(
             cos, sin = turn_of(token.position, angles.frequencies, second)
         x = x * cos[None, :] + other * sin[None, :]
     x = tl.where(token.position >= 0, x, 0.0)
+    here = heads.head[:, None] * D + d[None, :]
     if heads.kind == 0:
-        q_at = outputs.q + token.index * (H * D) + (heads.head[:, None] * D + d[None, :])
-        tl.store(q_at, x.to(outputs.q.dtype.element_ty), mask=inside)
+        x = x.to(outputs.q.dtype.element_ty)
+        tl.store(outputs.q + token.index * (H * D) + here, x, mask=inside)
     else:
-        _store_kv(x, token, heads, outputs, HEADS, LAYOUT, COPIES)
+        _store_kv(x, here, inside, token, heads, outputs, HEADS, LAYOUT, COPIES)
 
 
 @triton.jit

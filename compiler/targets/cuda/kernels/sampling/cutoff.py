@@ -322,11 +322,11 @@ def _narrow(
 
 
 @triton.jit
-def _count_before(before, one, goal, most):
-    """Return how many of ``most`` equal weights start below a goal, at least 1."""
-    count = tl.minimum(tl.ceil((goal - before) / one), most.to(tl.float64))
+def _count_before(before, one, goal, limit):
+    """Return how many of ``limit`` equal weights start below a goal, at least 1."""
+    count = tl.minimum(tl.ceil((goal - before) / one), limit.to(tl.float64))
     count = tl.where(before + (count - 1.0) * one < goal, count, count - 1.0)
-    count = tl.where((before + count * one < goal) & (count < most), count + 1.0, count)
+    count = tl.where((before + count * one < goal) & (count < limit), count + 1.0, count)
     return tl.maximum(count, 1.0).to(tl.int32)
 
 
