@@ -114,9 +114,13 @@ def test_mxfp4_refuses_an_expert_by_its_tensors(
         monkeypatch.setattr(experts, "_TOGETHER", together)
         with pytest.raises(CompileError) as caught:
             experts.place_experts(
-                recipe, "mxfp4", tensors.__getitem__, torch.device("cpu"), paired=paired,
+                recipe,
+                "mxfp4",
+                tensors.__getitem__,
+                torch.device("cpu"),
+                paired=paired,
                 check=lambda *_: None,
-            )  # fmt: skip
+            )
         message = str(caught.value)
         assert message.startswith(f"{', '.join(names[-len(parts) :])}: a ")
         assert "; allowed: " in message and "\n" not in message

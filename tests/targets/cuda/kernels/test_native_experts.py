@@ -276,9 +276,16 @@ def test_sums(
     torch.cuda.synchronize()
     out = before.clone()
     native_experts.expert_sum(
-        out, x, held, step.tiles, step.weights, residual=residual, gate=gate, shared=shared,
+        out,
+        x,
+        held,
+        step.tiles,
+        step.weights,
+        residual=residual,
+        gate=gate,
+        shared=shared,
         finish=Finish(bias),
-    )  # fmt: skip
+    )
     selected = step.experts.clamp(min=0).long()
     chosen = unpack(held).double().view(num_experts, rows, -1)[selected]
     y = torch.einsum("tkc,tkrc->tkr", x.double().view(num_tokens, top_k, columns), chosen)
