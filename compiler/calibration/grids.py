@@ -55,6 +55,10 @@ class Grid(ABC):
     def candidates(self, block_BN: Tensor) -> Scales:
         """Return candidate scales ``[C, N]`` for N blocks. The format's own choice is first."""
 
+    def stored_scales(self, scale: Tensor) -> Tensor | None:
+        """Round any scales to the format's. None: the format has powers of two only."""
+        return None
+
     @abstractmethod
     def encode(self, codes_RK: Tensor, scales_RM: Scales) -> Encoded:
         """Encode signed codes with blocks along the last axis."""
@@ -117,6 +121,9 @@ class ScaledGrid(Grid):
         largest_N = block_BN.gather(0, block_BN.abs().argmax(0, keepdim=True))[0]
         steps = [step * -self.low / 8.0 for step in _SIGNED_STEPS]
         return Scales(_half(torch.stack([largest_N / -step for step in steps])))
+
+    def stored_scales(self, scale: Tensor) -> Tensor:
+        return _half(scale)
 
     def encode(self, codes_RK: Tensor, scales_RM: Scales) -> Encoded:
         assert isinstance(self.format, GgmlFormat)

@@ -7,6 +7,7 @@ A weight ``[N, D]`` is processed as ``[D, N]``, all rows at once. Results are on
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,8 +123,8 @@ def gptq(
             start_DR = torch.nn.functional.pad(start_DR, (0, -rows_RD.shape[0] % grid.format.block))
         run = _along_out if along_out else _along_in
         codes_DR, chosen = run(start_DR, grid, factors)
-        if passes:
-            _descend(start_DR, codes_DR, chosen, grid, factors, along_out=along_out, passes=passes)
+        how: Any = {"along_out": along_out, "passes": passes}
+        chosen = _descend(start_DR, codes_DR, chosen, grid, factors, **how)
         codes.append(codes_DR[back_D][:size, : rows_RD.shape[0]])
         block = 1 if along_out else grid.format.block
         back_M = back_D.view(-1, block)[:, 0].div(block, rounding_mode="floor")
@@ -217,35 +218,73 @@ def _descend(
     *,
     along_out: bool,
     passes: int,
-) -> None:
-    """Lower the damped error by changing single codes at fixed scales, column after column.
+) -> Scales:
+    """Lower the damped error by changing single codes, column by column. Return the scales.
 
-    ``codes_DN`` is changed in place. A column group costs a single matmul.
+    ``codes_DN`` is changed in place. Between passes, float scales along the inputs are fitted to
+    the codes.
     """
-    block, damped = grid.format.block, factors.damped
-    columns: dict[int, Scales] = {}
-    for j in range(codes_DN.shape[0]):
-        is_first = along_out or j % block == 0
-        columns[j] = _column(scales, j, block, along_out=along_out) if is_first else columns[j - 1]
+    damped = factors.damped
     off_DN = start_DN.clone()
-    for j, one in columns.items():
+    for j, one in enumerate(_columns(scales, grid, codes_DN.shape[0], along_out=along_out)):
         off_DN[j] -= grid.values(codes_DN[j], one)
     residual_DN = damped @ off_DN
     del off_DN
+    for index in range(passes):
+        if index and not along_out:
+            scales = _fit_scales(codes_DN, scales, grid, damped, residual_DN)
+        columns = _columns(scales, grid, codes_DN.shape[0], along_out=along_out)
+        _sweep(codes_DN, columns, grid, damped, residual_DN)
+    return scales
+
+
+def _sweep(
+    codes_DN: Tensor, columns: list[Scales], grid: Grid, damped: Tensor, residual_DN: Tensor
+) -> None:
+    """Round every column again, with all others fixed. A column group costs a single matmul."""
     inverses = damped.diagonal().reciprocal()
-    for _ in range(passes):
-        for start in range(0, codes_DN.shape[0], _GROUP):
-            end = min(start + _GROUP, codes_DN.shape[0])
-            own_GG, own_GN = damped[start:end, start:end], residual_DN[start:end].clone()
-            changes_GN = torch.empty_like(own_GN)
-            for j in range(end - start):
-                one = columns[start + j]
-                before = grid.values(codes_DN[start + j], one)
-                codes = grid.codes((own_GN[j] * inverses[start + j]).add_(before), one)
-                codes_DN[start + j] = codes
-                torch.sub(grid.values(codes, one), before, out=changes_GN[j])
-                own_GN[j + 1 :].addr_(own_GG[j, j + 1 :], changes_GN[j], alpha=-1)
-            residual_DN.addmm_(damped[:, start:end], changes_GN, alpha=-1)
+    for start in range(0, codes_DN.shape[0], _GROUP):
+        end = min(start + _GROUP, codes_DN.shape[0])
+        own_GG, own_GN = damped[start:end, start:end], residual_DN[start:end].clone()
+        changes_GN = torch.empty_like(own_GN)
+        for j in range(end - start):
+            one = columns[start + j]
+            before = grid.values(codes_DN[start + j], one)
+            codes = grid.codes((own_GN[j] * inverses[start + j]).add_(before), one)
+            codes_DN[start + j] = codes
+            torch.sub(grid.values(codes, one), before, out=changes_GN[j])
+            own_GN[j + 1 :].addr_(own_GG[j, j + 1 :], changes_GN[j], alpha=-1)
+        residual_DN.addmm_(damped[:, start:end], changes_GN, alpha=-1)
+
+
+def _fit_scales(
+    codes_DN: Tensor, scales: Scales, grid: Grid, damped: Tensor, residual_DN: Tensor
+) -> Scales:
+    """Move each block's scale to the smallest damped error for its codes, block after block."""
+    fitted, block = scales.scale.clone(), grid.format.block
+    if grid.stored_scales(fitted) is None:
+        return scales
+    for m, scale_N in enumerate(fitted):
+        inside = slice(m * block, (m + 1) * block)
+        codes_BN = codes_DN[inside]
+        slope_N = (codes_BN * residual_DN[inside]).sum(0)
+        curvature_N = (codes_BN * (damped[inside, inside] @ codes_BN)).sum(0)
+        step_N = (slope_N / curvature_N).masked_fill_(curvature_N <= 0, 0)
+        stored_N = grid.stored_scales(scale_N + step_N)
+        assert stored_N is not None
+        change_N = (stored_N - scale_N).masked_fill_(curvature_N <= 0, 0)
+        scale_N += change_N
+        residual_DN.addmm_(damped[:, inside], codes_BN * change_N, alpha=-1)
+    return Scales(fitted, scales.minimum)
+
+
+def _columns(scales: Scales, grid: Grid, size: int, *, along_out: bool) -> list[Scales]:
+    """Return the scales of each column. Columns of a block share them."""
+    block, found = grid.format.block, list[Scales]()
+    for j in range(size):
+        is_first = along_out or j % block == 0
+        found.append(_column(scales, j, block, along_out=along_out) if is_first else found[-1])
+    return found
 
 
 def _column(scales: Scales, j: int, block: int, *, along_out: bool) -> Scales:

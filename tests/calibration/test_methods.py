@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewright.compiler.calibration.grids import grid_of
+from tilewright.compiler.calibration.grids import ScaledGrid, grid_of
 from tilewright.compiler.calibration.methods import factorize, gptq, imatrix
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.formats.coded_rows import code_rows, decode_rows
@@ -105,3 +105,18 @@ def test_dead_channels_and_zero_blocks_stay_finite() -> None:
 def test_factorize_without_moments_raises() -> None:
     with pytest.raises(CompileError, match="second moments"):
         factorize(torch.zeros(16, 16), 16)
+
+
+@pytest.mark.parametrize("name", ["q40", "q41", "q50"])
+def test_gptq_fits_float_scales_to_the_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    format_, moments, dense = get_format(name), correlated(64), weight(48, 64)
+    grid, factors = grid_of(format_), factorize(correlated(64), format_.block)
+    assert grid is not None
+
+    def error() -> float:
+        values = format_.dequantise(gptq(dense, grid, factors))
+        return output_error(dense, values, moments)
+
+    fitted = error()
+    monkeypatch.setattr(ScaledGrid, "stored_scales", lambda *_: None)
+    assert fitted < 0.99 * error()

@@ -259,7 +259,7 @@ def _facts(
         content, name = read_regular(Path(options.imatrix).expanduser()), options.imatrix
     settings: dict[str, Any] = {}
     if method.name == "gptq":
-        settings = {"damping": method.damping, "passes": method.passes}
+        settings = {"damping": method.damping, "passes": method.passes, "fits_scales": True}
     is_named = precision.name != "heading" and options.precision == precision.name
     return CalibrationFacts(
         model=model.name,
