@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from tilewright.compiler.calibration.forward import LayeredForward, LayerSegment, Moments
+from tilewright.compiler.calibration.forward import (
+    LayeredForward,
+    LayerSegment,
+    Moments,
+    rounded_inputs,
+)
 from tilewright.compiler.calibration.grids import grid_of
 from tilewright.compiler.calibration.methods import (
     DAMPING,
@@ -194,9 +199,10 @@ def _observe(
         return moments
 
     # Moments are added in the groups' order: sums are the same in every run.
-    for done, moments in enumerate(_in_threads(observe, range(forward.num_groups), device)):
-        total.merge(moments)
-        report(60 * (done + 1) // forward.num_groups)
+    with rounded_inputs(device):
+        for done, moments in enumerate(_in_threads(observe, range(forward.num_groups), device)):
+            total.merge(moments)
+            report(60 * (done + 1) // forward.num_groups)
     return total
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -223,6 +224,23 @@ def product_dtype(device: torch.device) -> torch.dtype:
         return torch.bfloat16
     has_tiles: Callable[[], bool] | None = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return torch.bfloat16 if has_tiles is not None and has_tiles() else torch.float32
+
+
+@contextmanager
+def rounded_inputs(device: torch.device) -> Iterator[None]:
+    """Round inputs of float32 matmuls to the product type of a CPU. Sums stay float32.
+
+    Second moments then are exactly those of the inputs of the products.
+    """
+    library: Any = torch.backends.mkldnn
+    backend = library.matmul
+    before = backend.fp32_precision
+    if device.type == "cpu" and product_dtype(device) is torch.bfloat16:
+        backend.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        backend.fp32_precision = before
 
 
 class Moments:
