@@ -26,13 +26,17 @@ class AwqTensor(IntegerTensor):
     label: str = "AWQ"
     bits: int = 4
 
+    @property
+    def scale_name(self) -> str:
+        return self.names[2]
+
     def codes(self, read: Read, start: int, stop: int) -> Codes:
         first, last = start // 8, -(-stop // 8)
         own = slice(start - 8 * first, stop - 8 * first)
         codes = _nibbles(read(self.names[0], (WHOLE, slice(first, last))))[:, own]
         zeros = _nibbles(read(self.names[1], (WHOLE, slice(first, last))))[:, own]
         zeros = zeros.repeat_interleave(self.group, dim=0)[: len(codes)]
-        scales = read(self.names[2], (WHOLE, slice(start, stop))).float()
+        scales = read(self.scale_name, (WHOLE, slice(start, stop))).float()
         return Codes((codes - zeros).T.contiguous(), scales.T.contiguous())
 
     def is_symmetric(self, read: Read) -> bool:

@@ -120,6 +120,17 @@ def read_bitsandbytes(config: Mapping[str, object], where: str, model: RawModel)
         model.take(scale, ("F32",), (shape[0],))
         _check_layout(model, f"{module}.weight_format")
         model.add(module, ByteTensor((shape[0], shape[1]), (codes, scale)))
+    _check_rest(model)
+
+
+def _check_rest(model: RawModel) -> None:
+    """Refuse codes without scales or a state."""
+    for module in model.modules("weight"):
+        dtype = model.tensors[f"{module}.weight"].dtype
+        if dtype == "I8":
+            raise model.error(f"{module}.SCB", "is missing", "F32, a number per output")
+        if dtype == "U8":
+            raise model.error(f"{module}.{_STATE}nf4", "is missing", "the state, for nf4 or fp4")
 
 
 def _check_layout(model: RawModel, name: str) -> None:

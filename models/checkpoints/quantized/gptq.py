@@ -35,13 +35,17 @@ class GptqTensor(IntegerTensor):
     needs_order: bool
     label: str = "GPTQ"
 
+    @property
+    def scale_name(self) -> str:
+        return self.names[2]
+
     def codes(self, read: Read, start: int, stop: int) -> Codes:
         words = read(self.names[0], (WHOLE, slice(start, stop)))
         codes = fields(words.T, self.bits, self.shape[1])
         groups = self._order(read)
         index = torch.arange(self.shape[1]) // self.group if groups is None else groups
         zeros = self._zeros(read, start, stop).T
-        scales = read(self.names[2], (WHOLE, slice(start, stop))).float().T
+        scales = read(self.scale_name, (WHOLE, slice(start, stop))).float().T
         return Codes(codes - zeros[:, index], scales.contiguous(), groups)
 
     def is_symmetric(self, read: Read) -> bool:

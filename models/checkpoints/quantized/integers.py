@@ -55,9 +55,14 @@ class IntegerTensor(QuantizedTensor):
     def is_symmetric(self, read: Read) -> bool:
         """Return whether the zero is the middle code everywhere."""
 
+    @property
+    def scale_name(self) -> str:
+        """Return the tensor name for the scales."""
+        return self.names[1]
+
     def scales_are_half(self, read: Read) -> bool:
-        """Return whether every scale is exact in float16. The second tensor has the scales."""
-        return are_half(read(self.names[1], ()))
+        """Return whether every scale is exact in float16."""
+        return are_half(read(self.scale_name, ()))
 
     def has_order(self, read: Read) -> bool:
         """Return whether a group has columns that are not adjacent."""
@@ -90,7 +95,7 @@ class IntegerTensor(QuantizedTensor):
     def _check(self, scales: Tensor) -> None:
         if not bool(scales.isfinite().all()):
             raise CheckpointError(
-                f"tensor {self.names[0]} has a scale that is inf or NaN; allowed: finite scales"
+                f"tensor {self.scale_name} has a scale that is inf or NaN; allowed: finite scales"
             )
 
 

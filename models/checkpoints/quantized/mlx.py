@@ -103,6 +103,9 @@ def read_mlx(config: Mapping[str, object], where: str, model: RawModel) -> None:
         model.take(names[1], _FLOATS, shape)
         model.take(names[2], _FLOATS, shape)
         model.add(module, MlxTensor((rows, columns), names, f"MLX int{bits}", bits, group))
+    for module in model.modules("weight"):
+        if model.tensors[f"{module}.weight"].dtype == "U32":
+            raise model.error(f"{module}.scales", "is missing", f"{' or '.join(_FLOATS)}")
 
 
 def _setting(

@@ -318,9 +318,21 @@ def test_folders_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("case", "damage", "words"),
     [
-        ("gptq 4", change("g_idx", torch.full((128,), 2, dtype=INTS)), "group outside 0 to 1"),
-        ("gptq 4", change("qzeros", torch.zeros(2, 24, dtype=INTS)), "sym = true but zeros differ"),
-        ("awq", change("scales", torch.full((2, 192), torch.nan).half()), "scale that is inf or"),
+        (
+            "gptq 4",
+            change("g_idx", torch.full((128,), 2, dtype=INTS)),
+            "g_idx has a group outside 0 to 1",
+        ),
+        (
+            "gptq 4",
+            change("qzeros", torch.zeros(2, 24, dtype=INTS)),
+            "qzeros: sym = true but zeros differ",
+        ),
+        (
+            "awq",
+            change("scales", torch.full((2, 192), torch.nan).half()),
+            "scales has a scale that is inf",
+        ),
     ],
 )
 def test_values_that_contradict_the_file_are_refused_by_name(
@@ -328,6 +340,5 @@ def test_values_that_contradict_the_file_are_refused_by_name(
 ) -> None:
     quantize, config, _ = CASES[case]
     write(tmp_path / "m", quantize, config, change=damage)
-    with pytest.raises(CheckpointError, match=words) as caught:
+    with pytest.raises(CheckpointError, match=rf"^tensor {UP}\.{words}"):
         load_model(tmp_path / "m").checkpoint.get(f"{UP}.weight")
-    assert UP in str(caught.value)

@@ -180,9 +180,11 @@ def test_scales_that_are_not_finite_are_refused(scheme: str, suffix: str, number
 STATE = "weight.quant_state.bitsandbytes__nf4"
 REFUSED = [
     ("bitsandbytes", change("weight.absmax", None), {}, r"absmax is missing; allowed: F32 \[384\]"),
+    ("bitsandbytes", change(STATE, None), {}, rf"{UP}\.{STATE} is missing; allowed: the state"),
     ("bitsandbytes", change(STATE, torch.zeros(9, dtype=torch.uint8)), {}, "no quantization state"),
     ("bitsandbytes", change(STATE, torch.zeros(5000, dtype=torch.uint8)), {}, "up to 4096 bytes"),
     ("bitsandbytes", change("weight.nested_absmax", torch.ones(2)), {}, "absmax is F32"),
+    ("MLX", change("scales", None), {}, rf"{UP}\.scales is missing; allowed: F16 or"),
     ("MLX", change("biases", None), {}, r"up_proj\.biases is missing; allowed: F16"),
     ("MLX", change("x", None), {"bits": 7}, "bits = 7; allowed: 2, 3, 4, 5, 6, 8"),
     ("MLX", change("x", None), {UP: {"bits": 8}}, r"up_proj\.weight is U32"),
@@ -207,6 +209,11 @@ def eight_bits(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, n
     scales = rng.uniform(1, 2, len(weight)).astype(np.float32)
     tensors = {"weight": torch.from_numpy(codes), "SCB": torch.from_numpy(scales)}
     return tensors, codes * scales[:, None] * np.float32(1 / 127)
+
+
+def test_bytes_without_scales_are_refused(tmp_path: Path) -> None:
+    words = rf"{UP}\.SCB is missing; allowed: F32"
+    check_refused(tmp_path / "m", eight_bits, BNB, change("SCB", None), words)
 
 
 @pytest.mark.parametrize("layout", [0, 1, 2, 3])
