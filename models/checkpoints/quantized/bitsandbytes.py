@@ -61,7 +61,8 @@ class CodebookTensor(QuantizedTensor):
             return self.label
         if self.block != NF4.block or self.shape[1] % self.block:
             return f"{self.label}, blocks of {self.block} across outputs"
-        if not torch.equal(read_finite(read, self.names[1]), torch.tensor(NF4_VALUES)):
+        codebook = read_finite(read, self.names[1]).view(torch.int32)  # -0 differs from 0
+        if not torch.equal(codebook, torch.tensor(NF4_VALUES).view(torch.int32)):
             return f"{self.label}, own codebook"
         scales = self._scales(read).abs()
         is_normal = (scales >= 2.0**-100) & (scales <= 2.0**100) | (scales == 0)

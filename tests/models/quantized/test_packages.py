@@ -211,6 +211,14 @@ def eight_bits(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, n
     return tensors, codes * scales[:, None] * np.float32(1 / 127)
 
 
+def test_a_codebook_with_a_negative_zero_is_not_the_package_s(tmp_path: Path) -> None:
+    codebook = SCHEMES["bitsandbytes nf4"]["weight.quant_map"].clone()
+    codebook[7] = -0.0
+    write(tmp_path / "m", four_bits, BNB, change=change("weight.quant_map", codebook))
+    label = load_model(tmp_path / "m").checkpoint.stored_type(f"{UP}.weight")
+    assert label == "bitsandbytes nf4, own codebook"
+
+
 def test_bytes_without_scales_are_refused(tmp_path: Path) -> None:
     words = rf"{UP}\.SCB is missing; allowed: F32"
     check_refused(tmp_path / "m", eight_bits, BNB, change("SCB", None), words)
