@@ -5,9 +5,6 @@ namespace {
 
 using namespace tw;
 
-// Values have 8 bits.
-constexpr bool has_byte_codes(int kind) { return code_bits(kind) == 8 || has_codebook(kind); }
-
 alignas(16) constexpr uint8_t kIq4Values[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // plus 128
 alignas(64) constexpr float kNf4Values[16] = {
     -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,

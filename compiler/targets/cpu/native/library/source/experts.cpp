@@ -100,14 +100,12 @@ void prepare_token(Worker& worker, const TwInstruction& each, const ExpertRows& 
         }
         std::memcpy(to.values + slots[i] * to.row_bytes, to.values + slots[0] * to.row_bytes, to.row_bytes);
         if (arithmetic != TW_AS_INT8) continue;
-        std::memcpy(to.scales + slots[i] * to.num_blocks * 2, to.scales + slots[0] * to.num_blocks * 2, to.num_blocks * 8);
-        std::memcpy(to.sums + slots[i] * to.num_blocks * 2, to.sums + slots[0] * to.num_blocks * 2, to.num_blocks * 8);
+        std::memcpy(to.terms + slots[i] * to.num_blocks, to.terms + slots[0] * to.num_blocks, to.num_blocks * sizeof(BlockTerms));
     }
 }
 
 Operand rows_of(const Prepared& rows, int64_t slot) {
-    return {rows.values + slot * rows.row_bytes, rows.row_bytes, rows.scales + slot * rows.num_blocks * 2,
-            rows.sums + slot * rows.num_blocks * 2, rows.num_blocks};
+    return {rows.values + slot * rows.row_bytes, rows.row_bytes, rows.terms + slot * rows.num_blocks, rows.num_blocks};
 }
 
 // A thread's scratch: prepared rows, matmul scratch, row offsets, and results to weight.

@@ -7,12 +7,19 @@
 
 namespace tw {
 
+// Terms of 32 int8 values in a prepared row, per 16 values or equal pairs. A dot product begins
+// with a word of `starts`, which removes the zero of unsigned codes. For kinds with minimums, the
+// word is the sum of all values, as a float.
+struct BlockTerms {
+    int32_t starts[2];
+    float scales[2];
+};
+
 // Prepared matmul rows, `row_bytes` apart.
 struct Operand {
     const void* values;   // int8, bfloat16 or float, whole blocks
     int64_t row_bytes;
-    const float* scales;  // int8 only, per 16 values; equal pairs for blocks of 32
-    const int32_t* sums;  // int8 only, per 16 values
+    const BlockTerms* terms;  // int8 only, per block
     int64_t num_blocks;   // with 32 columns
 };
 
@@ -80,7 +87,8 @@ struct DeltaHead {
 struct Kernels {
     int32_t isa;
     int32_t bf16_bytes;   // of a value in prepared rows and queries; 4: as float
-    void (*quantise)(const float* x, int64_t columns, int32_t length, int8_t* q, float* scales, int32_t* sums);
+    int32_t byte_words;   // 32-bit words of a prepared row per four 8-bit codes
+    void (*quantise)(const float* x, int64_t columns, int32_t kind, void* q, BlockTerms* terms);
     void (*to_bf16)(const float* x, int64_t count, uint16_t* out);
     void (*round_bf16)(float* x, int64_t count);
     void (*norm)(const float* x, const float* weight, float eps, int64_t count, float* out);

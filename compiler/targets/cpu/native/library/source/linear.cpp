@@ -82,7 +82,7 @@ void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& 
         worker.share(num_rows, make);
         worker.meet();
     }
-    const Operand x{rows.values, rows.row_bytes, rows.scales, rows.sums, rows.num_blocks};
+    const Operand x{rows.values, rows.row_bytes, rows.terms, rows.num_blocks};
     const Panels panels(worker.engine, each), next(worker.engine, following);
     worker.share_evenly(panels.num_pairs, [&](int64_t pair, bool is_last) {
         const PanelPair both = pair_of(worker, weight, panels, next, pair, is_last);

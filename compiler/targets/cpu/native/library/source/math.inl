@@ -94,9 +94,16 @@ inline float most_of(vi magnitudes) {
     return most;
 }
 
-// int8 in blocks of 16 or 32 (`length`): scale = largest magnitude / 127, ties to even. A value
-// that is not finite makes the block's scale not finite. A scale per 16 values is written.
-void quantise(const float* x, int64_t columns, int32_t length, int8_t* q, float* scales, int32_t* sums) {
+// The word with which dot products begin, for values with this sum. See BlockTerms.
+inline int32_t start_of(int32_t kind, int32_t sum) {
+    if (has_minimums(kind)) return (int32_t)__builtin_bit_cast(uint32_t, (float)sum);
+    return start_word(has_byte_codes(kind) ? 8 : code_bits(kind), -zero_of(kind) * sum);
+}
+
+// int8 in blocks of 16 or 32, as in the weight: scale = largest magnitude / 127, ties to even. A
+// value that is not finite makes the block's scale not finite.
+void quantise(const float* x, int64_t columns, int32_t kind, void* q, BlockTerms* terms) {
+    const int64_t length = scale_length(kind);
     const vi magnitude = ispread(0x7fffffff);
     for (int64_t block = 0; block * kBlock < columns; block++) {
         const float* from = x + block * kBlock;
@@ -105,17 +112,20 @@ void quantise(const float* x, int64_t columns, int32_t length, int8_t* q, float*
         if (left_over > 16) v[1] = load_some(from + 16, (int)(left_over < 32 ? left_over - 16 : 16));
         const vi first = iand(bits(v[0]), magnitude), second = iand(bits(v[1]), magnitude);
         float most[2];
+        int32_t sums[2];
         most[0] = most_of(length == kBlock ? imax(first, second) : first);
         most[1] = length == kBlock ? most[0] : most_of(second);
         for (int half = 0; half < 2; half++) {
-            int8_t* to = q + block * kBlock + half * 16;
-            scales[2 * block + half] = most[half] / 127.0f;
+            int8_t codes[16];
+            terms[block].scales[half] = most[half] / 127.0f;
             vf inverse = spread(most[half] > 0.0f ? 127.0f / most[half] : 0.0f);
-            store_bytes(to, nearest(mul(v[half], inverse)));
-            int32_t sum = 0;
-            for (int i = 0; i < 16; i++) sum += to[i];
-            sums[2 * block + half] = sum;
+            store_bytes(codes, nearest(mul(v[half], inverse)));
+            sums[half] = 0;
+            for (int i = 0; i < 16; i++) sums[half] += codes[i];
+            put_codes(q, 2 * block + half, codes, has_byte_codes(kind));
         }
+        for (int half = 0; half < 2; half++)
+            terms[block].starts[half] = start_of(kind, length == kBlock ? sums[0] + sums[1] : sums[half]);
     }
 }
 

@@ -68,6 +68,9 @@ constexpr bool has_minimums(int kind) {
 // Codes are indices of 16 values in 8 bits.
 constexpr bool has_codebook(int kind) { return kind == TW_IQ4_XS || kind == TW_NVFP4; }
 
+// Values have 8 bits.
+constexpr bool has_byte_codes(int kind) { return code_bits(kind) == 8 || has_codebook(kind); }
+
 // Codes are floats: products have no integer form.
 constexpr bool has_float_codes(int kind) { return kind == TW_FP8 || kind == TW_NF4; }
 

@@ -8,21 +8,17 @@ namespace tw {
 // Where the prepared rows of a product lie in a piece of memory.
 struct Prepared {
     uint8_t* values;
-    float* scales;
-    int32_t* sums;
+    BlockTerms* terms;
     int64_t row_bytes, num_blocks;
-    int32_t length;  // int8 values per scale, as in the weight
+    int32_t kind;  // of the weight
 
     Prepared(const Kernels& kernels, uint8_t* memory, int64_t num_rows, int64_t padded, int32_t arithmetic, int32_t kind) {
-        int64_t widths[] = {4, kernels.bf16_bytes, 1};
+        int64_t widths[] = {4, kernels.bf16_bytes, has_byte_codes(kind) ? kernels.byte_words : 1};
         row_bytes = padded * widths[arithmetic];
         num_blocks = padded / kBlock;
-        length = scale_length(kind);
+        this->kind = kind;
         values = memory;
-        uint8_t* next = memory + rounded(num_rows * row_bytes, 64);
-        scales = (float*)next;
-        next += rounded(num_rows * num_blocks * 8, 64);
-        sums = (int32_t*)next;
+        terms = (BlockTerms*)(memory + rounded(num_rows * row_bytes, 64));
     }
 };
 
@@ -37,7 +33,7 @@ inline void prepare(const Kernels& kernels, const float* x, int64_t width, const
     }
     uint8_t* values = to.values + row * to.row_bytes;
     if (arithmetic == TW_AS_INT8) {
-        kernels.quantise(x, width, to.length, (int8_t*)values, to.scales + row * to.num_blocks * 2, to.sums + row * to.num_blocks * 2);
+        kernels.quantise(x, width, to.kind, values, to.terms + row * to.num_blocks);
     } else if (arithmetic == TW_AS_BF16 && kernels.bf16_bytes == 2) {
         kernels.to_bf16(x, width, (uint16_t*)values);
     } else {

@@ -8,15 +8,16 @@ namespace {
 using namespace tw;
 
 #ifndef TW_OWN_DOTS  // else in simd_*.h
-// An int8 dot product over four columns per call, from -less. BITS is the code width.
-template <int BITS> inline vi begin_dot(int32_t less) { return BITS == 8 ? begin8(less / 128) : ispread(-less); }
+// An int8 dot product over four columns per call. BITS is the code width. An accumulator begins with
+// `start_word` in every lane.
 template <int BITS> inline vi dot_four(vi acc, Codes w, int32_t x) { return BITS == 8 ? dot8(acc, w, x) : dot4(acc, w, x); }
+template <int BITS> inline Codes part_of(Codes w, int) { return w; }
 template <int BITS> inline vi end_dot(vi sum) { return sum; }
 
 // Most rows whose sums of two panels fit in the registers, and words per column pair in a bfloat16
 // row.
 constexpr int kPairRows = kTile, kPairWords = 1;
-constexpr int kCodeRows = kTile, kCodePanels = 2;  // of a tile of int8 rows
+constexpr int kCodeRows = kTile, kByteRows = kTile, kCodePanels = 2;  // of a tile of int8 rows
 using PairWord = int32_t;
 inline vf dot_second(vf acc, vi, const int32_t*) { return acc; }
 inline vf dot_first(vf acc, vi w, const int32_t* x) { return dot_pair(acc, w, *x); }
@@ -90,11 +91,11 @@ __attribute__((always_inline)) inline void fetch(const PanelPair& pair, int64_t 
 // int8 rows: sums within a block are exact integers.
 template <int KIND, int M> struct Int8Tile {
     static constexpr int kParts = kBlock / scale_length(KIND), kGroups = 8 / kParts, kBits = has_byte_codes(KIND) ? 8 : code_bits(KIND);
+    static constexpr int kWords = kBits == 8 ? kByteWords : 1;  // of a row, per four columns
     const uint8_t* codes[2];
     const uint8_t* scales[2];
     const int32_t* rows[M];
-    const float* own[M];
-    const int32_t* sums[M];
+    const BlockTerms* terms[M];
     int64_t num_blocks, fetched;  // fetched: prefetch bytes per block
 
     Int8Tile(const PanelPair& pair, const Operand& x, int64_t row)
@@ -105,24 +106,22 @@ template <int KIND, int M> struct Int8Tile {
         scales[1] = pair.second + behind;
         for (int m = 0; m < M; m++) {
             rows[m] = (const int32_t*)((const uint8_t*)x.values + (row + m) * x.row_bytes);
-            own[m] = x.scales + (row + m) * num_blocks * 2;
-            sums[m] = x.sums + (row + m) * num_blocks * 2;
+            terms[m] = x.terms + (row + m) * num_blocks;
         }
     }
 
-    template <int GROUP> void four(vi (&dot)[M][kCodePanels], int64_t block, int first) const {
+    using Dots = vi[M][kCodePanels];
+
+    template <int GROUP> __attribute__((always_inline)) void four(Dots& dot, const int32_t* const (&x)[M], int64_t block, int first) const {
         const int64_t at = block * block_words(KIND) * 64;
-        Codes w[kCodePanels];
-        for (int p = 0; p < kCodePanels; p++) w[p] = four_codes<KIND, GROUP>(codes[first + p] + at);
 TW_UNROLL
-        for (int m = 0; m < M; m++) {
-            int32_t x = rows[m][block * 8 + GROUP];
-            for (int p = 0; p < kCodePanels; p++) dot[m][p] = dot_four<kBits>(dot[m][p], w[p], x);
+        for (int word = 0; word < kWords; word++) {
+            Codes w[kCodePanels];
+            for (int p = 0; p < kCodePanels; p++) w[p] = part_of<kBits>(four_codes<KIND, GROUP>(codes[first + p] + at), word);
+TW_UNROLL
+            for (int m = 0; m < M; m++)
+                for (int p = 0; p < kCodePanels; p++) dot[m][p] = dot_four<kBits>(dot[m][p], w[p], x[m][GROUP * kWords + word]);
         }
-    }
-
-    int32_t sum(int m, int64_t block, int part) const {
-        return kParts == 2 ? sums[m][2 * block + part] : sums[m][2 * block] + sums[m][2 * block + 1];
     }
 
     template <int PART> void part(int64_t block, Tile<M>& tile) const {
@@ -130,22 +129,25 @@ TW_UNROLL
     }
 
     template <int PART> __attribute__((always_inline)) void sweep(int64_t block, Tile<M>& tile, int first) const {
-        vi dot[M][kCodePanels];
+        Dots dot;
+        const int32_t* x[M];
 TW_UNROLL
         for (int m = 0; m < M; m++) {
-            int32_t all = zero_of(KIND) ? sum(m, block, PART) : 0;
-            for (int p = 0; p < kCodePanels; p++) dot[m][p] = begin_dot<kBits>(zero_of(KIND) * all);
+            x[m] = rows[m] + block * 8 * kWords;
+            TW_OPAQUE(x[m]);
+            const vi start = ispread(has_minimums(KIND) ? 0 : terms[m][block].starts[PART]);
+            for (int p = 0; p < kCodePanels; p++) dot[m][p] = start;
         }
         constexpr int kFirst = PART * kGroups;
-        four<kFirst>(dot, block, first);
-        four<kFirst + 1>(dot, block, first);
-        four<kFirst + 2>(dot, block, first);
-        four<kFirst + 3>(dot, block, first);
+        four<kFirst>(dot, x, block, first);
+        four<kFirst + 1>(dot, x, block, first);
+        four<kFirst + 2>(dot, x, block, first);
+        four<kFirst + 3>(dot, x, block, first);
         if constexpr (kGroups == 8) {
-            four<kFirst + 4>(dot, block, first);
-            four<kFirst + 5>(dot, block, first);
-            four<kFirst + 6>(dot, block, first);
-            four<kFirst + 7>(dot, block, first);
+            four<kFirst + 4>(dot, x, block, first);
+            four<kFirst + 5>(dot, x, block, first);
+            four<kFirst + 6>(dot, x, block, first);
+            four<kFirst + 7>(dot, x, block, first);
         }
         const int64_t padded = num_blocks * kBlock;
 TW_UNROLL
@@ -155,12 +157,10 @@ TW_UNROLL
             if constexpr (has_minimums(KIND)) least = block_minimums<KIND>(scales[half], padded, block);
 TW_UNROLL
             for (int m = 0; m < M; m++) {
-                vf value;
-                if constexpr (has_minimums(KIND))
-                    value = fma(to_float(end_dot<kBits>(dot[m][p])), scale, mul(least, spread((float)sum(m, block, PART))));
-                else
-                    value = mul(to_float(end_dot<kBits>(dot[m][p])), scale);
-                tile.at[m][half] = fma(value, spread(own[m][2 * block + PART]), tile.at[m][half]);
+                vf value = to_float(end_dot<kBits>(dot[m][p]));
+                if constexpr (has_minimums(KIND)) value = fma(value, scale, mul(least, of_bits(ispread(terms[m][block].starts[PART]))));
+                else value = mul(value, scale);
+                tile.at[m][half] = fma(value, spread(terms[m][block].scales[PART]), tile.at[m][half]);
             }
         }
     }
@@ -191,37 +191,48 @@ struct Columns {
     int64_t step, count;
 };
 
-template <int M>
+// REREADS: `w` is in memory and read twice, which leaves registers for sums.
+template <int M, bool REREADS = false>
 inline void add_pair(vf (&sums)[M][panels<M>()], const vi* w, const PairWord* x, int64_t x_row) {
 TW_UNROLL
     for (int m = 0; m < M; m++)
         for (int p = 0; p < panels<M>(); p++) sums[m][p] = dot_second(sums[m][p], w[p], x + m * x_row);
+    if constexpr (REREADS) TW_OPAQUE(w);
 TW_UNROLL
     for (int m = 0; m < M; m++)
         for (int p = 0; p < panels<M>(); p++) sums[m][p] = dot_first(sums[m][p], w[p], x + m * x_row);
 }
 
 template <int M> inline void take(vf (&sums)[M][panels<M>()], const Tile<M>& tile, int first) {
+TW_UNROLL
     for (int m = 0; m < M; m++)
         for (int p = 0; p < panels<M>(); p++) sums[m][p] = tile.at[m][first + p];
 }
 
 template <int M> inline void give(const vf (&sums)[M][panels<M>()], Tile<M>& tile, int first) {
+TW_UNROLL
     for (int m = 0; m < M; m++)
         for (int p = 0; p < panels<M>(); p++) tile.at[m][first + p] = sums[m][p];
 }
 
-// `x_row`: words from row to row.
+// `x_row`: words from row to row. `ahead`: panels to prefetch from, or null.
 template <int M>
-inline void tile_bf16(const Columns& w, const PairWord* x, int64_t x_row, Tile<M>& tile) {
+inline void tile_bf16(const Columns& w, const PairWord* x, int64_t x_row, Tile<M>& tile, const PanelPair* ahead = nullptr) {
     for (int first = 0; first < 2; first += panels<M>()) {
         const uint8_t* from[2] = {w.first, w.second};
         vf sums[M][panels<M>()];
         take<M>(sums, tile, first);
-        for (int64_t pair = 0; pair < w.count; pair++) {
-            vi own[panels<M>()];
-            for (int p = 0; p < panels<M>(); p++) own[p] = iload(from[first + p] + pair * w.step);
-            add_pair<M>(sums, own, x + pair * kPairWords, x_row);
+        for (int64_t pair = 0; pair < w.count;) {
+            if (ahead && !first) fetch(*ahead, pair * 64, kBlock * 32);
+            for (const int64_t end = ahead ? pair + kBlock / 2 : w.count; pair < end; pair++) {
+                if constexpr (panels<M>() == 1) {
+                    add_pair<M, true>(sums, (const vi*)(from[first] + pair * w.step), x + pair * kPairWords, x_row);
+                    continue;
+                }
+                vi own[panels<M>()];
+                for (int p = 0; p < panels<M>(); p++) own[p] = iload(from[first + p] + pair * w.step);
+                add_pair<M>(sums, own, x + pair * kPairWords, x_row);
+            }
         }
         give<M>(sums, tile, first);
     }
@@ -312,15 +323,20 @@ TW_UNROLL
     }
 }
 
-// Call `make.template rows<M>(row)` for all rows, in groups that fit in registers.
+template <int M, class Make> inline void tile_of(int64_t count, int64_t row, Make& make) {
+    if (count == M) return make.template rows<M>(row);
+    if constexpr (M > 1) tile_of<M - 1>(count, row, make);
+}
+
+// Call `make.template rows<M>(row)` for all rows, in even groups that fit in registers: a group of
+// a row or two is slow.
 template <int ROWS, class Make> inline void by_tiles(int64_t num_rows, Make make) {
     int64_t row = 0;
-    for (; row + ROWS <= num_rows; row += ROWS) make.template rows<ROWS>(row);
-    if constexpr (ROWS > 5) if (num_rows - row == 5) return make.template rows<5>(row);
-    if constexpr (ROWS > 4) if (num_rows - row == 4) return make.template rows<4>(row);
-    if constexpr (ROWS > 3) if (num_rows - row == 3) return make.template rows<3>(row);
-    if constexpr (ROWS > 2) if (num_rows - row == 2) return make.template rows<2>(row);
-    if constexpr (ROWS > 1) if (num_rows - row == 1) return make.template rows<1>(row);
+    for (int64_t left = (num_rows + ROWS - 1) / ROWS; left; left--) {
+        const int64_t count = (num_rows - row + left - 1) / left;
+        tile_of<ROWS>(count, row, make);
+        row += count;
+    }
 }
 
 template <int KIND> struct MakeInt8 {
@@ -341,7 +357,7 @@ struct ProductInt8 {
     int64_t num_rows;
     const Result& result;
     template <int KIND> void kind() {
-        if constexpr (!has_float_codes(KIND)) by_tiles<kCodeRows>(num_rows, MakeInt8<KIND>{pair, x, result});
+        if constexpr (!has_float_codes(KIND)) by_tiles<has_byte_codes(KIND) ? kByteRows : kCodeRows>(num_rows, MakeInt8<KIND>{pair, x, result});
     }
 };
 
@@ -361,10 +377,7 @@ template <int KIND, bool IS_FRESH = false> struct MakeBf16 {
         if constexpr (KIND == kPacked)
             tile_packed<M>(pair, own, x.row_bytes / 4, !row, tile);
         else if constexpr (KIND == TW_BF16)
-            for (int64_t block = 0; block < x.num_blocks; block++) {
-                if (!row) fetch(pair, block * 1024, 1024);
-                tile_bf16<M>({pair.first + block * 1024, pair.second + block * 1024, 64, 16}, own + block * 16 * kPairWords, x.row_bytes / 4, tile);
-            }
+            tile_bf16<M>({pair.first, pair.second, 64, x.num_blocks * kBlock / 2}, own, x.row_bytes / 4, tile, row ? nullptr : &pair);
         else
             tile_scaled<KIND, IS_FRESH>(pair, codes, own, x.row_bytes / 4, !row, tile);
         finish(tile, result, row);

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #define TW_UNROLL _Pragma("GCC unroll 8")
+#define TW_OPAQUE(pointer) asm("" : "+r"(pointer))  // its loads stay where they are
 
 namespace {
 
@@ -86,45 +87,41 @@ inline vf float_at(const float* values, vi index) {
 inline vi looked_up(vi table, vi places) {
     return {_mm256_shuffle_epi8(table.a, places.a), _mm256_shuffle_epi8(table.b, places.b)};
 }
-// Bytes of two in turns, of the lower or the upper halves of every 16.
+// Alternate bytes from the lower or the upper halves of every 16.
 inline vi in_turns_low(vi x, vi y) { return {_mm256_unpacklo_epi8(x.a, y.a), _mm256_unpacklo_epi8(x.b, y.b)}; }
 inline vi in_turns_high(vi x, vi y) { return {_mm256_unpackhi_epi8(x.a, y.a), _mm256_unpackhi_epi8(x.b, y.b)}; }
 
-// Codes of 8 bits as magnitude and sign, so that no 16-bit sum overflows; of fewer bits as they are.
-inline vi begin8(int32_t) { return ispread(0); }
-inline __m256i dot8_half(__m256i acc, __m256i w, __m256i x) {
-    __m256i w_signed = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w_signed), _mm256_sign_epi8(x, w_signed));
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
-inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
-}
-inline vi dot8(vi acc, Codes w, int32_t x) {
-    __m256i v = _mm256_set1_epi32(x);
-    return {dot8_half(acc.a, w.a, v), dot8_half(acc.b, w.b, v)};
-}
-inline vi dot4(vi acc, Codes w, int32_t x) {
-    __m256i v = _mm256_set1_epi32(x);
-    return {dot4_half(acc.a, w.a, v), dot4_half(acc.b, w.b, v)};
+// Dot products between unsigned codes and int8, four columns per lane. 8-bit codes are multiplied as
+// 16-bit integers: even bytes, then odd bytes. A prepared row has a word for the even columns and a
+// word for the odd columns.
+constexpr int kByteWords = 2;
+inline void put_codes(void* to, int64_t index, const int8_t* codes, bool as_words) {
+    __m128i v = _mm_loadu_si128((const __m128i*)codes);
+    if (!as_words) return _mm_storeu_si128((__m128i*)to + index, v);
+    v = _mm_shuffle_epi8(v, _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+    _mm256_storeu_si256((__m256i*)to + index, _mm256_cvtepi8_epi16(v));
 }
 
-// Sums of four products, as in products.inl. Sums of 4-bit codes fit 16 bits for a whole block.
-template <int BITS> inline vi begin_dot(int32_t less) {
-    if constexpr (BITS == 8) return begin8(0);
-    if constexpr (BITS == 4) {
-        __m256i v = _mm256_set1_epi16((int16_t)(-less / 2));
-        return {v, v};
-    }
-    return ispread(-less);
+// For 4-bit codes, a 16-bit accumulator fits a block.
+inline int32_t start_word(int bits, int32_t less) {
+    return bits == 4 ? (int32_t)((uint32_t)(uint16_t)(less / 2) * 0x10001u) : less;
+}
+inline __m256i dot_in_32(__m256i acc, __m256i w, __m256i x) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+}
+template <int BITS> inline Codes part_of(Codes w, int word) {
+    if (BITS < 8) return w;
+    const __m256i low = _mm256_set1_epi16(255);
+    if (!word) return {_mm256_and_si256(w.a, low), _mm256_and_si256(w.b, low)};
+    return {_mm256_srli_epi16(w.a, 8), _mm256_srli_epi16(w.b, 8)};
 }
 template <int BITS> inline vi dot_four(vi acc, Codes w, int32_t x) {
-    if constexpr (BITS == 8) return dot8(acc, w, x);
-    if constexpr (BITS == 4) {
-        __m256i v = _mm256_set1_epi32(x);
-        return {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, v)), _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, v))};
-    }
-    return dot4(acc, w, x);
+    const __m256i v = _mm256_set1_epi32(x);
+    if constexpr (BITS == 8) acc = {_mm256_add_epi32(acc.a, _mm256_madd_epi16(w.a, v)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(w.b, v))};
+    else if constexpr (BITS == 4) acc = {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(w.a, v)), _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(w.b, v))};
+    else acc = {dot_in_32(acc.a, w.a, v), dot_in_32(acc.b, w.b, v)};
+    asm("" : "+x"(acc.a), "+x"(acc.b));  // keeps the order: compilers spill reordered terms
+    return acc;
 }
 template <int BITS> inline vi end_dot(vi sum) {
     const __m256i one = _mm256_set1_epi16(1);
@@ -132,9 +129,9 @@ template <int BITS> inline vi end_dot(vi sum) {
     return sum;
 }
 
-// Rows of bfloat16 are stored as float: a broadcast from memory costs no conversion. The second of a
+// bfloat16 rows are stored as float: a broadcast from memory costs no conversion. The second of a
 // pair is added first, each with one rounding, as in AVX-512's instruction.
-constexpr int kPairRows = 2, kPairWords = 2, kCodeRows = 4, kCodePanels = 1;
+constexpr int kPairRows = 2, kPairWords = 2, kCodeRows = 6, kByteRows = 4, kCodePanels = 1;
 using PairWord = float;
 inline vf dot_second(vf acc, vi w, const float* x) { return fma(of_bits(iand(w, ispread((int32_t)0xffff0000))), spread(x[1]), acc); }
 inline vf dot_first(vf acc, vi w, const float* x) { return fma(of_bits(left<16>(w)), spread(x[0]), acc); }

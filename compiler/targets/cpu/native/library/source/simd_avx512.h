@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #define TW_UNROLL _Pragma("GCC unroll 8")
+#define TW_OPAQUE(pointer)
 
 namespace {
 
@@ -56,8 +57,10 @@ inline vi looked_up(vi table, vi places) { return _mm512_shuffle_epi8(table, pla
 inline vi in_turns_low(vi a, vi b) { return _mm512_unpacklo_epi8(a, b); }
 inline vi in_turns_high(vi a, vi b) { return _mm512_unpackhi_epi8(a, b); }
 
-// Sums of four products of codes and int8: `begin` takes away what the codes are shifted by.
-inline vi begin8(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
+// Sums of four products of unsigned codes and int8.
+constexpr int kByteWords = 1;  // of a row, per four 8-bit codes
+inline void put_codes(void* to, int64_t index, const int8_t* codes, bool) { __builtin_memcpy((int8_t*)to + 16 * index, codes, 16); }
+inline int32_t start_word(int, int32_t less) { return less; }
 inline vi dot8(vi acc, Codes w, int32_t x) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x)); }
 inline vi dot4(vi acc, Codes w, int32_t x) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x)); }
 inline vf dot_pair(vf acc, vi w, int32_t x) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #define TW_UNROLL _Pragma("GCC unroll 8")
+#define TW_OPAQUE(pointer)
 
 namespace {
 
@@ -85,7 +86,9 @@ inline vi in_turns_high(vi a, vi b) { TW_MAKE(vi, vreinterpretq_s32_u8(vzip2q_u8
 #undef TW_BYTES
 
 // Codes of 8 bits become signed; of fewer bits they are positive as they are.
-inline vi begin8(int32_t) { return ispread(0); }
+constexpr int kByteWords = 1;  // of a row, per four 8-bit codes
+inline void put_codes(void* to, int64_t index, const int8_t* codes, bool) { __builtin_memcpy((int8_t*)to + 16 * index, codes, 16); }
+inline int32_t start_word(int bits, int32_t less) { return bits == 8 ? 0 : less; }
 inline vi dot8(vi acc, Codes w, int32_t x) {
     const int8x16_t all = vreinterpretq_s8_s32(vdupq_n_s32(x));
     TW_MAKE(vi, vdotq_s32(acc.x[i], veorq_s8(vreinterpretq_s8_s32(w.x[i]), vdupq_n_s8((int8_t)-128)), all));

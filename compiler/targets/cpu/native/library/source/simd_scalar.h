@@ -6,6 +6,7 @@
 #include <cstring>
 
 #define TW_UNROLL
+#define TW_OPAQUE(pointer)
 
 namespace {
 
@@ -100,7 +101,9 @@ inline int32_t dot_lane(int32_t codes, int32_t x, int32_t zero) {
         sum += ((int32_t)((uint32_t)codes >> j & 0xff) - zero) * (int8_t)((uint32_t)x >> j & 0xff);
     return sum;
 }
-inline vi begin8(int32_t) { return ispread(0); }
+constexpr int kByteWords = 1;  // of a row, per four 8-bit codes
+inline void put_codes(void* to, int64_t index, const int8_t* codes, bool) { __builtin_memcpy((int8_t*)to + 16 * index, codes, 16); }
+inline int32_t start_word(int bits, int32_t less) { return bits == 8 ? 0 : less; }
 inline vi dot8(vi acc, Codes w, int32_t x) { TW_MAKE(vi, acc.x[i] + dot_lane(w.x[i], x, 128)); }
 inline vi dot4(vi acc, Codes w, int32_t x) { TW_MAKE(vi, acc.x[i] + dot_lane(w.x[i], x, 0)); }
 // What AVX-512's instruction does: the second of a pair first, each with one rounding.
