@@ -13,6 +13,11 @@ from pathlib import Path
 
 HARVESTED_ROW = 32  # mask of a tensix row
 
+# Blackhole boards with one chip: the kind in a board number, then masks of harvested columns, DRAM
+# banks, Ethernet cores and PCIe cores.
+BLACKHOLE = {"p100": (0x43, 3, 1, 288, 2), "p150": (0x41, 3, 0, 288, 2)}
+_MASKS = ("harvest_mask", "dram_harvesting_mask", "eth_harvesting_mask", "pcie_harvesting_mask")
+
 # Positions of T3K chips: (column, row) on the sheet. Chips 0 to 3 are on the host's PCIe. Board i
 # also has chip i + 4.
 T3K_SLOTS = [(1, 0), (1, 1), (2, 1), (2, 0), (0, 0), (0, 1), (3, 1), (3, 0)]
@@ -29,9 +34,14 @@ T3K_CABLES = [
 
 
 def cluster_text(board: str) -> str:
-    """Return the description for ``n150``, ``n300`` or ``t3k`` as JSON, which UMD reads as YAML."""
+    """Return the description of a board as YAML in flow style, which UMD reads.
+
+    Boards: ``n150``, ``n300``, ``t3k``, ``p100`` and ``p150``.
+    """
     import json
 
+    if board in BLACKHOLE:
+        return _yaml(_blackhole(board))
     slots, boards = {
         "n150": ([(0, 0)], [[0]]),
         "n300": ([(0, 0), (1, 0)], [[0, 1]]),
@@ -71,6 +81,22 @@ def cluster_text(board: str) -> str:
         ],
     }
     return _yaml(json.loads(json.dumps(found)))
+
+
+def _blackhole(board: str) -> dict:
+    kind, *harvested = BLACKHOLE[board]
+    masks = dict(zip(_MASKS, harvested, strict=True))
+    return {
+        "arch": {0: "blackhole"},
+        "chips": {},
+        "chip_unique_ids": {0: kind << 36},
+        "ethernet_connections": [],
+        "ethernet_connections_to_remote_devices": [],
+        "chips_with_mmio": [{0: 0}],
+        "harvesting": {0: {"noc_translation": True, **masks, "l2cpu_harvesting_mask": 0}},
+        "chip_to_boardtype": {0: board},
+        "boards": [[{"board_id": kind << 36}, {"board_type": board}, {"chips": [0]}]],
+    }
 
 
 def _yaml(value: object) -> str:

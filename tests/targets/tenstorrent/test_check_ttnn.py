@@ -72,6 +72,8 @@ CASES: list[tuple[str, str, Mesh | None, int, str]] = [
     ("Llama-3.1-70B", "t3k", None, 1, "performance"),
     ("Llama-3.1-70B", "t3k", None, 32, "all-bfp4"),
     ("Qwen2.5-7B", "n300", None, 1, "performance"),
+    ("Llama-3.1-8B", "p150", None, 1, "accuracy"),
+    ("Llama-3.1-8B", "p100", None, 32, "performance"),
 ]
 
 
@@ -202,15 +204,16 @@ def test_rotations_of_neighbours_and_windows_of_some_layers_validate(scratch: Pa
     assert errors(found) == []
 
 
+@pytest.mark.parametrize("board_name", ["n150", "p150"])
 @pytest.mark.parametrize("name", MODERN)
-def test_models_of_today_validate(name: str, scratch: Path) -> None:
+def test_models_of_today_validate(name: str, board_name: str, scratch: Path) -> None:
     """Experts, Gated DeltaNet, two rotations, sinks and partial rotations on a chip."""
     sizes = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 64}
     model = tiny_model(**{**sizes, "model_type": name, **MODERN[name]})
     precision = board_precision(router="bf16")
     options = CompileOptions(max_batch=2, max_context=256)
-    made = programs(model, precision=precision, options=options)
-    found = validated(emit_ttnn(*made), "n150", scratch)
+    made = programs(model, precision=precision, options=options, name=board_name)
+    found = validated(emit_ttnn(*made), board_name, scratch)
     assert errors(found) == []
 
 
@@ -249,6 +252,7 @@ def test_a_file_broken_on_purpose_is_refused(
         ("SmolLM2-135M", "n150"),
         ("Llama-3.2-1B", "n300"),
         ("Llama-3.1-8B", "n150"),
+        ("Llama-3.1-8B", "p100"),
         ("Llama-3.1-70B", "t3k"),
     ],
 )
