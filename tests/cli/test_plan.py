@@ -25,6 +25,8 @@ def test_plan_prints_boards_as_json_and_as_a_table(tiny_gguf: Path, run: Run) ->
         assert row["tsu"] > 0 and row["ttft_ms"] > 0 and row["chip_bytes"] > 0
         assert row["accuracy"]["positions"] == 8 and row["accuracy"]["layers"] == 1
         assert row["accuracy"]["all_layers"] > 1
+        low, high = row["accuracy"]["interval"]
+        assert 0 <= low <= row["accuracy"]["top1"] <= high <= 1 and high - low > 0.2
     assert rows == sorted(rows, key=lambda row: -row["tsu"])
     table = run(*argv, "--precision", "performance")
     assert "| board" in table and "predicted" in table and "p150" in table

@@ -30,6 +30,7 @@ from tilewright.compiler.targets.tenstorrent.perf.model import predict
 from tilewright.compiler.targets.tenstorrent.program.memory_plan import plan_memory
 from tilewright.errors import CompileError, ConfigError, allowed
 from tilewright.evaluate.report.table import Table
+from tilewright.evaluate.results.stats import wilson_interval
 from tilewright.evaluate.tracing.settings import prefill_logits
 
 _OF_ONE_CHIP = {"wormhole": "n150", "blackhole": "p150"}
@@ -50,11 +51,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class BoardAccuracy:
-    """Emulated top-1 on a single chip. If ``layers`` < ``all_layers``, a shallow copy was emulated:
-    the estimate is too high for the whole model.
+    """Emulated top-1 on a single chip, with its 95 % interval. If ``layers`` < ``all_layers``, a
+    shallow copy was emulated: the estimate is not that of the whole model.
     """
 
     top1: float
+    interval: tuple[float, float]
     positions: int
     layers: int
     all_layers: int
@@ -148,9 +150,9 @@ def with_accuracy(
         key = _OF_ONE_CHIP[get_device(candidate.board).architecture], candidate.precision
         if not candidate.refused and key not in known:
             got = _argmax(copy, precisions[candidate.precision], key[0], tokens, options, progress)
-            share = float((got == wanted).float().mean())
-            counts = len(tokens), copy.config.num_layers, model.config.num_layers
-            known[key] = BoardAccuracy(share, *counts)
+            right, count = int((got == wanted).sum()), len(tokens)
+            counts = count, copy.config.num_layers, model.config.num_layers
+            known[key] = BoardAccuracy(right / count, wilson_interval(right, count), *counts)
         accuracy = None if candidate.refused else known[key]
         result.append(dataclasses.replace(candidate, accuracy=accuracy))
     return result
@@ -240,4 +242,5 @@ def _accuracy(result: BoardAccuracy | None) -> str:
         if result.layers == result.all_layers
         else f", {result.layers} of {result.all_layers} layers"
     )
-    return f"{100 * result.top1:.1f} ({result.positions} positions{suffix})"
+    low, high = (f"{100 * bound:.1f}" for bound in result.interval)
+    return f"{100 * result.top1:.1f} ({low}-{high}, {result.positions} positions{suffix})"

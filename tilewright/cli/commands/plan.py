@@ -116,7 +116,9 @@ def _print(rows: Any, targets: Any, users: int) -> None:
         candidate.accuracy and candidate.accuracy.layers < candidate.accuracy.all_layers
         for candidate in rows
     ):
-        note(err(), "top-1 is an estimate from a shallow copy: the whole model has less")
+        note(
+            err(), "top-1 is an estimate from a shallow copy, usually too high for the whole model"
+        )
     _print_targets(targets, rows, users)
 
 
