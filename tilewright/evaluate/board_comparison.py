@@ -51,8 +51,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class BoardAccuracy:
-    """Emulated top-1 on a single chip, with its 95 % interval. If ``layers`` < ``all_layers``, a
-    shallow copy was emulated: the estimate is not that of the whole model.
+    """Emulated top-1 on a single chip, with its 95 % interval. ``layers`` < ``all_layers``: the
+    estimate comes from a shallow copy.
     """
 
     top1: float
