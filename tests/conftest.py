@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,13 +161,16 @@ MACHINE_CODE = ("numba", "native", "kernels")
 def _own_cache(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Use an empty cache instead of the user's cache.
+    """Use an empty cache instead of the user's cache, for all workers of a run.
 
     Machine code is stored in pytest's cache.
     """
-    folder, kept = tmp_path_factory.mktemp("cache"), getattr(request.config, "cache", None)
+    folder, kept = tmp_path_factory.getbasetemp(), getattr(request.config, "cache", None)
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache"
+    folder.mkdir(exist_ok=True)
     for name in MACHINE_CODE if kept is not None else ():
-        (folder / name).symlink_to(kept.mkdir(name))
+        with suppress(FileExistsError):
+            (folder / name).symlink_to(kept.mkdir(name))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEWRIGHT_CACHE", str(folder))
         patch.setattr(
