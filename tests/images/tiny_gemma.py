@@ -27,15 +27,14 @@ PROCESSOR: dict[str, Any] = {
 
 
 def tiny_gemma(*, window: int = 24, std: float = 0.15) -> Any:
-    """transformers' model with 16 tokens per image, and a window in three of four layers."""
+    """transformers' model with 16 tokens per image, and a window in the first of two layers."""
     torch.manual_seed(0)
-    sliding = ["sliding_attention"] * 3
     config = transformers.Gemma3Config(
         text_config={
             **{"vocab_size": 264, "hidden_size": 48, "intermediate_size": 64, "head_dim": 16},
-            **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+            **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
             **{"max_position_embeddings": 256, "sliding_window": window},
-            **{"layer_types": [*sliding, "full_attention"], "query_pre_attn_scalar": 16},
+            **{"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
         },
         vision_config={
             **{"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64},

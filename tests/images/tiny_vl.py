@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ _TEMPLATE = (
 
 
 def tiny_vl(std: float = 0.2) -> Any:
-    """transformers' model, with random weights."""
-    text = make("as_published").config
+    """transformers' model, with random weights and a layer of each kind."""
+    text = replace(make().config, num_layers=2, linear_layers=(True, False))
     values = {**hf_values(text), **delta_keys(text), "vocab_size": 264}
     del values["model_type"]
     values["rope_parameters"] |= {"mrope_section": SECTIONS, "mrope_interleaved": True}
