@@ -38,13 +38,14 @@ class RandomCodes:
 
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._bytes = torch.randint(0, 256, (_RANDOM_BYTES,), generator=generator).to(torch.uint8)
+        words = torch.randint(-(1 << 63), (1 << 63) - 1, (_RANDOM_BYTES // 8,), generator=generator)
+        self._bytes = words.view(torch.uint8)
 
     def get(self, shape: tuple[int, ...]) -> Tensor:
         """Return uint8 codes."""
         count = torch.Size(shape).numel()
         copies = -(-count // len(self._bytes))
-        return self._bytes.repeat(copies)[:count].view(shape)
+        return self._bytes[:count].repeat(copies)[:count].view(shape)
 
 
 def _fp8(codes: RandomCodes, rows: int, columns: int) -> dict[str, Tensor]:
