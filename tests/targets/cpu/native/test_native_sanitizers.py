@@ -68,14 +68,25 @@ def built(sanitizer: str, folder: Path, *, kept: set[int] | None = None) -> Path
         flags += [f"-DTW_SKIPPED={skipped}", f"-DTW_EVERY={EVERY}"]
         own = "-O1"
     objects, running = [], []
-    for unit in sorted(units, key=lambda each: not each.stem.startswith("isa")):  # the longest
-        objects.append(str(folder / f"{unit.stem}.o"))
-        given = [*recipe.flags_of(unit), own, *flags, f"-I{recipe.SOURCES}", "-c", str(unit)]
+    for first, *others in in_commands(units):
+        objects.append(str(folder / f"{first.stem}.o"))
+        given = [*recipe.flags_of(first), own, *flags, f"-I{recipe.SOURCES}", "-c", str(first)]
+        given += [word for unit in others for word in ("-include", str(unit))]
         running.append(subprocess.Popen([*compiler, *given, "-o", objects[-1]]))
     assert not any(process.wait() for process in running)
     program = folder / "check"
     subprocess.run([*compiler, "-pthread", *flags, *objects, "-o", str(program)], check=True)
     return program
+
+
+def in_commands(units: Sequence[Path]) -> list[list[Path]]:
+    """Return the units of each compiler command, the longest first.
+
+    Units that are neither an instruction set nor the check share the system headers.
+    """
+    alone = [each for each in units if each.stem.startswith("isa") or each == CHECK]
+    shared = [each for each in units if each not in alone]
+    return [*([each] for each in alone if each != CHECK), shared, [CHECK]]
 
 
 def check_sanitizer(command: Sequence[str], sanitizer: str, folder: Path) -> None:
