@@ -150,8 +150,8 @@ def _rotate_tile(
     x = tl.where(token.position >= 0, x, 0.0)
     here = heads.head[:, None] * D + d[None, :]
     if heads.kind == 0:
-        x = x.to(outputs.q.dtype.element_ty)
-        tl.store(outputs.q + token.index * (H * D) + here, x, mask=inside)
+        rotated = x.to(outputs.q.dtype.element_ty)
+        tl.store(outputs.q + token.index * (H * D) + here, rotated, mask=inside)
     else:
         _store_kv(x, here, inside, token, heads, outputs, HEADS, LAYOUT, COPIES)
 
