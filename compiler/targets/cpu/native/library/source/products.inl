@@ -191,48 +191,37 @@ struct Columns {
     int64_t step, count;
 };
 
-// REREADS: `w` is in memory and read twice, which leaves registers for sums.
-template <int M, bool REREADS = false>
+template <int M>
 inline void add_pair(vf (&sums)[M][panels<M>()], const vi* w, const PairWord* x, int64_t x_row) {
 TW_UNROLL
     for (int m = 0; m < M; m++)
         for (int p = 0; p < panels<M>(); p++) sums[m][p] = dot_second(sums[m][p], w[p], x + m * x_row);
-    if constexpr (REREADS) TW_OPAQUE(w);
 TW_UNROLL
     for (int m = 0; m < M; m++)
         for (int p = 0; p < panels<M>(); p++) sums[m][p] = dot_first(sums[m][p], w[p], x + m * x_row);
 }
 
 template <int M> inline void take(vf (&sums)[M][panels<M>()], const Tile<M>& tile, int first) {
-TW_UNROLL
     for (int m = 0; m < M; m++)
         for (int p = 0; p < panels<M>(); p++) sums[m][p] = tile.at[m][first + p];
 }
 
 template <int M> inline void give(const vf (&sums)[M][panels<M>()], Tile<M>& tile, int first) {
-TW_UNROLL
     for (int m = 0; m < M; m++)
         for (int p = 0; p < panels<M>(); p++) tile.at[m][first + p] = sums[m][p];
 }
 
-// `x_row`: words from row to row. `ahead`: panels to prefetch from, or null.
+// `x_row`: words from row to row.
 template <int M>
-inline void tile_bf16(const Columns& w, const PairWord* x, int64_t x_row, Tile<M>& tile, const PanelPair* ahead = nullptr) {
+inline void tile_bf16(const Columns& w, const PairWord* x, int64_t x_row, Tile<M>& tile) {
     for (int first = 0; first < 2; first += panels<M>()) {
         const uint8_t* from[2] = {w.first, w.second};
         vf sums[M][panels<M>()];
         take<M>(sums, tile, first);
-        for (int64_t pair = 0; pair < w.count;) {
-            if (ahead && !first) fetch(*ahead, pair * 64, kBlock * 32);
-            for (const int64_t end = ahead ? pair + kBlock / 2 : w.count; pair < end; pair++) {
-                if constexpr (panels<M>() == 1) {
-                    add_pair<M, true>(sums, (const vi*)(from[first] + pair * w.step), x + pair * kPairWords, x_row);
-                    continue;
-                }
-                vi own[panels<M>()];
-                for (int p = 0; p < panels<M>(); p++) own[p] = iload(from[first + p] + pair * w.step);
-                add_pair<M>(sums, own, x + pair * kPairWords, x_row);
-            }
+        for (int64_t pair = 0; pair < w.count; pair++) {
+            vi own[panels<M>()];
+            for (int p = 0; p < panels<M>(); p++) own[p] = iload(from[first + p] + pair * w.step);
+            add_pair<M>(sums, own, x + pair * kPairWords, x_row);
         }
         give<M>(sums, tile, first);
     }
@@ -253,7 +242,9 @@ inline void tile_packed(const PanelPair& pair, const PairWord* x, int64_t x_row,
         }
         for (int half = 0; half < 2; half += panels<M>()) {
             vf sums[M][panels<M>()];
-            take<M>(sums, tile, half);
+TW_UNROLL
+            for (int m = 0; m < M; m++)
+                for (int p = 0; p < panels<M>(); p++) sums[m][p] = tile.at[m][half + p];
             for (int64_t group = 4 * block; group < 4 * block + 4; group++) {
                 vi w[2][4];
                 if (!half) first.four_pairs(group, w[0]);
@@ -265,7 +256,9 @@ TW_UNROLL
                     add_pair<M>(sums, own, x + (4 * group + i) * kPairWords, x_row);
                 }
             }
-            give<M>(sums, tile, half);
+TW_UNROLL
+            for (int m = 0; m < M; m++)
+                for (int p = 0; p < panels<M>(); p++) tile.at[m][half + p] = sums[m][p];
         }
     }
 }
@@ -328,14 +321,13 @@ template <int M, class Make> inline void tile_of(int64_t count, int64_t row, Mak
     if constexpr (M > 1) tile_of<M - 1>(count, row, make);
 }
 
-// Call `make.template rows<M>(row)` for all rows, in even groups that fit in registers: a group of
-// a row or two is slow.
+// Call `make.template rows<M>(row)` for all rows, in groups that fit in registers. The last two groups
+// are even: small groups are slow.
 template <int ROWS, class Make> inline void by_tiles(int64_t num_rows, Make make) {
-    int64_t row = 0;
-    for (int64_t left = (num_rows + ROWS - 1) / ROWS; left; left--) {
-        const int64_t count = (num_rows - row + left - 1) / left;
+    for (int64_t row = 0, count; row < num_rows; row += count) {
+        const int64_t left = num_rows - row;
+        count = left > 2 * ROWS ? ROWS : left > ROWS ? (left + 1) / 2 : left;
         tile_of<ROWS>(count, row, make);
-        row += count;
     }
 }
 
@@ -377,7 +369,10 @@ template <int KIND, bool IS_FRESH = false> struct MakeBf16 {
         if constexpr (KIND == kPacked)
             tile_packed<M>(pair, own, x.row_bytes / 4, !row, tile);
         else if constexpr (KIND == TW_BF16)
-            tile_bf16<M>({pair.first, pair.second, 64, x.num_blocks * kBlock / 2}, own, x.row_bytes / 4, tile, row ? nullptr : &pair);
+            for (int64_t block = 0; block < x.num_blocks; block++) {
+                if (!row) fetch(pair, block * 1024, 1024);
+                tile_bf16<M>({pair.first + block * 1024, pair.second + block * 1024, 64, 16}, own + block * 16 * kPairWords, x.row_bytes / 4, tile);
+            }
         else
             tile_scaled<KIND, IS_FRESH>(pair, codes, own, x.row_bytes / 4, !row, tile);
         finish(tile, result, row);
