@@ -257,9 +257,9 @@ def _facts(
     content, name = tokens_ST.numpy().tobytes(), options.text or _DEFAULT_TEXT
     if options.imatrix is not None:
         content, name = read_regular(Path(options.imatrix).expanduser()), options.imatrix
-    settings: dict[str, Any] = {}
+    settings: dict[str, float] = {}
     if method.name == "gptq":
-        settings = {"damping": method.damping, "passes": method.passes, "fits_scales": True}
+        settings = {"damping": method.damping, "passes": method.passes, "fits_scales": 1.0}
     is_named = precision.name != "heading" and options.precision == precision.name
     return CalibrationFacts(
         model=model.name,
