@@ -27,7 +27,7 @@ class CodedLayout(NamedTuple):
 
     Attributes:
         low_bits, high_bits, zero, group, has_minimums, subtracts: As in `CodedTile`.
-        values: How codes become numbers.
+        decoding: How codes become numbers. (Tuples of Triton have own ``values``.)
         scale, factor: Types of scales and of their factors. 0: no factors.
         unit: Divisor of integer codes.
         high_offset, scales, factors, minima, minima_factors: First bytes in a tile.
@@ -38,7 +38,7 @@ class CodedLayout(NamedTuple):
     low_bits: int
     high_bits: int
     zero: int
-    values: int
+    decoding: int
     group: int
     scale: int
     factor: int
@@ -115,9 +115,9 @@ def pairs(
     """
     LOW: tl.constexpr = LAYOUT.low_bits
     HIGH: tl.constexpr = LAYOUT.high_bits
-    if LAYOUT.values == _CODEBOOK:
+    if LAYOUT.decoding == _CODEBOOK:
         result = tl.load(codebook + ((words >> (8 * LANE)) & 0xFF))
-    elif LAYOUT.values == _FLOAT8:
+    elif LAYOUT.decoding == _FLOAT8:
         moved = words >> (8 * LANE)
         bits = ((moved & 0x007F007F) << 4) | ((moved & 0x00800080) << 8)
         factor = 0x7B807B80  # `2 ** 120`
@@ -197,10 +197,10 @@ def scales_of(weight, source, index, factors, LAYOUT: tl.constexpr):
 @triton.jit
 def code_values(codes, values_ptr, LAYOUT: tl.constexpr):
     """Return the exact float32 values before scales."""
-    if LAYOUT.values == _INTEGER:
+    if LAYOUT.decoding == _INTEGER:
         values = (codes ^ 0x80) - 0x80 if LAYOUT.low_bits == 8 else codes - LAYOUT.zero
         values = values.to(tl.float32)
-    elif LAYOUT.values == _FLOAT8:
+    elif LAYOUT.decoding == _FLOAT8:
         bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
         values = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     else:
@@ -218,7 +218,7 @@ def codes_of(weight, source, lane, column, LAYOUT: tl.constexpr):
         codes = tl.load(weight.words + source // 4 + lane * 16 + word)
         codes = (codes >> (column // 32 % 2 * 8 + second * 16)) & 0xFF
     else:
-        is_codebook: tl.constexpr = LAYOUT.values == _CODEBOOK
+        is_codebook: tl.constexpr = LAYOUT.decoding == _CODEBOOK
         nibble = column // 32 * 2 + second if is_codebook else column // 32 + 4 * second
         codes = tl.load(weight.words + source // 4 + lane * 16 + word)
         codes = (codes >> (4 * nibble)) & 0xF
@@ -239,7 +239,7 @@ def layout_of(tile: CodedTile) -> CodedLayout:
         low_bits=tile.low_bits,
         high_bits=tile.high_bits,
         zero=tile.zero,
-        values=_VALUES[tile.values],
+        decoding=_VALUES[tile.values],
         group=tile.group,
         scale=_SCALES[tile.scale],
         factor=_SCALES[tile.factor],
