@@ -56,7 +56,7 @@ _NUM_THREADS = 256
 
 
 class MatmulParams(ctypes.Structure):
-    """C++ `MatmulParams`."""
+    """C++ `Product`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "bias", "out")),
