@@ -95,8 +95,11 @@ def read_text(
         ) from None
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes, *, mode: int | None = None) -> None:
     """Write a file atomically, and create its directory. A link keeps its name.
+
+    Args:
+        mode: See `replace_file`.
 
     Raises:
         ConfigError: The file cannot be written. It is then unchanged.
@@ -104,7 +107,7 @@ def write_file(path: Path, data: bytes) -> None:
     try:
         target = path.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(target, data)
+        replace_file(target, data, mode=mode)
     except (OSError, ValueError) as error:
         reason = f"{path}: {_reason(error)}; allowed: a path that can be written"
         raise ConfigError(reason) from None
@@ -121,13 +124,17 @@ def mode_of_new(mode: int) -> int:
     return mode & ~mask
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file's contents atomically, retaining its mode. On failure the file is unchanged.
+def replace_file(path: Path, data: bytes, *, mode: int | None = None) -> None:
+    """Replace a file's contents atomically. On failure the file is unchanged.
+
+    Args:
+        mode: Permissions. None: those of the file, or of a new file.
 
     Raises:
         OSError, ValueError: The file cannot be written.
     """
-    mode = path.stat().st_mode & 0o777 if path.exists() else mode_of_new(0o666)
+    if mode is None:
+        mode = path.stat().st_mode & 0o777 if path.exists() else mode_of_new(0o666)
     with _beside(path, data, mode) as temporary:
         os.replace(temporary, path)
 

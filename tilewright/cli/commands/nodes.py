@@ -6,7 +6,6 @@ task is a task of the competition: three prompts with given steps, on four nodes
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import sys
@@ -256,9 +255,7 @@ def _script(given: _NodesArgs, prompt: _NodesPrompt) -> str:
 def _keep(folder: Path, counted: NodesTiming, script: str, times: tuple[str, str]) -> None:
     text = "\n".join([counted.text, "", *counted.lines(), ""])
     write_file(folder / "output.txt", text.encode())
-    write_file(folder / "run.sh", script.encode())
-    with contextlib.suppress(OSError):  # some file systems have no modes
-        (folder / "run.sh").chmod(0o755)
+    write_file(folder / "run.sh", script.encode(), mode=0o755)
     write_file(folder / "timestamps.txt", "start {}\nend {}\n".format(*times).encode())
 
 
