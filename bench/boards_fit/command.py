@@ -17,7 +17,7 @@ from tilewright.cli.terminal.console import err, out
 from tilewright.errors import ConfigError
 from tilewright.evaluate.report import perf_md
 from tilewright.options.arguments import option, parse
-from tilewright.utils.files import replace_file
+from tilewright.utils.files import read_text, write_file
 
 _ROOT = Path(__file__).resolve().parents[2]
 SPEEDS = "tests/goldens/seed_perf.md"
@@ -105,12 +105,8 @@ def replace_source(path: Path, made: str) -> None:
     Raises:
         ConfigError: if the file cannot be read or written, or has no marks.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        before, mark, rest = text.partition(_BEGIN)
-        _, end, after = rest.partition(_END)
-        if not mark or not end:
-            raise ConfigError(f"{path}: no lines {_BEGIN.strip()!r} and {_END.strip()!r}")
-        replace_file(path, f"{before}{mark}{made}{end}{after}".encode())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    before, mark, rest = read_text(path).partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not mark or not end:
+        raise ConfigError(f"{path}: no lines {_BEGIN.strip()!r} and {_END.strip()!r}")
+    write_file(path, f"{before}{mark}{made}{end}{after}".encode())
