@@ -11,6 +11,7 @@ from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.report.comparisons import render_blocks
 from tilewright.evaluate.report.documents import BLOCKS
 from tilewright.evaluate.report.image_tables import render_images
+from tilewright.evaluate.report.markdown import find_markers
 from tilewright.evaluate.report.perf_file import RECORDED, read_beside, update_tables
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.store import read_store
@@ -56,6 +57,7 @@ def main(argv: list[str]) -> int:
 
 def _rendered(path: Path, results: Sequence[Result]) -> str:
     text = read_text(path)
+    find_markers(text, file=str(path))  # refuses a block without an end
     try:
         return render_document(text, Path("results"), results)
     except ConfigError as error:

@@ -68,6 +68,8 @@ def test_other_documents_get_their_tables(
     text = page.read_text()
     assert text.startswith("Mine.") and "old" not in text and "| 120 " in text
     assert str(other) in refused(*argv, str(other), verb="perf")
+    other.write_text(f"{text}\n<!-- tilewright:begin results -->\n")
+    assert "'results' begins and does not end" in refused(*argv, str(other), verb="perf")
 
 
 def test_readme_has_rows_of_one_user_only(tmp_path: Path, recorded: Path) -> None:
