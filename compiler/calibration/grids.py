@@ -55,10 +55,6 @@ class Grid(ABC):
     def candidates(self, block_BN: Tensor) -> Scales:
         """Return candidate scales ``[C, N]`` for N blocks. The format's own choice is first."""
 
-    def stored_scales(self, scale: Tensor) -> Tensor | None:
-        """Round any scales to the format's. None: the format has powers of two only."""
-        return None
-
     @abstractmethod
     def encode(self, codes_RK: Tensor, scales_RM: Scales) -> Encoded:
         """Encode signed codes with blocks along the last axis."""
@@ -123,6 +119,7 @@ class ScaledGrid(Grid):
         return Scales(_half(torch.stack([largest_N / -step for step in steps])))
 
     def stored_scales(self, scale: Tensor) -> Tensor:
+        """Round any scales to the format's."""
         return _half(scale)
 
     def encode(self, codes_RK: Tensor, scales_RM: Scales) -> Encoded:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compiler.calibration.grids import Grid, Scales
+from tilewright.compiler.calibration.grids import Grid, ScaledGrid, Scales
 from tilewright.compiler.formats.base import Encoded
 from tilewright.errors import CompileError
 
@@ -224,16 +224,19 @@ def _descend(
     ``codes_DN`` is changed in place. Between passes, float scales along the inputs are fitted to
     the codes.
     """
+    if not passes:
+        return scales
     damped = factors.damped
+    columns = _columns(scales, grid, codes_DN.shape[0], along_out=along_out)
     off_DN = start_DN.clone()
-    for j, one in enumerate(_columns(scales, grid, codes_DN.shape[0], along_out=along_out)):
+    for j, one in enumerate(columns):
         off_DN[j] -= grid.values(codes_DN[j], one)
     residual_DN = damped @ off_DN
     del off_DN
     for index in range(passes):
-        if index and not along_out:
+        if index and isinstance(grid, ScaledGrid) and not along_out:
             scales = _fit_scales(codes_DN, scales, grid, damped, residual_DN)
-        columns = _columns(scales, grid, codes_DN.shape[0], along_out=along_out)
+            columns = _columns(scales, grid, codes_DN.shape[0], along_out=along_out)
         _sweep(codes_DN, columns, grid, damped, residual_DN)
     return scales
 
@@ -258,12 +261,10 @@ def _sweep(
 
 
 def _fit_scales(
-    codes_DN: Tensor, scales: Scales, grid: Grid, damped: Tensor, residual_DN: Tensor
+    codes_DN: Tensor, scales: Scales, grid: ScaledGrid, damped: Tensor, residual_DN: Tensor
 ) -> Scales:
     """Move each block's scale to the smallest damped error for its codes, block after block."""
     fitted, block = scales.scale.clone(), grid.format.block
-    if grid.stored_scales(fitted) is None:
-        return scales
     for m, scale_N in enumerate(fitted):
         inside = slice(m * block, (m + 1) * block)
         codes_BN = codes_DN[inside]
@@ -271,7 +272,6 @@ def _fit_scales(
         curvature_N = (codes_BN * (damped[inside, inside] @ codes_BN)).sum(0)
         step_N = (slope_N / curvature_N).masked_fill_(curvature_N <= 0, 0)
         stored_N = grid.stored_scales(scale_N + step_N)
-        assert stored_N is not None
         change_N = (stored_N - scale_N).masked_fill_(curvature_N <= 0, 0)
         scale_N += change_N
         residual_DN.addmm_(damped[:, inside], codes_BN * change_N, alpha=-1)
