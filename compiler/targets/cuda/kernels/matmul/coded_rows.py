@@ -20,6 +20,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
     layout_of,
     numbers,
     scales_of,
+    typed_views,
 )
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODEBOOK, CODEBOOKS, CODED_TILES
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
@@ -78,11 +79,7 @@ def decode_rows(out: Tensor, weight: PackedWeight, rows: Tensor | None = None) -
     _decode_kernel[(len(out), weight.num_column_tiles)](
         out,
         rows,
-        data,
-        data.view(torch.int32),
-        data.view(torch.float16),
-        data.view(torch.int16),
-        data.view(torch.float32),
+        *typed_views(data),
         values,
         weight.num_columns,
         weight.num_column_tiles,

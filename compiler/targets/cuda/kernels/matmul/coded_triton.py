@@ -28,6 +28,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
     pairs,
     scales_of,
     spread,
+    typed_views,
     weights,
 )
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import (
@@ -285,11 +286,7 @@ def linear(
     _coded_kernel[grid](
         out,
         x,
-        data,
-        data.view(torch.int32),
-        data.view(torch.float16),
-        data.view(torch.int16),
-        data.view(torch.float32),
+        *typed_views(data),
         values,
         bias,
         num_tokens,

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CodedTile
 
@@ -65,6 +67,12 @@ class CodedWeight(NamedTuple):
     codebook: Any
 
 
+def typed_views(data: Tensor) -> tuple[Tensor, ...]:
+    """Return a weight's bytes as arguments for the pointers of a `CodedWeight`."""
+    types = torch.int32, torch.float16, torch.int16, torch.float32
+    return data, *map(data.view, types)
+
+
 @triton.jit
 def _combined(pairs, factor, addend, IS_SUM: tl.constexpr, CHAINED: tl.constexpr):
     """Return ``pairs * factor``, or with ``IS_SUM`` ``pairs + addend``. Pairs are int32.
@@ -72,25 +80,11 @@ def _combined(pairs, factor, addend, IS_SUM: tl.constexpr, CHAINED: tl.constexpr
     All results are exact.
     """
     if CHAINED:
-        if IS_SUM:
-            result = tl.inline_asm_elementwise(
-                "add.rn.bf16x2 $0, $1, $2;",
-                "=r,r,r",
-                [pairs, addend],
-                dtype=tl.int32,
-                is_pure=True,
-                pack=1,
-            )
-        else:
-            result = tl.inline_asm_elementwise(
-                "mul.rn.bf16x2 $0, $1, $2;",
-                "=r,r,r",
-                [pairs, factor],
-                dtype=tl.int32,
-                is_pure=True,
-                pack=1,
-            )
-        return result
+        asm: tl.constexpr = "add.rn.bf16x2 $0, $1, $2;" if IS_SUM else "mul.rn.bf16x2 $0, $1, $2;"
+        other = addend if IS_SUM else factor
+        return tl.inline_asm_elementwise(
+            asm, "=r,r,r", [pairs, other], dtype=tl.int32, is_pure=True, pack=1
+        )
     low, high = pairs << 16, pairs & -0x10000
     low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
     if IS_SUM:
