@@ -90,7 +90,7 @@ class Prompt:
                 self.inputs,
                 z,
                 (torch.ones(D, device=device), 1e-6),
-                scratch=[state, *left],
+                scratch=prompts.DeltaScratch(state, *left),
                 state=state,
                 positions=self.positions,
                 slots=torch.zeros_like(self.positions),
@@ -176,6 +176,12 @@ def check(found: list[Tensor], wanted: list[Tensor], of_products: float = 3e-3) 
 
 def is_tf32(x: Tensor) -> bool:
     return not (x.view(torch.int32) & 0x1FFF).any()
+
+
+def test_what_triton_leaves(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the Triton kernel with float64, also in its interpreter."""
+    prompt = Prompt.make(63, 7, (1, 2), device)
+    check(prompt.solve_in_triton(monkeypatch), prompt.expected())
 
 
 @pytest.mark.gpu
