@@ -202,11 +202,13 @@ TW_UNROLL
 }
 
 template <int M> inline void take(vf (&sums)[M][panels<M>()], const Tile<M>& tile, int first) {
+TW_UNROLL
     for (int m = 0; m < M; m++)
         for (int p = 0; p < panels<M>(); p++) sums[m][p] = tile.at[m][first + p];
 }
 
 template <int M> inline void give(const vf (&sums)[M][panels<M>()], Tile<M>& tile, int first) {
+TW_UNROLL
     for (int m = 0; m < M; m++)
         for (int p = 0; p < panels<M>(); p++) tile.at[m][first + p] = sums[m][p];
 }
@@ -242,9 +244,7 @@ inline void tile_packed(const PanelPair& pair, const PairWord* x, int64_t x_row,
         }
         for (int half = 0; half < 2; half += panels<M>()) {
             vf sums[M][panels<M>()];
-TW_UNROLL
-            for (int m = 0; m < M; m++)
-                for (int p = 0; p < panels<M>(); p++) sums[m][p] = tile.at[m][half + p];
+            take<M>(sums, tile, half);
             for (int64_t group = 4 * block; group < 4 * block + 4; group++) {
                 vi w[2][4];
                 if (!half) first.four_pairs(group, w[0]);
@@ -256,9 +256,7 @@ TW_UNROLL
                     add_pair<M>(sums, own, x + (4 * group + i) * kPairWords, x_row);
                 }
             }
-TW_UNROLL
-            for (int m = 0; m < M; m++)
-                for (int p = 0; p < panels<M>(); p++) tile.at[m][half + p] = sums[m][p];
+            give<M>(sums, tile, half);
         }
     }
 }
