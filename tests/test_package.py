@@ -45,6 +45,15 @@ def test_version_has_one_source() -> None:
     assert dynamic == {"attr": "tilewright.compiler.__version__"}
 
 
+def test_an_editable_installation_works_beside_its_clone(tmp_path: Path) -> None:
+    """A clone named `tilewright` looks like a namespace package from its parent folder."""
+    (tmp_path / "tilewright").symlink_to(ROOT)
+    code = "from tilewright import __file__; print(__file__)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "__init__.py" in done.stdout, done.stderr
+
+
 def test_running_needs_no_test_library() -> None:
     needed = {distribution(entry) for entry in PROJECT["project"]["dependencies"]}
     extras = PROJECT["project"]["optional-dependencies"]
