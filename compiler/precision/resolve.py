@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
@@ -238,7 +238,7 @@ def resolve_fragments(
         layers=tuple(MappingProxyType(layer) for layer in layers),
         patterns=tuple(rule for rule, _ in patterns),
         base=fragments[0],
-        rows=tuple(_explain(table, overrides, patterns, axes[-1])),
+        rows=tuple(_explain(table, overrides, patterns, axes[-1], present=_present(in_layers))),
     )
 
 
@@ -339,32 +339,47 @@ def _explain(
     overrides: Sequence[Mapping[str, _Set]],
     patterns: Iterable[tuple[LayerRule, str]],
     axis: _Set,
+    *,
+    present: Collection[str],
 ) -> Iterator[ExplainRow]:
     for key, entry in _rows_of(table):
         scope = "model" if key in GLOBAL_GROUPS else "all layers"
         yield ExplainRow(scope, key, *entry)
-        yield from _followers(scope, key, entry.value, table)
+        yield from _followers(scope, key, entry.value, table.keys(), present)
     yield ExplainRow("model", "block_axis", *axis)
     for first, last, changed in _runs(len(overrides), lambda layer: dict(overrides[layer])):
         scope = f"layer {first}" if first == last else f"layers {first}-{last}"
         for key, entry in _rows_of(changed):
             yield ExplainRow(scope, key, *entry)
-            yield from _followers(scope, key, entry.value, {**table, **changed})
+            yield from _followers(scope, key, entry.value, table.keys() | changed.keys(), present)
     for rule, source in patterns:
         settings = {key: _Set(value, source) for key, value in rule.settings.items()}
         for key, entry in _rows_of(settings):
             yield ExplainRow(rule.selector, key, *entry)
 
 
-def _followers(scope: str, key: str, value: str, table: Mapping[str, _Set]) -> Iterator[ExplainRow]:
-    """Yield a row per group that follows ``key`` and is unset in ``table``."""
+def _present(in_layers: Layers) -> Collection[str]:
+    """Return the groups of the model's modules, or all groups without modules.
+
+    A draft layer has its own modules, so its groups are always included.
+    """
+    modules = [module for each in in_layers.values() for module in each]
+    return {*reached_keys(modules, TENSOR_GROUPS), *DRAFT_GROUPS} if modules else TENSOR_GROUPS
+
+
+def _followers(
+    scope: str, key: str, value: str, configured: Collection[str], present: Collection[str]
+) -> Iterator[ExplainRow]:
+    """Yield a row per group in ``present`` that follows ``key`` and is not ``configured``."""
+    outside = dict.fromkeys((*VISION_GROUPS, *CROSS_GROUPS), "model")
+    outside |= dict.fromkeys(DRAFT_GROUPS, "draft layer")
     for follower, leader in FOLLOWS.items():
-        if leader != key or follower in table:
+        if leader != key or follower in configured or follower not in present:
             continue
-        if follower not in (*VISION_GROUPS, *CROSS_GROUPS, *DRAFT_GROUPS):
+        if follower not in outside:
             yield ExplainRow(scope, follower, value, f"as {key}")
-        elif not scope.startswith("layer "):  # outside the layers
-            yield ExplainRow("model", follower, value, f"as {key}")
+        elif not scope.startswith("layer"):
+            yield ExplainRow(outside[follower], follower, value, f"as {key}")
 
 
 def _rows_of(settings: Mapping[str, _Set]) -> Iterator[tuple[str, _Set]]:

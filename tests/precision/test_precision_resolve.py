@@ -8,6 +8,7 @@ import pytest
 
 from tilewright.compiler.precision import (
     MIXED_ACTIVATION,
+    GroupedModule,
     Phase,
     PrecisionConfig,
     ResolvedPrecision,
@@ -277,6 +278,20 @@ def test_explain_tells_who_set_what(tmp_path: Path) -> None:
     ):
         assert row in rows
     assert len(rows) == len(set(rows))
+
+
+def test_explain_leaves_out_groups_without_modules(tmp_path: Path) -> None:
+    """Groups outside the layers have no row for a range of layers."""
+    config = from_yaml(tmp_path, "layers: {2-3: {ff2: bf16}}")
+    modules = [
+        *(GroupedModule(f"layers.{layer}.down", "ff2", layer) for layer in range(4)),
+        GroupedModule("vision.down", "vision_ff", None),
+    ]
+    rows = config.resolve(4, modules=modules).explain()
+    assert [row[:2] for row in rows if row.source == "as ff2"] == [
+        ("model", "vision_ff"),
+        ("draft layer", "draft_ff2"),
+    ]
 
 
 def test_explain_tells_what_follows_at_a_layer(tmp_path: Path) -> None:

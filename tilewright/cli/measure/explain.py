@@ -145,9 +145,9 @@ def explain_cost(screen: Console, compiled: Compiled, context: int) -> None:
     read = compiled_weight_bytes(compiled)
     columns: Columns[GroupCost] = {
         "group": lambda cost: cost.group,
-        "formats": lambda cost: ", ".join(cost.formats),
+        "formats": lambda cost: ", ".join(cost.formats) * bool(cost.num_weights),
         "weights (M)": lambda cost: f"{cost.num_weights / 1e6:,.2f}",
-        "read (MB)": lambda cost: f"{read.get(cost.group, 0.0) / 1e6:,.2f}",
+        "weights read (MB)": lambda cost: f"{read.get(cost.group, 0.0) / 1e6:,.2f}",
         "operations (M)": lambda cost: f"{cost.flops / 1e6:,.1f}",
     }
     if any(cost.sent_bytes for cost in costs):
