@@ -138,7 +138,10 @@ def _reason(error: Exception, name: HubName) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the repository has no revision {name.revision!r}; allowed: a branch, tag or commit"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        return "not whole in the cache, and no network (or HF_HUB_OFFLINE is set)"
+        return (
+            "not whole in the cache, and no network (or HF_HUB_OFFLINE is set); allowed: a "
+            "network, or the path of a local copy"
+        )
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _FULL in str(error):
         return "the disk is full; make room and run again, which goes on from there"
     shown = " ".join(str(error).split())[:200]
