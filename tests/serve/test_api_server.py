@@ -167,7 +167,7 @@ def test_prompts_are_scored_beside_the_event_loop(
 def test_a_start_says_what_it_holds(capfd: pytest.CaptureFixture[str]) -> None:
     with running_front():
         pass
-    held = "4 slots of 4,096 tokens, 0.0 GB when all are full, prefix cache on"
+    held = "ready: 4 slots of 4,096 tokens, 0.0 GB when all are full, prefix cache on"
     assert f"tilewright: {held}" in capfd.readouterr().out
     pool = EngineReady(
         9, 8, 1024, 1024, 100, 64, 3, cache_bytes=2_500_000_000, shares_prefixes=False

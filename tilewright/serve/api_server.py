@@ -95,7 +95,7 @@ class ApiServer(TaskMaker):
             self.coder = coder
         if not self.client.engines[engine].num_restarts:
             name = f"replica {engine}: " if len(self.client.engines) > 1 else ""
-            tell(f"tilewright: {name}{capacity(ready)}")
+            tell(f"tilewright: {name}ready: {capacity(ready)}")
         self.defaults = {**self.settings.defaults, **json.loads(ready.facts.get("sampling", "{}"))}
         self.fingerprint = fingerprint_of(ready.facts)
 
