@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.ops.library import Cost, operator
-from tilewright.compiler.sampling.draw import draw
+from tilewright.compiler.sampling.rng import draw
 
 
 def likeliest(logits: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def _param(default: Any, text: str, span: Range, *, is_plain: bool = True) -> An
 class SamplingParams:
     """Sampling parameters. The defaults are greedy and neutral.
 
-    :func:`tilewright.compiler.sampling.choose.choose_tokens` defines the result. ``top_p`` 0 is
+    :func:`tilewright.compiler.sampling.sampler.choose_tokens` defines the result. ``top_p`` 0 is
     stored as ``temperature`` 0 and ``top_p`` 1.
 
     Attributes:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.compiler.ops import sample
-from tilewright.compiler.sampling.draw import uniform
+from tilewright.compiler.sampling.rng import uniform
 
 MASK = 0xFFFFFFFF
 

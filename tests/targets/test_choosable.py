@@ -11,8 +11,8 @@ import torch
 
 from tests.masks import allowed_of
 from tests.tiny import compiled, joined, precision_of, tiny_model
-from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.sampling.sampler import SamplingRow, choose_tokens
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import DeviceChoice, choice_of
 from tilewright.compiler.targets.cuda.outputs.pinned_ring import PinnedRing
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import drawing_of

@@ -13,8 +13,8 @@ import torch
 from tests.masks import allowed_of
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import compiled, joined, precision_of, prefill, random_tokens, tiny_model
-from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.sampling.sampler import SamplingRow, choose_tokens
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     NOT_A_NUMBER,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
-from tilewright.compiler.sampling.draw import log_probabilities
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.sampling.rng import log_probabilities
+from tilewright.compiler.sampling.sampler import SamplingRow, choose_tokens
 from tilewright.compiler.targets.interface.step import (
     END_TOKEN,
     GOES_ON,

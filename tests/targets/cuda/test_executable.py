@@ -26,8 +26,8 @@ from tests.tiny import (
     take_slot,
     tiny_model,
 )
-from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.sampling.sampler import SamplingRow, choose_tokens
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     END_TOKEN,

@@ -14,8 +14,8 @@ from tests.masks import allowed_of
 from tests.targets.cuda.test_executable import release
 from tests.targets.cuda.test_ragged import PROMPTS, check_alike, made
 from tests.tiny import take_slot
-from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.sampling.sampler import SamplingRow, choose_tokens
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import PrefillChunk, SamplerOutput, Slot, Step

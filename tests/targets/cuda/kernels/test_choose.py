@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.sampling.sampler import SamplingRow, choose_tokens
 from tilewright.compiler.targets.cuda.kernels.sampling.argmax import choose, num_keys
 from tilewright.compiler.targets.interface.step import GOES_ON, NOT_A_NUMBER
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.compiler.sampling.choose import SamplingRow, choose_tokens
-from tilewright.compiler.sampling.draw import uniform
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.sampling.rng import uniform
+from tilewright.compiler.sampling.sampler import SamplingRow, choose_tokens
 from tilewright.compiler.targets.cuda.kernels.sampling import cutoff as search
 from tilewright.compiler.targets.cuda.kernels.sampling import sample
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import (

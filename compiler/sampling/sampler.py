@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tilewright.compiler.sampling.draw import draw
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.sampling.rng import draw
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.compiler.ops import sample
-from tilewright.compiler.sampling.choose import SamplingRow, adjusted, choose_tokens
-from tilewright.compiler.sampling.draw import draw, log_probabilities, uniform
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.sampling.rng import draw, log_probabilities, uniform
+from tilewright.compiler.sampling.sampler import SamplingRow, adjusted, choose_tokens
 
 LOGITS = np.array([1.0, 3.0, 2.0, -1.0], dtype=np.float32)
 
