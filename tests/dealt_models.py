@@ -14,7 +14,7 @@ from tests.tiny import lowered, precision_of, prefill, random_tokens, tiny_model
 from tilewright.compiler.driver import compile_virtual
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.passes.sharding.shard import shard
-from tilewright.compiler.passes.sharding.take_rank import take_rank
+from tilewright.compiler.passes.sharding.slice_rank import slice_rank
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.compiled import Compiled
@@ -61,12 +61,12 @@ def dealt(
     rank: int | None = None,
     precision: PrecisionConfig | None = None,
 ) -> tuple[GraphModule, PassContext]:
-    """The graph that `shard` deals, or the part of it that `take_rank` makes of it."""
+    """The graph that `shard` deals, or the part of it that `slice_rank` makes of it."""
     graph_module, ctx = lowered(
         model, target="reference", until="round_activations", precision=precision
     )
     ctx.parallel, ctx.rank = parallel, rank or 0
-    run_passes(graph_module, [shard] if rank is None else [shard, take_rank], ctx)
+    run_passes(graph_module, [shard] if rank is None else [shard, slice_rank], ctx)
     return graph_module, ctx
 
 

@@ -25,7 +25,7 @@ from tilewright.compiler.passes.match_sigmoid_gate import match_sigmoid_gate
 from tilewright.compiler.passes.match_swiglu import match_swiglu
 from tilewright.compiler.passes.runner import Pass
 from tilewright.compiler.passes.sharding.shard import shard
-from tilewright.compiler.passes.sharding.take_rank import take_rank
+from tilewright.compiler.passes.sharding.slice_rank import slice_rank
 from tilewright.compiler.targets.interface.base import Stage
 
 MATCH = Stage(
@@ -45,7 +45,7 @@ PRECISION = Stage("precision", (assign_precision,), verify_precision)
 
 
 SHARD = Stage("shard", (shard,), verify_sharded)
-RANK = Stage("rank", (take_rank,), verify_precision)
+RANK = Stage("rank", (slice_rank,), verify_precision)
 
 
 def with_ranks(stages: Sequence[Stage]) -> tuple[Stage, ...]:

@@ -14,7 +14,7 @@ from tilewright.compiler.ir.cost import GroupCost, step_costs
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.runner import run_passes
 from tilewright.compiler.passes.sharding.shard import shard
-from tilewright.compiler.passes.sharding.take_rank import take_rank
+from tilewright.compiler.passes.sharding.slice_rank import slice_rank
 from tilewright.compiler.targets.table import get_target
 from tilewright.distributed.parallel import ParallelConfig
 from tilewright.evaluate.measure.roofline import weight_bytes
@@ -63,7 +63,7 @@ def test_what_a_rank_sends_is_counted_in_the_wire_s_format(wire: str, num_bytes:
     model = make_dealt()
     graph_module, ctx = lowered(model, target="reference", until="round_activations")
     ctx.parallel, ctx.rank = ParallelConfig(3, wire=wire), 1
-    run_passes(graph_module, [shard, take_rank], ctx)
+    run_passes(graph_module, [shard, slice_rank], ctx)
     costs = step_costs(graph_module, num_tokens=5, context=16, num_logits=5)
     found = {cost.group: cost for cost in costs}
     rows = find_calls(graph_module.graph, ops.all_gather)[0].args[1][1]  # type: ignore[index]

@@ -40,7 +40,7 @@ from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.table import get_target
 
 CPU = {current.name: current for current in pipeline()}
-OF_RANKS = {"shard", "take_rank", "fuse_all_reduce_add"}
+OF_RANKS = {"shard", "slice_rank", "fuse_all_reduce_add"}
 """What does nothing for one device; all that holds of it is in the file of its name."""
 FUSED = {each.name: each for each in pipeline("cuda") if each.name not in OF_RANKS}
 PASSES = CPU | FUSED

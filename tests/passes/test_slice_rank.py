@@ -16,7 +16,7 @@ from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.ir.text import graph_text
 from tilewright.compiler.ir.verify import verify_precision
 from tilewright.compiler.passes.runner import run_passes
-from tilewright.compiler.passes.sharding.take_rank import take_rank
+from tilewright.compiler.passes.sharding.slice_rank import slice_rank
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.ranks.collective_driver import run_together
 from tilewright.compiler.targets.table import get_target
@@ -43,7 +43,7 @@ def test_a_rank_s_shapes_are_its_own(model_type: str) -> None:
 def test_one_rank_is_left_alone() -> None:
     graph_module, ctx = lowered(make(), target="reference", until="round_activations")
     before = graph_text(graph_module.graph)
-    run_passes(graph_module, [take_rank], ctx)
+    run_passes(graph_module, [slice_rank], ctx)
     assert ctx.reports[-1].num_rewrites == 0
     assert graph_text(graph_module.graph) == before
 
@@ -65,7 +65,7 @@ def test_the_ranks_together_have_the_numbers_of_the_whole(model_type: str) -> No
 def test_the_golden_text_of_a_layer() -> None:
     graph_module, _ = dealt(make("qwen3_5_moe"), ParallelConfig(4, expert=2), rank=3)
     text = "".join(graph_text(graph_module.graph, layer=layer) for layer in (0, 1))
-    check_golden("take_rank/qwen3_5_moe.txt", text)
+    check_golden("slice_rank/qwen3_5_moe.txt", text)
 
 
 def test_rank_0_alone_adds_the_bias_of_a_sum() -> None:

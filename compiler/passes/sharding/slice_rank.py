@@ -18,7 +18,7 @@ from tilewright.distributed.parallel import EXPERT, RANKS, RankAxes
 
 
 @graph_pass
-def take_rank(graph_module: GraphModule, ctx: PassContext) -> int:
+def slice_rank(graph_module: GraphModule, ctx: PassContext) -> int:
     """Slice the weights for ``ctx.rank`` and recompute all shapes. Return the number of sliced
     weights.
 
