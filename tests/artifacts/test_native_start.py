@@ -23,8 +23,8 @@ from tilewright.compiler.driver import compile_model, weight_source
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cpu.native.library import build
+from tilewright.compiler.targets.cpu.native.program.bundle import PROGRAM
 from tilewright.compiler.targets.cpu.native.program.mapping import WEIGHTS
-from tilewright.compiler.targets.cpu.native.program.packed import PROGRAM
 from tilewright.compiler.targets.interface.base import BuiltProgram, CompileOptions
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.interface.step import OpenSlot, PrefillChunk, Slot, Step

@@ -17,8 +17,8 @@ from tilewright.compiler.targets.cpu.native.memory import (
     reach_back,
     windows_of,
 )
+from tilewright.compiler.targets.cpu.native.program.bundle import MAX_TOKENS, Packed, program_of
 from tilewright.compiler.targets.cpu.native.program.mapping import Mapped
-from tilewright.compiler.targets.cpu.native.program.packed import MAX_TOKENS, Packed, program_of
 from tilewright.compiler.targets.cpu.native.settings import prints_times
 from tilewright.compiler.targets.host.batch import Batch
 from tilewright.compiler.targets.host.executable import HostExecutable, with_all_rows

@@ -20,8 +20,8 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
 from tilewright.compiler.targets.cpu.native.library import binding as lib
+from tilewright.compiler.targets.cpu.native.program.bundle import MAX_TOKENS, Packed
 from tilewright.compiler.targets.cpu.native.program.mapping import Mapped
-from tilewright.compiler.targets.cpu.native.program.packed import MAX_TOKENS, Packed
 from tilewright.compiler.targets.host.batch import Batch
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.step import OpenSlot, Slot, Step, StepOutput

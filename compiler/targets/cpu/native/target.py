@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tilewright.compiler.ir.info import NodeInfo
     from tilewright.compiler.ir.recipe import WeightRecipe
     from tilewright.compiler.targets.cpu.native.program.assembly import Assembly
-    from tilewright.compiler.targets.cpu.native.program.packed import Packed
+    from tilewright.compiler.targets.cpu.native.program.bundle import Packed
     from tilewright.compiler.targets.program.instructions import KernelProgram
 
 
@@ -99,7 +99,7 @@ class NativeTarget(Target):
         progress: Progress,
     ) -> None:
         from tilewright.compiler.targets.cpu.native.program.assemble import pack
-        from tilewright.compiler.targets.cpu.native.program.packed import digest_of, write_packed
+        from tilewright.compiler.targets.cpu.native.program.bundle import digest_of, write_packed
         from tilewright.compiler.targets.cpu.native.program.weights import write_weights
         from tilewright.compiler.targets.interface.threads import single_torch_thread
 
@@ -118,8 +118,8 @@ class NativeTarget(Target):
     ) -> Executable:
         from tilewright.compiler.devices import describe_cpu
         from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
+        from tilewright.compiler.targets.cpu.native.program.bundle import digest_of, read_packed
         from tilewright.compiler.targets.cpu.native.program.mapping import map_weights
-        from tilewright.compiler.targets.cpu.native.program.packed import digest_of, read_packed
 
         packed = read_packed(program.folder)
         options = _check(packed, options)

@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 
 from tilewright.compiler.targets.cpu.native.library import binding as lib
-from tilewright.compiler.targets.cpu.native.program.packed import Packed
+from tilewright.compiler.targets.cpu.native.program.bundle import Packed
 
 
 class Times:

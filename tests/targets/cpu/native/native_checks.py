@@ -16,8 +16,8 @@ from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
 from tilewright.compiler.targets.cpu.native.library import binding as library
 from tilewright.compiler.targets.cpu.native.program.assemble import assemble, pack, rounded_products
+from tilewright.compiler.targets.cpu.native.program.bundle import Packed, digest_of, write_packed
 from tilewright.compiler.targets.cpu.native.program.mapping import Mapped, map_weights
-from tilewright.compiler.targets.cpu.native.program.packed import Packed, digest_of, write_packed
 from tilewright.compiler.targets.cpu.native.program.weights import write_weights
 from tilewright.compiler.targets.cpu.native.target import NativeTarget
 from tilewright.compiler.targets.host.batch import Batch

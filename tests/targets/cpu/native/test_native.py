@@ -44,8 +44,8 @@ from tilewright.compiler.targets.cpu.native.library import binding as library
 from tilewright.compiler.targets.cpu.native.library import build
 from tilewright.compiler.targets.cpu.native.memory import check_room, kept_bytes, position_bytes
 from tilewright.compiler.targets.cpu.native.program.assemble import assemble
+from tilewright.compiler.targets.cpu.native.program.bundle import program_of
 from tilewright.compiler.targets.cpu.native.program.mapping import WEIGHTS
-from tilewright.compiler.targets.cpu.native.program.packed import program_of
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.program.instructions import KernelProgram, Needs
 from tilewright.compiler.targets.program.plan import make_plan

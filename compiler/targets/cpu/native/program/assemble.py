@@ -17,7 +17,7 @@ from tilewright.compiler.targets.cpu.native.program.assembly import (
     arithmetics_of,
     place_of,
 )
-from tilewright.compiler.targets.cpu.native.program.packed import BundledTensor, Packed
+from tilewright.compiler.targets.cpu.native.program.bundle import BundledTensor, Packed
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
     AddGatedOp,
