@@ -28,7 +28,7 @@ from tilewright.compiler.passes.runner import run_passes
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import Needs
-from tilewright.compiler.targets.program.plan import make_plan
+from tilewright.compiler.targets.program.lowering import lower_to_program
 from tilewright.compiler.targets.table import get_target
 from tilewright.distributed.parallel import ParallelConfig
 from tilewright.errors import CheckpointError
@@ -70,10 +70,10 @@ def test_a_graph_of_fixed_sizes_has_the_same_plan(shape: str) -> None:
     before = lowered(model, target="cpu-native", precision=load_precision("all-bfp8"))[0]
     needs = Needs(target="cpu-native", others="none")
     plans = [
-        make_plan(read_graph(graph_json(before), WHERE, is_fixed=is_fixed), needs)
+        lower_to_program(read_graph(graph_json(before), WHERE, is_fixed=is_fixed), needs)
         for is_fixed in (False, True)
     ]
-    assert plans[0] == plans[1] == make_plan(before, needs)
+    assert plans[0] == plans[1] == lower_to_program(before, needs)
 
 
 def test_a_graph_that_came_back_computes_the_same() -> None:

@@ -7,7 +7,7 @@ import os
 import torch
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
-from tilewright.compiler.targets.cuda.plan import has_mixers
+from tilewright.compiler.targets.cuda.lowering import has_mixers
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import KernelProgram
 

@@ -13,8 +13,8 @@ from tilewright.compiler.targets.cuda.graphs.capture import decode_buckets, prom
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import USUAL_OF_MIXERS, Passes, passes_for
 from tilewright.compiler.targets.cuda.invariance import invariant_of
 from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import scratch_bytes
+from tilewright.compiler.targets.cuda.lowering import far_of, has_mixers
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
-from tilewright.compiler.targets.cuda.plan import far_of, has_mixers
 from tilewright.compiler.targets.cuda.state.final_states import final_state_bytes
 from tilewright.compiler.targets.cuda.state.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state.snapshot_positions import MOST_MARKS

@@ -159,19 +159,19 @@ class CudaTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> None:
-        from tilewright.compiler.targets.cuda.plan import make_plan
+        from tilewright.compiler.targets.cuda.lowering import lower_to_program
         from tilewright.compiler.targets.cuda.weights.stream import write_weights
 
-        write_weights(make_plan(graph_module), get_weight, folder, progress)
+        write_weights(lower_to_program(graph_module), get_weight, folder, progress)
 
     def emit(self, kind: str, emission: Emission) -> None:
         """Write ``engine``: a Python file that runs the model with torch and Triton only."""
         self.check_emits(kind)
         assert kind == "engine"
         from tilewright.compiler.targets.cuda.engine_generator.emit import emit_engine
-        from tilewright.compiler.targets.cuda.plan import make_plan
+        from tilewright.compiler.targets.cuda.lowering import lower_to_program
 
-        emit_engine(make_plan(emission.lower(self.stages())), emission)
+        emit_engine(lower_to_program(emission.lower(self.stages())), emission)
 
     def load(
         self, program: BuiltProgram, options: CompileOptions, progress: Progress
@@ -220,6 +220,7 @@ def _place(
     from tilewright.compiler.targets.cuda.batch_size import with_batch_that_fits
     from tilewright.compiler.targets.cuda.executable import CudaExecutable
     from tilewright.compiler.targets.cuda.invariance import can_promise, withhold_workspace
+    from tilewright.compiler.targets.cuda.lowering import lower_to_program
     from tilewright.compiler.targets.cuda.memory_budget import (
         check_room,
         most_shared,
@@ -227,14 +228,13 @@ def _place(
         weight_bytes,
         with_passes_that_fit,
     )
-    from tilewright.compiler.targets.cuda.plan import make_plan
     from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES
     from tilewright.compiler.targets.cuda.weights.stream import load_draft_weights
 
     check_environment()
-    program, layer = make_plan(graph_module), options.draft_layer
+    program, layer = lower_to_program(graph_module), options.draft_layer
     if layer is not None:
-        program = replace(program, draft_layer=make_plan(layer.graph_module))
+        program = replace(program, draft_layer=lower_to_program(layer.graph_module))
     weight_bytes(program)  # report an unsupported format before a missing GPU
     if can_promise(program, options):
         withhold_workspace()

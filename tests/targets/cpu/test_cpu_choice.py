@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cpu.native.library import build, recipe
 from tilewright.compiler.targets.cpu.native.program.assemble import assemble
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.program.instructions import Needs
-from tilewright.compiler.targets.program.plan import make_plan
+from tilewright.compiler.targets.program.lowering import lower_to_program
 from tilewright.errors import CompileError, ConfigError
 from tilewright.models.architectures.table import model_types
 from tilewright.options.engine_config import EngineConfig
@@ -67,7 +67,7 @@ def test_native_has_kernels_for_every_architecture(model_type: str) -> None:
     tests = importlib.import_module(f"tests.models.test_{model_type}")
     changes = {"num_layers": 1, **getattr(tests, "ON_CUDA", {})}
     graph_module = lowered(tiny_model(model_type=model_type, **changes), target="cpu-native")[0]
-    plan = make_plan(graph_module, Needs(target="cpu", others="reference"))
+    plan = lower_to_program(graph_module, Needs(target="cpu", others="reference"))
     assert assemble(plan, exact=False).instructions
 
 

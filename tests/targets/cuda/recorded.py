@@ -24,7 +24,7 @@ from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.cuda.kernels.attention.rope import rotate_and_store
 from tilewright.compiler.targets.cuda.kernels.common import launch, nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16
-from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps import attention as steps_attention
@@ -194,7 +194,7 @@ def plan_of(config: ModelConfig, precision: PrecisionConfig) -> KernelProgram:
     with _META:
         module: Any = architecture_of(config.model_type).model(config)
     model: Any = SimpleNamespace(name=config.name, config=config, module=module, checkpoint=None)
-    return make_plan(lowered(model, target="cuda", precision=precision)[0])
+    return lower_to_program(lowered(model, target="cuda", precision=precision)[0])
 
 
 def _weights(plan: KernelProgram) -> Weights:

@@ -26,7 +26,7 @@ from tests.tiny import (
 )
 from tilewright.compiler import ops
 from tilewright.compiler.ir.rewrite import find_calls
-from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.program.instructions import (
     AttentionOp,
     EmbedOp,
@@ -98,7 +98,7 @@ def test_buffers_do_not_grow_with_the_layers(model_type: str) -> None:
         for name in {"windows", "linear_layers"} & changes.keys():
             changes[name] = tuple(changes[name]) * times
         model = tiny_model(model_type=model_type, **changes)
-        return make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
+        return lower_to_program(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
 
     few, many = plan(1).buffers, plan(3).buffers
     assert [each.role for each in few] == [each.role for each in many]
@@ -107,7 +107,7 @@ def test_buffers_do_not_grow_with_the_layers(model_type: str) -> None:
 
 def test_heads_are_normed_between_their_product_and_attention() -> None:
     model = tiny_model(model_type="qwen3", num_layers=2)
-    plan = make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
     layer = [LinearOp, NormHeads, AttentionOp, LinearOp, LinearOp, LinearOp]
     assert [type(each) for each in plan.instructions] == [EmbedOp, *layer * 2, GatherOp, LinearOp]
     norm, attend = plan.instructions[2:4]
@@ -121,7 +121,7 @@ def test_a_rotation_of_some_channels_with_a_factor_has_no_kernel() -> None:
     graph_module, _ = lowered(model, target="cuda", precision=precision_of())
     words = "a rotation of some channels with a factor has no kernel on target cuda"
     with pytest.raises(CompileError, match=words) as caught:
-        make_plan(graph_module)
+        lower_to_program(graph_module)
     assert "allowed: --target reference, or cpu" in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -133,4 +133,4 @@ def test_a_soft_cap_has_no_kernel() -> None:
     attention.args = given.given()
     words = r"layers\.1\.self_attn: a soft cap on scores has no kernel on target cuda"
     with pytest.raises(CompileError, match=words):
-        make_plan(graph_module)
+        lower_to_program(graph_module)

@@ -21,8 +21,8 @@ from tilewright.compiler.targets.cuda.graphs.capture import (
     prompt_buckets,
 )
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, passes_for
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import EVERY_DRAWING
-from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.pages import PAGE
 from tilewright.compiler.targets.cuda.state.ragged import num_tokens_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
@@ -165,7 +165,7 @@ def test_prepare_next_captures_the_large_steps_that_prepare_left_out() -> None:
 
 def test_prepare_any_maximum_captures_the_same_steps() -> None:
     """An explicit number behaves equally. A later capture is a single step."""
-    plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
+    plan = lower_to_program(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
     fixed, free = CompileOptions(256), CompileOptions(256, least_batch=8)
     prepared_rows = prepared_rows_of(plan, fixed)
     assert (
@@ -253,7 +253,7 @@ def test_nothing_is_captured_once_a_loop_is_warm() -> None:
 
 def test_prompts_are_captured_in_finer_sizes_where_their_tokens_cost() -> None:
     plans = [
-        make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
+        lower_to_program(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
         for model in (tiny_model(num_layers=1), tiny_model(model_type="qwen3_5", **ON_CUDA))
     ]
     dense, mixers = map(prompt_buckets, plans)

@@ -17,6 +17,7 @@ from tilewright.compiler.targets.cuda import batch_size
 from tilewright.compiler.targets.cuda import memory_budget as device_module
 from tilewright.compiler.targets.cuda.batch_size import with_batch_that_fits
 from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import scratch_bytes
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.memory_budget import (
     check_fits,
     check_room,
@@ -30,7 +31,6 @@ from tilewright.compiler.targets.cuda.memory_budget import (
     work_bytes,
 )
 from tilewright.compiler.targets.cuda.numerics import cache_kind
-from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.pages import allocate_pages, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
@@ -46,7 +46,7 @@ OPTIONS = CompileOptions(max_batch=3, max_context=130)
 
 def plan_of(cache: str = "bf16") -> KernelProgram:
     precision = precision_of("bfp8", kv_cache=cache)
-    return make_plan(lowered(MODEL, target="cuda", precision=precision)[0])
+    return lower_to_program(lowered(MODEL, target="cuda", precision=precision)[0])
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_the_splits_of_cross_attention_count(monkeypatch: pytest.MonkeyPatch) ->
     model = load_model("shape:tiny-vision")
     assert model.vision is not None
     text: Any = replace(model, module=model.vision.text_module)
-    plan = make_plan(lowered(text, target="cuda", precision=precision_of("bf16"))[0])
+    plan = lower_to_program(lowered(text, target="cuda", precision=precision_of("bf16"))[0])
     options = replace(OPTIONS, max_batch=256)
     before = work_bytes(plan, options)
     monkeypatch.setattr(device_module, "scratch_bytes", lambda *_: 0)
@@ -222,7 +222,7 @@ def test_copies_are_held_where_pages_keep_three_quarters(no_workspace: None) -> 
 def test_codes_alone_are_held_where_not_all_copies_fit(no_workspace: None) -> None:
     model = tiny_model(hidden_size=64, intermediate_size=128, max_positions=4096)
     precision = precision_of("bfp8", ff1_3="bfp4", li_ff1_3="lofi")
-    plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=precision)[0])
     codes = Kinds(codes=True)
     both, few = copy_bytes(plan, kinds_for(OPTIONS)), copy_bytes(plan, codes)
     least = needed(plan, OPTIONS)
@@ -268,7 +268,7 @@ def test_too_large_a_cache_is_refused_on_the_device() -> None:
 
 def test_snapshots_take_what_is_left_and_leave_room_to_work(no_workspace: None) -> None:
     model = tiny_model(model_type="qwen3_5", **ON_CUDA)
-    plan = make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
     each, work = sequence_bytes(plan.sequence_states), work_bytes(plan, OPTIONS)
     found = [num_snapshots(plan, OPTIONS, work + room) for room in (-5, each - 1, 9 * each, 10**9)]
     assert found == [0, 0, 9, 512]
@@ -285,7 +285,7 @@ def test_snapshots_take_half_of_what_whole_contexts_leave_and_an_eighth_at_least
     """Two contexts belong to the two slots."""
     monkeypatch.setattr(device_module, "_MAX_SNAPSHOTS", 10**6)
     model = tiny_model(model_type="qwen3_5", **ON_CUDA)
-    plan = make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
     options = replace(OPTIONS, max_batch=2)
     a_page = len(plan.states) * page_bytes(plan.states[0], "bf16")
     a_context = pages_of(options.max_context) * a_page

@@ -25,8 +25,8 @@ from tilewright.compiler.driver import lower_draft_layer
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda import memory_budget
 from tilewright.compiler.targets.cuda.graphs import draft_layer
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.memory_budget import weight_bytes, work_bytes
-from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.final_states import FinalStates
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, LoweredLayer
@@ -246,8 +246,8 @@ def test_captured_layer_changes_no_output() -> None:
 
 def test_memory_budget_counts_the_layer() -> None:
     """Embedding and head are the model's own, with equal formats."""
-    plan = make_plan(compiled_graph())
-    layer = make_plan(lowered_layer().graph_module)
+    plan = lower_to_program(compiled_graph())
+    layer = lower_to_program(lowered_layer().graph_module)
     whole = replace(plan, draft_layer=layer)
     assert weight_bytes(whole) > weight_bytes(plan)
     assert weight_bytes(whole) - weight_bytes(plan) < weight_bytes(layer)
@@ -263,8 +263,8 @@ def compiled_graph() -> Any:
 def test_too_little_memory_is_refused_before_the_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan = make_plan(compiled_graph())
-    with_layer = replace(plan, draft_layer=make_plan(lowered_layer().graph_module))
+    plan = lower_to_program(compiled_graph())
+    with_layer = replace(plan, draft_layer=lower_to_program(lowered_layer().graph_module))
     needed = [
         weight_bytes(each) + work_bytes(each, OPTIONS) + memory_budget.state_bytes(each, OPTIONS)
         for each in (plan, with_layer)

@@ -15,8 +15,8 @@ from tilewright.compiler.driver import weight_source
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe, take
 from tilewright.compiler.mesh import IndexRange
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.memory_budget import weight_bytes
-from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.weights import experts
 from tilewright.compiler.targets.cuda.weights.experts import place_experts
 from tilewright.compiler.targets.cuda.weights.packing import unpack
@@ -46,7 +46,7 @@ def test_values_are_the_format_s_and_come_back_from_files(
     assert callable(make)
     model = make()
     precision = precision_of(name, block_axis=axis)
-    plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=precision)[0])
     get = weight_source(model)
     weights = load_weights(plan, get, CPU, silent)
     write_weights(plan, get, tmp_path, silent)
@@ -103,7 +103,7 @@ def test_one_scale_holds_all_experts() -> None:
 
 def test_an_expert_that_kernels_do_not_take_is_named() -> None:
     model = test_qwen3_moe.make()
-    plan = make_plan(lowered(model, target="cuda", precision=precision_of("bfp4"))[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=precision_of("bfp4"))[0])
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     model.checkpoint.tensors[name][0] = 3e-38
     with pytest.raises(CheckpointError, match=r"experts.3.up_proj.weight.*allowed: bf16") as caught:

@@ -32,7 +32,7 @@ from tests.tiny import (
 from tilewright.compiler.targets.cuda import memory_budget as device
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import MixedBatchRunner
-from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.state.pages import pages_of
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
 from tilewright.compiler.targets.cuda.steps.overlap import SideStream
@@ -60,7 +60,7 @@ def test_a_hybrid_s_prompts_share_captured_passes_alone(
     """On a GPU with enough memory."""
     monkeypatch.setattr(device, "free_bytes", lambda *_: 1 << 40)
     model = tiny_model(model_type="qwen3_5_moe", **HYBRID)
-    plan = make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
     options = CompileOptions(max_batch=4, max_context=128, max_shared_tokens=2048)
     found = device.capabilities_of(plan, options, torch.device(kind), 8)
     assert (found.max_prompts, found.most_shared, found.cell) == (pieces, shared, 1024)
@@ -92,7 +92,7 @@ def test_larger_passes_are_shared_where_they_can_be_filled(
     options: CompileOptions, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight chunks fit with their snapshots. Memory for the graph is counted."""
-    plan = make_plan(lowered(HYBRID_MODEL, target="cuda", precision=precision_of("bf16"))[0])
+    plan = lower_to_program(lowered(HYBRID_MODEL, target="cuda", precision=precision_of("bf16"))[0])
     small = replace(options, max_shared_tokens=2048)
     usual = device.work_bytes(plan, small), device.num_marks(plan, small)
     monkeypatch.setattr(device, "free_bytes", lambda *_: 1 << 40)
@@ -109,7 +109,7 @@ def test_larger_passes_are_shared_where_they_can_be_filled(
 
 def test_a_smaller_pass_is_taken_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is not refused."""
-    plan = make_plan(lowered(HYBRID_MODEL, target="cuda", precision=precision_of("bf16"))[0])
+    plan = lower_to_program(lowered(HYBRID_MODEL, target="cuda", precision=precision_of("bf16"))[0])
     fixed = device.weight_bytes(plan) + device.state_bytes(plan, MANY)
     for size, less in ((8192, 4096), (4096, 2048), (2048, 2048)):
         need = fixed + device.work_bytes(plan, replace(MANY, max_shared_tokens=size))
@@ -129,7 +129,7 @@ def test_pages_keep_three_quarters_beside_larger_passes(
     copies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or every context fits. No model is refused that fits with smaller batches."""
-    plan = make_plan(lowered(HYBRID_MODEL, target="cuda", precision=precision_of("bfp8"))[0])
+    plan = lower_to_program(lowered(HYBRID_MODEL, target="cuda", precision=precision_of("bfp8"))[0])
     pages = replace(MANY, memory_fraction=0.9, max_batch=64, copies=copies)
     usual, held = replace(pages, max_shared_tokens=2048), copy_bytes(plan, kinds_for(pages))
     assert bool(held) == (copies == "all")

@@ -20,8 +20,8 @@ from tilewright.compiler.targets.cuda import memory_budget as device_module
 from tilewright.compiler.targets.cuda.kernels.common.table import ADA, FAST, STRICT
 from tilewright.compiler.targets.cuda.kernels.matmul import e4m3 as kernels
 from tilewright.compiler.targets.cuda.kernels.matmul.table import CUBLAS
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.memory_budget import state_bytes, weight_bytes, work_bytes
-from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps.cublas import codes_product, scaled_product
 from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, MatmulOps
 from tilewright.compiler.targets.cuda.weights import copies as copies_module
@@ -53,7 +53,7 @@ def made(
 ) -> tuple[KernelProgram, Weights, DequantizedCopies]:
     model = tiny_model(**SIZES, std=0.2)
     graph_module, _ = lowered(model, target="cuda", precision=precision_of(name, fidelity))
-    plan = make_plan(graph_module)
+    plan = lower_to_program(graph_module)
     weights = load_weights(plan, weight_source(model), HERE, lambda what, done, total: None)
     return plan, weights, DequantizedCopies(plan, weights, kinds)
 

@@ -17,8 +17,8 @@ from tests.targets.test_scheduled import alone, request
 from tests.tiny import compiled, joined, lowered, random_tokens, take_slot, tiny_model
 from tilewright.compiler.targets.cuda import memory_budget
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.memory_budget import marks_each, num_marks, work_bytes
-from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.ragged import join, one
 from tilewright.compiler.targets.cuda.state.snapshot_positions import MOST_MARKS, cut, marks_of
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
@@ -84,7 +84,7 @@ def test_marks_are_there_where_sequences_have_state_and_take_room(
 ) -> None:
     options = CompileOptions(max_batch=4, max_context=64)
     hybrid, dense = (
-        make_plan(lowered(model, target="cuda", precision=BF16)[0])
+        lower_to_program(lowered(model, target="cuda", precision=BF16)[0])
         for model in (model_of(), tiny_model(num_layers=1))
     )
     monkeypatch.setattr(memory_budget, "MOST_MARKS", 0)

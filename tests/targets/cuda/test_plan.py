@@ -12,7 +12,7 @@ from tests.tiny import QWEN2, check_golden, lowered, precision_of, tiny_model
 from tilewright.compiler import ops
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.rewrite import find_calls
-from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
     AttentionOp,
@@ -31,7 +31,7 @@ UNMERGED = "*.q_proj: {wqkv: bfp4}, *.up_proj: {ff1_3: bfp4}"
 
 def plan_of(layers: str = "", **changes: Any) -> KernelProgram:
     precision = precision_of("bfp8", layers=layers)
-    return make_plan(lowered(tiny_model(**changes), target="cuda", precision=precision)[0])
+    return lower_to_program(lowered(tiny_model(**changes), target="cuda", precision=precision)[0])
 
 
 def text_of(plan: KernelProgram) -> str:
@@ -180,7 +180,7 @@ def test_an_operator_without_a_kernel_is_named() -> None:
     node = find_calls(graph_module.graph, ops.fused_linear)[1]
     node.target = torch.ops.aten.mm.default
     with pytest.raises(CompileError) as caught:
-        make_plan(graph_module)
+        lower_to_program(graph_module)
     message = str(caught.value)
     assert message.startswith("model.layers.0.self_attn.o_proj: aten.mm.default has no kernel")
     assert "allowed: --target reference, or cpu" in message and "\n" not in message
@@ -193,4 +193,4 @@ def test_a_residual_that_is_wanted_again_is_named() -> None:
     first, last = calls[1], calls[3]
     last.update_arg(5, first.args[5])
     with pytest.raises(CompileError, match=r"o_proj: its residual is read again later"):
-        make_plan(graph_module)
+        lower_to_program(graph_module)

@@ -10,7 +10,7 @@ from tests.tiny import lowered, precision_of, tiny_model
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.rewrite import find_calls
-from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.program.instructions import (
     OPERAND,
     RESIDUAL,
@@ -40,7 +40,7 @@ FULL = [LinearOp, NormHeads, AttentionOp, SigmoidGate, LinearOp]
 
 def plan_of(model: object, layers: str = "") -> KernelProgram:
     precision = precision_of("bfp8", layers=layers)
-    return make_plan(lowered(model, target="cuda", precision=precision)[0])  # type: ignore[arg-type]
+    return lower_to_program(lowered(model, target="cuda", precision=precision)[0])  # type: ignore[arg-type]
 
 
 def kinds(plan: KernelProgram) -> list[type]:
@@ -98,7 +98,7 @@ def test_attention_reads_columns_of_a_wider_product() -> None:
     (call,) = find_calls(graph_module.graph, ops.rope_attention_step)
     given = ops.RopeAttentionArguments.of(call.args)
     call.args = given._replace(q_norm=None, k_norm=None, norm_eps=0.0).given()
-    bare = make_plan(graph_module)
+    bare = lower_to_program(graph_module)
     (attend,) = (each for each in bare.instructions if isinstance(each, AttentionOp))
     assert (attend.qkv.first, attend.qkv.width, attend.qkv.stride) == (0, 128, 192)
 
@@ -130,7 +130,7 @@ def test_a_convolution_that_something_else_reads_is_an_instruction() -> None:
     convolution, *_ = find_calls(graph, ops.causal_conv1d_step)
     _, other, *_ = find_calls(graph, ops.delta_rule_norm_step)
     other.replace_input_with(other.args[0], convolution)  # type: ignore[arg-type]
-    plan = make_plan(graph_module)
+    plan = lower_to_program(graph_module)
     rules = [each for each in plan.instructions if isinstance(each, DeltaRuleOp)]
     convolves = [each for each in plan.instructions if isinstance(each, Convolve)]
     assert [each.convolve is None for each in rules] == [True, True, False]
@@ -155,7 +155,7 @@ def test_experts_are_those_of_the_last_router() -> None:
     given = ops.FusedExpertArguments.of(last.args)
     last.args = tuple(given._replace(experts=first.args[2]))
     with pytest.raises(AssertionError, match="another's experts"):
-        make_plan(graph_module)
+        lower_to_program(graph_module)
 
 
 def test_heads_that_the_delta_rule_s_kernels_do_not_take_are_named() -> None:
@@ -175,4 +175,4 @@ def test_a_delta_rule_without_its_norm_has_no_kernel() -> None:
     )
     assert info(find_calls(graph_module.graph, ops.gated_delta_rule_step)[0]).fqn
     with pytest.raises(CompileError, match="has no kernel on target cuda"):
-        make_plan(graph_module)
+        lower_to_program(graph_module)

@@ -25,7 +25,7 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda import memory_budget as device
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import MixedBatchRunner
-from tilewright.compiler.targets.cuda.plan import far_of, make_plan
+from tilewright.compiler.targets.cuda.lowering import far_of, lower_to_program
 from tilewright.compiler.targets.cuda.state.ragged import can_join, join, one, split
 from tilewright.compiler.targets.cuda.steps.overlap import SideStream
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions, Executable
@@ -267,7 +267,7 @@ def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     set_sharing(monkeypatch)
-    plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
+    plan = lower_to_program(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
     options = CompileOptions(max_batch=4, max_context=128)
 
     def limits(options: CompileOptions) -> Capabilities:
@@ -289,7 +289,7 @@ def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
 
 def test_a_context_counts_by_the_work_it_makes() -> None:
     """In an 8B model, attention over about 8,000 positions costs as much as the matmuls."""
-    plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
+    plan = lower_to_program(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
     products = sum(rows * columns for rows, columns in (p.weight.shape for p in plan.products[:-1]))
     attends = [each for each in plan.instructions if isinstance(each, AttentionOp)]
     width = attends[0].num_heads * attends[0].state.shape[-1]

@@ -38,7 +38,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts.table import INSIDE
-from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.steps.experts import ExpertsRunner
 from tilewright.compiler.targets.cuda.weights.stream import load_weights
 from tilewright.compiler.targets.program.instructions import KernelProgram, LinearOp, TopKRouteOp
@@ -65,7 +65,7 @@ def experts_of(
     arithmetic: str = FAST,
 ) -> tuple[KernelProgram, ExpertsRunner]:
     model = model_of()
-    plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=precision)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
     return plan, ExpertsRunner(plan, weights, CPU, gpu=gpu, arithmetic=arithmetic, max_rows=4)
 

@@ -34,8 +34,8 @@ from tilewright.compiler.targets.cuda.kernels.matmul.table import (
     MatmulSite,
     bind_matmul,
 )
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.memory_budget import work_bytes
-from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps import matmul as steps_products
 from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, MatmulOps
 from tilewright.compiler.targets.cuda.tuning import tuning
@@ -62,7 +62,7 @@ def test_buckets_reach_the_slots_or_the_most_rows() -> None:
 
 def test_rows_take_room_for_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "_WORKSPACE", 0)
-    plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
+    plan = lower_to_program(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
     options = CompileOptions(max_batch=300, max_context=130)
     monkeypatch.setattr(capture, "MAX_DECODE_ROWS", 64)
     few = work_bytes(plan, options)
@@ -94,7 +94,7 @@ def products_of(
     **changes: Any,
 ) -> tuple[KernelProgram, Weights, MatmulOps]:
     model, precision = make(), precision_of(name, fidelity)
-    plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=precision)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
     kept: dict[str, Any] = {"max_rows": max_rows, "gpu": gpu, "arithmetic": FAST}
     kept |= {"copies": NO_COPIES, **changes}
@@ -376,7 +376,7 @@ def test_experts_of_more_than_64_rows_take_the_kernels_of_prompts(
     from tilewright.compiler.targets.cuda.steps.experts import ExpertsRunner
 
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
-    plan = make_plan(lowered(model_of(), target="cuda", precision=precision_of("bf16"))[0])
+    plan = lower_to_program(lowered(model_of(), target="cuda", precision=precision_of("bf16"))[0])
     weights = load_weights(plan, weight_source(model_of()), CPU, lambda what, done, total: None)
     experts = ExpertsRunner(plan, weights, CPU, gpu=HOPPER, arithmetic=FAST, max_rows=256)
     assert [{each.at(n) for each in experts._routes.values()} for n in (64, 65)] == [

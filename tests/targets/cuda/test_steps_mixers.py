@@ -34,8 +34,8 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.step_triton import (
     delta_rule_step,
 )
 from tilewright.compiler.targets.cuda.kernels.delta_rule.table import STEP
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.memory_budget import state_bytes, work_bytes
-from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps import routes as steps_routes
@@ -256,7 +256,7 @@ def test_random_operations_are_the_reference_s() -> None:
 
 def test_bytes_are_counted_before_anything_is_loaded() -> None:
     model = model_of(num_layers=2, linear_layers=(True, False))
-    plan = make_plan(lowered(model, target="cuda", precision=BF16)[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=BF16)[0])
     options = CompileOptions(max_batch=4, max_context=64, compute="exact")
     executable = compiled(model, "cuda", precision=BF16)
     assert state_bytes(plan, options) == 4 * executable.state_bytes(64)

@@ -17,7 +17,7 @@ from tests.tiny import lowered
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.targets.cuda.kernels.common.table import FAST, HOPPER, STRICT
 from tilewright.compiler.targets.cuda.kernels.matmul import gemv
-from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, padded
 from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT
 from tilewright.compiler.targets.cuda.steps.norms import Norms
@@ -42,7 +42,7 @@ def test_one_row_s_norm_is_made_by_the_router(
     num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of()
-    plan = make_plan(lowered(model, target="cuda", precision=BF16)[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=BF16)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
     launched = []
 
@@ -87,7 +87,7 @@ def test_one_row_s_norm_is_made_by_the_router(
 
 
 def test_only_a_product_right_behind_that_reads_a_norm_makes_it() -> None:
-    plan = make_plan(lowered(model_of(), target="cuda", precision=BF16)[0])
+    plan = lower_to_program(lowered(model_of(), target="cuda", precision=BF16)[0])
     at = next(i for i, each in enumerate(plan.instructions) if isinstance(each, NormOp))
     norm, router = plan.instructions[at : at + 2]
     assert isinstance(norm, NormOp) and isinstance(router, LinearOp)

@@ -19,7 +19,7 @@ from tilewright.compiler.targets.cuda.kernels.experts import experts as native_e
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.experts.table import CPP, JOINED
-from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.steps import experts as steps_experts
 from tilewright.compiler.targets.cuda.steps.experts import ExpertsRunner
 from tilewright.compiler.targets.cuda.steps.routes import joined_routers
@@ -33,7 +33,7 @@ def experts_of(
     """As on a GPU that takes them."""
     monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
     model = model_of()
-    plan = make_plan(lowered(model, target="cuda", precision=BF16)[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=BF16)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
     given = {"gpu": HOPPER, "arithmetic": FAST, **given}
     return plan, ExpertsRunner(plan, weights, CPU, max_rows=64, **given)
@@ -73,7 +73,7 @@ def test_nothing_is_compiled_where_there_is_no_router(monkeypatch: pytest.Monkey
     loaded: list[Any] = []
     monkeypatch.setattr(nvrtc, "load", lambda device, *sources: loaded.extend(sources))
     model = tiny_model()
-    plan = make_plan(lowered(model, target="cuda", precision=BF16)[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=BF16)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
     assert joined_routers(plan, weights) == {}
     ExpertsRunner(plan, weights, CPU, gpu=HOPPER, arithmetic=FAST, max_rows=64)

@@ -16,8 +16,8 @@ from tests.targets.test_weight_storage import held
 from tests.tiny import QWEN2, context_of, lowered, precision_of, tiny_model
 from tilewright.compiler.driver import lower_model, weight_source
 from tilewright.compiler.formats import get_format
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.memory_budget import weight_bytes
-from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import unpack
@@ -47,7 +47,7 @@ def silent(what: str, done: int, total: int) -> None:
 
 def plan_of(model: SimpleNamespace, *arguments: str, **changes: str) -> KernelProgram:
     precision = precision_of(*arguments, **{"kv_cache": "bf16", **changes})
-    return make_plan(lowered(model, target="cuda", precision=precision)[0])
+    return lower_to_program(lowered(model, target="cuda", precision=precision)[0])
 
 
 def loaded(model: SimpleNamespace, plan: KernelProgram) -> Weights:
@@ -110,7 +110,7 @@ def test_what_the_target_says_it_holds_is_what_there_is(changes: dict[str, Any],
     """Without the frequencies of rotary embedding. A tied table in bfloat16 twice is one."""
     model = tiny_model(std=0.2, **changes)
     found = held(model, "cuda", HELD[name], "fast")
-    plan = make_plan(lowered(model, target="cuda", precision=HELD[name])[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=HELD[name])[0])
     memory = loaded(model, plan).num_bytes
     frequencies = 4 * model.config.head_dim // 2
     assert sum(each.num_bytes for each in found) + frequencies == memory
@@ -121,7 +121,7 @@ def test_parts_that_are_merged_share_a_tile() -> None:
     """Gate and up of 56 rows each: seven tiles together, not twice four."""
     model = tiny_model(std=0.2, num_layers=1, intermediate_size=56)
     found = sum(each.num_bytes for each in held(model, "cuda", HELD["blocks"], "fast"))
-    plan = make_plan(lowered(model, target="cuda", precision=HELD["blocks"])[0])
+    plan = lower_to_program(lowered(model, target="cuda", precision=HELD["blocks"])[0])
     assert found + 4 * 8 == loaded(model, plan).num_bytes
     assert weight_bytes(plan) == loaded(model, plan).num_bytes
 
@@ -256,7 +256,7 @@ def test_a_rank_reads_no_more_than_it_holds(name: str) -> None:
     stages, settings = get_target("cuda").stages(), context_of(model, precision).precision
     for rank in range(2):
         graph_module, _ = lower_model(model, settings, stages, silent, parallel=parallel, rank=rank)
-        plan = make_plan(graph_module)
+        plan = lower_to_program(graph_module)
         whole = loaded(model, plan)
         before = model.checkpoint.num_bytes
         parts = load_weights(plan, weight_source(model, None, parallel), CPU, silent)

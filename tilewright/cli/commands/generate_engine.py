@@ -170,7 +170,7 @@ class _EngineSearch:
         from tilewright.compiler.driver import lower_model, resolve_precision
         from tilewright.compiler.precision import load_precision
         from tilewright.compiler.targets.cuda.engine_generator.layers import engine_plan
-        from tilewright.compiler.targets.cuda.plan import make_plan
+        from tilewright.compiler.targets.cuda.lowering import lower_to_program
         from tilewright.compiler.targets.interface.compiled import silent
         from tilewright.compiler.targets.table import get_target
         from tilewright.loading.engine_config import model_of
@@ -185,7 +185,7 @@ class _EngineSearch:
                 for stage in get_target("cuda").stages()
             ]
             graph, _ = lower_model(model, resolved, stages, silent)
-            found[name] = engine_plan(make_plan(graph))
+            found[name] = engine_plan(lower_to_program(graph))
         self.num_layers = settings.num_layers
         return found
 

@@ -162,10 +162,10 @@ def _assembled(
     """
     from tilewright.compiler.targets.cpu.native.program.assemble import assemble, rounded_products
     from tilewright.compiler.targets.program.instructions import Needs
-    from tilewright.compiler.targets.program.plan import make_plan
+    from tilewright.compiler.targets.program.lowering import lower_to_program
 
     others = "cpu --backend onnxruntime"
     needs = Needs(target="cpu", others=others, deals_experts=False, has_cross_layers=True)
-    plan, exact = make_plan(graph_module, needs), options.compute == "exact"
+    plan, exact = lower_to_program(graph_module, needs), options.compute == "exact"
     rounded = () if exact else rounded_products(graph_module)
     return plan, assemble(plan, exact=exact, rounded=rounded)

@@ -15,7 +15,7 @@ from tilewright.compiler.targets.cuda.graphs.capture import DecodeBucket, Prompt
 from tilewright.compiler.targets.cuda.graphs.draft_bucket import DraftBucket
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, Passes
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
-from tilewright.compiler.targets.cuda.plan import has_mixers
+from tilewright.compiler.targets.cuda.lowering import has_mixers
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import ImageTiles
+from tilewright.compiler.targets.cuda.lowering import has_mixers, num_multiplied
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
     EVERY_DRAWING,
     SamplingBatch,
@@ -26,7 +27,6 @@ from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
     make_choice,
     num_why_words,
 )
-from tilewright.compiler.targets.cuda.plan import has_mixers, num_multiplied
 from tilewright.compiler.targets.cuda.state.encoded_images import EncodedImages
 from tilewright.compiler.targets.cuda.state.pages import PAGE
 from tilewright.compiler.targets.cuda.state.ragged import lay_out

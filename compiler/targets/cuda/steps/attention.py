@@ -32,7 +32,7 @@ from tilewright.compiler.targets.cuda.kernels.attention.table import (
 )
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, Gpu, Ranges
-from tilewright.compiler.targets.cuda.plan import has_mixers
+from tilewright.compiler.targets.cuda.lowering import has_mixers
 from tilewright.compiler.targets.cuda.state.pages import KVPages
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch

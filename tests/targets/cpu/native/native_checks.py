@@ -24,7 +24,7 @@ from tilewright.compiler.targets.host.batch import Batch
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.interface.step import Slot
 from tilewright.compiler.targets.program.instructions import KernelProgram, Needs
-from tilewright.compiler.targets.program.plan import make_plan
+from tilewright.compiler.targets.program.lowering import lower_to_program
 
 WIDER = {"kv_cache": "bf16", "embedding": "bf16"}
 HELD: list[tuple[str, str, dict[str, str]]] = [
@@ -49,7 +49,7 @@ def native(
     options = CompileOptions(batch, context, compute=compute, num_threads=num_threads)
     target = NativeTarget()
     graph_module = lowered(model, target="cpu-native", precision=precision)[0]
-    plan = make_plan(graph_module, Needs(target="cpu", others="reference"))
+    plan = lower_to_program(graph_module, Needs(target="cpu", others="reference"))
     exact = compute == "exact"
     rounded = () if exact else rounded_products(graph_module)
     packed = written(plan, weight_source(model), folder, exact=exact, rounded=rounded)

@@ -48,7 +48,7 @@ from tilewright.compiler.targets.cpu.native.program.bundle import program_of
 from tilewright.compiler.targets.cpu.native.program.mapping import WEIGHTS
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.program.instructions import KernelProgram, Needs
-from tilewright.compiler.targets.program.plan import make_plan
+from tilewright.compiler.targets.program.lowering import lower_to_program
 from tilewright.errors import CheckpointError, CompileError
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
@@ -167,7 +167,7 @@ def _nothing(data: bytes) -> bytes:
 def test_a_damaged_program_is_refused(
     damage: Callable[[bytes], bytes], said: str, tmp_path: Path
 ) -> None:
-    plan = make_plan(
+    plan = lower_to_program(
         lowered(tiny_model(), target="cpu-native")[0], Needs(target="cpu", others="reference")
     )
     packed = written(plan, weight_source(tiny_model()), tmp_path)
@@ -215,7 +215,7 @@ _KEPT: list[object] = []
 
 def _plan() -> KernelProgram:
     model = tiny_model(num_layers=1)
-    return make_plan(
+    return lower_to_program(
         lowered(model, target="cpu-native")[0], Needs(target="cpu", others="reference")
     )
 

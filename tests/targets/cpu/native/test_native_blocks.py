@@ -27,7 +27,7 @@ from tilewright.compiler.targets.cpu.native.target import NativeTarget
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.interface.compiled import silent
 from tilewright.compiler.targets.program.instructions import Needs
-from tilewright.compiler.targets.program.plan import make_plan
+from tilewright.compiler.targets.program.lowering import lower_to_program
 from tilewright.models import LoadedModel, load_model
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
@@ -77,7 +77,7 @@ def on(
     isa_threads = 2 if isa < 0 else 1 + isa
     target, options = NativeTarget(), CompileOptions(batch, 64, num_threads=isa_threads)
     graph_module, _ = lower_model(model, resolved, target.stages(), silent)
-    plan = make_plan(graph_module, Needs(target="cpu", others="reference"))
+    plan = lower_to_program(graph_module, Needs(target="cpu", others="reference"))
     packed = written(plan, weight_source(model), folder)
     contract = target.contract(graph_module, options)
     return NativeExecutable(packed, mapped_of(packed, folder), options, contract, isa=isa)

@@ -16,7 +16,7 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices
 from tilewright.compiler.targets.cuda.engine_generator.parts.self_test import random_weights
 from tilewright.compiler.targets.cuda.engine_generator.parts.settings import read_settings
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
-from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.evaluate.measure.engine_check import load_engine
 
 CONFIG: dict[str, Any] = {
@@ -41,7 +41,7 @@ def plan() -> Plan:
     """The plan of a Llama, from its typed program."""
     model = tiny_model(tie_embeddings=False)
     graph, _ = lowered(model, target="cuda", precision=load_precision("reference"))
-    return engine_plan(make_plan(graph))
+    return engine_plan(lower_to_program(graph))
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.cuda.engine_generator.emit import emit_engine
 from tilewright.compiler.targets.cuda.engine_generator.layers import engine_plan
 from tilewright.compiler.targets.cuda.engine_generator.parts.reference import HYBRID_CONFIG
-from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.interface.base import CompileOptions, Emission
 from tilewright.errors import CompileError
 from tilewright.evaluate.measure.engine_check import load_engine
@@ -45,7 +45,7 @@ def emitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         progress=lambda what, done, total: None,
         settings={"model_config": engine_config(model.config)},
     )
-    emit_engine(make_plan(graph), emission)
+    emit_engine(lower_to_program(graph), emission)
     return folder
 
 
@@ -153,7 +153,7 @@ def test_layers_of_another_form_are_refused() -> None:
     for kind in ("qwen3_next", "qwen3_5"):
         graph, _ = lowered(other(kind), target="cuda")
         with pytest.raises(CompileError, match=r"qwen3_5_moe|not a whole tensor|no layer"):
-            engine_plan(make_plan(graph))
+            engine_plan(lower_to_program(graph))
         assert json.dumps(engine_config(other(kind).config))
 
 
@@ -170,7 +170,7 @@ def test_the_file_of_35b_a3b_is_emitted() -> None:
     model = load_model("shape:qwen3.5-35b-a3b")
     resolved = resolve_precision(model, load_precision("reference"))
     graph, _ = lower_model(model, resolved, get_target("cuda").stages(), silent)
-    plan, config = engine_plan(make_plan(graph)), engine_config(model.config)
+    plan, config = engine_plan(lower_to_program(graph)), engine_config(model.config)
     choices = choices_for(plan, {**config, "torch_dtype": "bfloat16"})
     text = engine_text(plan, choices, title="35B-A3B", num_layers=40)
     compile(text, "engine.py", "exec")

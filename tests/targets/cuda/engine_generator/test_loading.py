@@ -27,7 +27,7 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.plan import (
     Plan,
 )
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
-from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 
 NAME = "engine"
 NATIVE = NativeChoices(products="cuda", native=("experts", "attention", "delta"))
@@ -52,7 +52,7 @@ if __name__ == "__main__":
 def texts(plan: Plan) -> dict[str, str]:
     """Files of a dense model and of a mixture with linear attention, by their choices."""
     graph, _ = lowered(make(), target="cuda", precision=load_precision("reference"))
-    mixture = engine_plan(make_plan(graph))
+    mixture = engine_plan(lower_to_program(graph))
     chosen = {
         "dense": (plan, Choices()),
         "dense, CUDA C++": (plan, Choices(products="cuda")),

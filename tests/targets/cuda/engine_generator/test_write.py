@@ -16,7 +16,7 @@ from tilewright.compiler.targets.cuda.engine_generator.layers import engine_plan
 from tilewright.compiler.targets.cuda.engine_generator.parts import generated
 from tilewright.compiler.targets.cuda.engine_generator.parts.plan import Choices, Norm, Plan
 from tilewright.compiler.targets.cuda.engine_generator.write import engine_text
-from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.errors import CompileError
 
 
@@ -32,7 +32,7 @@ def test_norms_apart_are_instructions_of_their_own(plan: Plan) -> None:
         until="fuse_norm_linear",
         precision=load_precision("reference"),
     )
-    apart = engine_plan(make_plan(graph))
+    apart = engine_plan(lower_to_program(graph))
     norms = [each for each in (*apart.layer, *apart.last) if isinstance(each, Norm)]
     assert [each.weight for each in norms] == [
         *("input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight")
@@ -50,7 +50,7 @@ def test_norms_apart_are_instructions_of_their_own(plan: Plan) -> None:
 def test_what_engines_have_not_is_refused(said: str, changes: dict[str, object]) -> None:
     graph, _ = lowered(tiny_model(**changes), target="cuda")
     with pytest.raises(CompileError, match=said):
-        engine_plan(make_plan(graph))
+        engine_plan(lower_to_program(graph))
 
 
 @pytest.mark.parametrize("products", ["triton", "cuda"])

@@ -57,7 +57,7 @@ _FUNCTIONS: dict[Any, str] = {
 }
 
 
-def make_plan(graph_module: GraphModule, needs: Needs) -> KernelProgram:
+def lower_to_program(graph_module: GraphModule, needs: Needs) -> KernelProgram:
     """Return the kernel program for a graph after a target's last stage.
 
     Raises:

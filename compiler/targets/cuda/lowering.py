@@ -7,7 +7,7 @@ import math
 from torch.fx import GraphModule
 
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS
-from tilewright.compiler.targets.program import plan
+from tilewright.compiler.targets.program import lowering
 from tilewright.compiler.targets.program.instructions import (
     AttentionOp,
     KernelProgram,
@@ -32,13 +32,13 @@ in 7.8 s on an H200, where 1,024 take 24 ms.
 """
 
 
-def make_plan(graph_module: GraphModule) -> KernelProgram:
+def lower_to_program(graph_module: GraphModule) -> KernelProgram:
     """The plan of a graph of this target's last stage.
 
     Raises:
         CompileError: for an operator that no kernel stands for.
     """
-    return plan.make_plan(graph_module, NEEDS)
+    return lowering.lower_to_program(graph_module, NEEDS)
 
 
 def has_mixers(plan: KernelProgram) -> bool:
