@@ -28,7 +28,7 @@ from tilewright.compiler.targets.cuda.memory_budget import open_device
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
 from tilewright.compiler.targets.table import get_target
 from tilewright.distributed.grouping import Grouping, check_devices, read_grouping
-from tilewright.distributed.hello import RanksDifferError
+from tilewright.distributed.handshake import RanksDifferError
 from tilewright.distributed.parallel import ParallelConfig
 from tilewright.errors import CompileError, ConfigError, RankError
 from tilewright.loading import ranks

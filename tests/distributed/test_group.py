@@ -29,7 +29,7 @@ from tilewright.distributed.group import (
     Follower,
     overdue,
 )
-from tilewright.distributed.hello import check_equal
+from tilewright.distributed.handshake import check_equal
 from tilewright.distributed.launch import gather_here
 from tilewright.distributed.peers import SetupCollectives
 from tilewright.distributed.processes import is_stopped

@@ -17,7 +17,7 @@ from tilewright.compiler.precision import PrecisionSummary
 from tilewright.compiler.targets.interface.base import CompileOptions, Progress
 from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.compiler.targets.table import get_target
-from tilewright.distributed import hello
+from tilewright.distributed import handshake
 from tilewright.loading import draft
 from tilewright.loading.ranks import RankConfig, compile_ranks
 from tilewright.loading.source import ModelHandle, precision_of
@@ -109,12 +109,12 @@ def compile_alone(
 def facts_of(source: ModelHandle, resolved: ResolvedConfig) -> dict[str, str]:
     """Return model and configuration facts for a comparison between ranks."""
     facts = {
-        hello.CHECKPOINT: source.content_hash,
-        hello.PRECISION: precision_of(source, resolved.precision).id,
+        handshake.CHECKPOINT: source.content_hash,
+        handshake.PRECISION: precision_of(source, resolved.precision).id,
     }
     if source.manifest is not None:  # copies of a directory on several machines
         files = sorted(source.manifest.files.items())
-        facts[hello.FOLDER] = hashlib.sha256(repr(files).encode()).hexdigest()
+        facts[handshake.FOLDER] = hashlib.sha256(repr(files).encode()).hexdigest()
     return facts
 
 

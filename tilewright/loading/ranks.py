@@ -16,7 +16,7 @@ from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.compiler.targets.ranks.sharded import ShardedExecutable, meet
-from tilewright.distributed import hello
+from tilewright.distributed import handshake
 from tilewright.distributed.channel import Address, own_address
 from tilewright.distributed.group import JOB, Follower, Leader
 from tilewright.distributed.grouping import Grouping
@@ -81,7 +81,7 @@ def compile_ranks(
         compiled = run(job.options, leader.check)
         meet(compiled.executable, SetupCollectives(leader, ranks.token, parallel.peer_limit))
         executable = ShardedExecutable(compiled.executable, ranks)
-    except hello.RanksDifferError:
+    except handshake.RanksDifferError:
         ranks.close()  # all ranks report the difference, so no rank has failed
         raise
     except BaseException:
@@ -105,15 +105,15 @@ def compare(group: Leader | Follower, facts: Mapping[str, str], options: Compile
         RanksDifferError: on every rank, with the differences' names.
     """
     own = {
-        hello.CODE: sources_digest(),
-        hello.TORCH: versions(("torch",))["torch"],
-        hello.KERNELS: _kernels_digest(),
-        hello.MESH: f"1x{options.parallel.tensor}",
-        hello.OPTIONS: hashlib.sha256(pack(dataclasses.replace(options, rank=0))).hexdigest(),
+        handshake.CODE: sources_digest(),
+        handshake.TORCH: versions(("torch",))["torch"],
+        handshake.KERNELS: _kernels_digest(),
+        handshake.MESH: f"1x{options.parallel.tensor}",
+        handshake.OPTIONS: hashlib.sha256(pack(dataclasses.replace(options, rank=0))).hexdigest(),
         **facts,
     }
     found = group.all_gather(msgspec.json.encode(own))
-    hello.check_equal([msgspec.json.decode(each, type=dict[str, str]) for each in found])
+    handshake.check_equal([msgspec.json.decode(each, type=dict[str, str]) for each in found])
 
 
 @functools.cache
