@@ -21,7 +21,7 @@ import torch
 import tilewright
 from tests.utils.test_child_process import gone
 from tilewright.cli.main import main
-from tilewright.cli.processes.follow import is_follower
+from tilewright.cli.processes.run_follower import is_follower
 from tilewright.compiler.targets.cpu import backend as choice
 from tilewright.compiler.targets.cuda.collectives import peer_memory as peers
 from tilewright.compiler.targets.cuda.memory_budget import open_device

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from tilewright.cli.processes.follow import follow_here, is_follower
+from tilewright.cli.processes.run_follower import is_follower, run_follower
 from tilewright.compiler import __version__
 from tilewright.errors import TilewrightError, allowed
 from tilewright.utils.garbage import collect_seldom
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         if verb in _WITH_RANKS and is_follower(rest):
-            return follow_here(rest)
+            return run_follower(rest)
         return _command(verb)(rest)
 
     return report_errors(run)

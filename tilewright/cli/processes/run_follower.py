@@ -19,7 +19,7 @@ def is_follower(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     return not (grouping.is_alone or grouping.leads)
 
 
-def follow_here(argv: Sequence[str]) -> int:
+def run_follower(argv: Sequence[str]) -> int:
     """Follow rank 0 with this process, or with this machine's ranks; the exit code.
 
     Raises:
