@@ -8,7 +8,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "engine.h"
+#include "executor.h"
 
 namespace tw {
 namespace {

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "engine.h"
+#include "executor.h"
 
 namespace tw {
 namespace {

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "engine.h"
+#include "executor.h"
 
 namespace tw {
 namespace {

@@ -12,7 +12,7 @@
 #include <string>
 
 #include "check.h"
-#include "engine.h"
+#include "executor.h"
 
 namespace tw {
 

@@ -1,7 +1,7 @@
 // Rows that products read, made once and read by all panels.
 #pragma once
 
-#include "engine.h"
+#include "executor.h"
 
 namespace tw {
 

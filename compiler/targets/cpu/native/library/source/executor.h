@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "caches.h"
-#include "exchange.h"
+#include "collectives.h"
 #include "interface.h"
 #include "kernels.h"
 #include "panels.h"

@@ -1,6 +1,6 @@
 // A single thread per step reads and writes sockets. All threads share rounding and adding.
 
-#include "exchange.h"
+#include "collectives.h"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -12,7 +12,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "engine.h"
+#include "executor.h"
 
 namespace tw {
 namespace {

@@ -1,6 +1,6 @@
 // Connection of ranks, and their calls outside of steps.
 
-#include "engine.h"
+#include "executor.h"
 
 using tw::Engine;
 
