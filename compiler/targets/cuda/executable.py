@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.contract.record import NumericContract
-from tilewright.compiler.targets.cuda.collectives.exchange import PROMPT_WIRE
+from tilewright.compiler.targets.cuda.collectives.all_reduce import PROMPT_WIRE
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup, meet
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets, prepared_rows_of
 from tilewright.compiler.targets.cuda.graphs.capture import CapturedSlots, prompt_buckets

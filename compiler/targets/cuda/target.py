@@ -108,7 +108,7 @@ class CudaTarget(Target):
         Raises:
             CompileError: The kernels do not support the message format.
         """
-        from tilewright.compiler.targets.cuda.collectives.exchange import WIRES
+        from tilewright.compiler.targets.cuda.collectives.all_reduce import WIRES
 
         parallel = super().settled(options)
         if parallel.tensor > 1 and parallel.wire not in WIRES:

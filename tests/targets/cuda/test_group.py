@@ -13,7 +13,7 @@ import torch
 
 from tests.dealt_models import make
 from tests.masks import allowed_of
-from tests.targets.cuda import emulated_exchange
+from tests.targets.cuda import emulated_all_reduce
 from tests.targets.cuda.sharing import set_sharing
 from tests.targets.cuda.thread_ranks import Meeting, ThreadExchange, together
 from tests.tiny import precision_of, random_tokens
@@ -183,7 +183,7 @@ def test_what_a_library_gathers_has_the_bits_of_peers(
     two: Two, monkeypatch: pytest.MonkeyPatch, choosing: tuple[SamplingParams, ...], masked: bool
 ) -> None:
     """Greedy, sampled and host-sampled rows have equal logits and tokens."""
-    monkeypatch.setattr(nvrtc, "launch", emulated_exchange.launch)
+    monkeypatch.setattr(nvrtc, "launch", emulated_all_reduce.launch)
     steps = steps_of(choosing, masked=masked)
 
     def answers() -> list[Any]:

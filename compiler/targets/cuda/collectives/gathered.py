@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.collectives.exchange import (
+from tilewright.compiler.targets.cuda.collectives.all_reduce import (
     EMPTY,
     MOST_RANKS,
     Failure,
@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cuda.collectives.exchange import (
 )
 
 _LEAST = (-0x7F900000 << 32) + 0xFFFFFFFF
-"""A value below all logit keys, as in exchange.cu."""
+"""A value below all logit keys, as in all_reduce.cu."""
 
 
 class Gathering(Protocol):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.collectives.exchange import EMPTY, SLOTS, PeerAllReduce
+from tilewright.compiler.targets.cuda.collectives.all_reduce import EMPTY, SLOTS, PeerAllReduce
 from tilewright.compiler.targets.cuda.kernels.sampling.argmax import best_keys, choose
 from tilewright.distributed.group import LOADING_SECONDS
 from tilewright.distributed.parallel import MOST_GPUS, NCCL, PEERS

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.targets.cuda import emulated_exchange
+from tests.targets.cuda import emulated_all_reduce
 from tilewright.compiler.ops.collectives import all_reduce_group
-from tilewright.compiler.targets.cuda.collectives.exchange import WIRES
+from tilewright.compiler.targets.cuda.collectives.all_reduce import WIRES
 from tilewright.compiler.targets.cuda.collectives.gathered import GatheredExchange
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
@@ -60,7 +60,7 @@ def ranks(count: int, run: Callable[[GatheredExchange], T]) -> list[T]:
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "launch", emulated_exchange.launch)
+    monkeypatch.setattr(nvrtc, "launch", emulated_all_reduce.launch)
 
 
 def seeded(*shape: int, seed: int) -> Tensor:
@@ -175,4 +175,4 @@ def test_after_the_library_s_end_nothing_is_believed() -> None:
 
 
 def test_every_wire_is_known() -> None:
-    assert set(WIRES) == set(emulated_exchange.KINDS)
+    assert set(WIRES) == set(emulated_all_reduce.KINDS)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda.collectives import exchange
+from tilewright.compiler.targets.cuda.collectives import all_reduce
 from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.delta_rule import delta_solve as native_delta_prompt
@@ -46,7 +46,7 @@ SOURCES = [
     gemm_block.CODED_SOURCE,
     gemm_bf16.SOURCE,
     gemm_swiglu_bf16.SOURCE,
-    exchange.SOURCE,
+    all_reduce.SOURCE,
 ]
 HEAD = """
 #include <cstddef>

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tilewright.compiler.targets.cuda.collectives.exchange import PeerAllReduce
+    from tilewright.compiler.targets.cuda.collectives.all_reduce import PeerAllReduce
 
 SIZES = tuple(1024 * kilobytes for kilobytes in (4, 8, 16, 32, 64, 128, 512, 1024))
 ROWS, WIDTH = (1, 2, 4, 8, 16, 32, 64), 4096
@@ -59,7 +59,7 @@ def run_rank(rank: int, pipe: Connection, results: Any, length: int) -> None:
 def _cases(rank: int, swap: Callable[[bytes], list[bytes]], length: int) -> Iterator[_Case]:
     import torch
 
-    from tilewright.compiler.targets.cuda.collectives.exchange import EMPTY, SLOTS, PeerAllReduce
+    from tilewright.compiler.targets.cuda.collectives.all_reduce import EMPTY, SLOTS, PeerAllReduce
     from tilewright.compiler.targets.cuda.collectives.peer_memory import PeerMemory
 
     device = torch.device("cuda", rank)
@@ -102,7 +102,7 @@ def _plain(rank: int, exchange: PeerAllReduce, length: int) -> Iterator[_Case]:
 def _fused(rank: int, exchange: PeerAllReduce, length: int, wire: str) -> Iterator[_Case]:
     import torch
 
-    from tilewright.compiler.targets.cuda.collectives.exchange import shape_for
+    from tilewright.compiler.targets.cuda.collectives.all_reduce import shape_for
 
     norm, shape = torch.ones(WIDTH, device="cuda"), shape_for(WIDTH, wire)
     how: dict[str, Any] = {"wire": wire, "norm": norm, "eps": 1e-6, "shape": shape}

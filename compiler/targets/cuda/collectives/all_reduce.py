@@ -1,4 +1,4 @@
-"""Launcher for ``exchange.cu``: collectives between GPUs whose memories reach each other.
+"""Launcher for ``all_reduce.cu``: collectives between GPUs whose memories reach each other.
 
 Implements sums over ranks, the largest key in sharded logits, and gathers. Counts the collectives
 in a step. Excludes the meaning of the data.
@@ -84,7 +84,7 @@ class _Advance(ctypes.Structure):
 
 
 SOURCE = nvrtc.KernelSource(
-    Path(__file__).with_name("exchange.cu"),
+    Path(__file__).with_name("all_reduce.cu"),
     (
         "choose_best",
         "deliver",
@@ -96,7 +96,7 @@ SOURCE = nvrtc.KernelSource(
             for ranks in (2, 4, 8)
         ),
     ),
-    headers=("exchange.cuh", "primitives.cuh"),
+    headers=("all_reduce.cuh", "primitives.cuh"),
     structures=(
         ("Group", _RankAddresses),
         ("Reduce", _Reduce),

@@ -1,4 +1,4 @@
-"""The protocol of exchange.cuh without flags and barriers, word by word.
+"""The protocol of all_reduce.cuh without flags and barriers, word by word.
 
 The model has the kernels' actions only. Threads run in any order. Stores to a peer arrive in any
 order and at any time. A kernel starts after the previous kernel.

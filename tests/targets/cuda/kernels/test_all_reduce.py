@@ -1,4 +1,4 @@
-"""exchange.cu: virtual ranks on streams of one GPU beside sums made one by one; two processes."""
+"""all_reduce.cu: virtual ranks on streams of one GPU beside sums made one by one; two processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.targets.cuda.kernels.exchange_ranks import sums_of_two_processes
-from tilewright.compiler.targets.cuda.collectives import exchange
-from tilewright.compiler.targets.cuda.collectives.exchange import (
+from tests.targets.cuda.kernels.all_reduce_ranks import sums_of_two_processes
+from tilewright.compiler.targets.cuda.collectives import all_reduce
+from tilewright.compiler.targets.cuda.collectives.all_reduce import (
     EMPTY,
     MOST_BLOCKS,
     SLOTS,
@@ -57,7 +57,7 @@ class Virtual:
 
     def __init__(self, count: int, *, limit: float = 5.0) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        nvrtc.load(device, exchange.SOURCE)
+        nvrtc.load(device, all_reduce.SOURCE)
         words = SLOTS * count * PART // 4
         self.memory = torch.full((count, words), EMPTY - 2**32, dtype=torch.int32, device=device)
         addresses = [each.data_ptr() for each in self.memory]

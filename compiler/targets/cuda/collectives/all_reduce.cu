@@ -1,7 +1,7 @@
 // Collectives between GPUs. These are sums over ranks with residual and norm, the likeliest token
-// from sharded logits, and gathers. exchange.cuh describes the protocol.
+// from sharded logits, and gathers. all_reduce.cuh describes the protocol.
 
-#include "exchange.cuh"
+#include "all_reduce.cuh"
 
 struct Reduce {
   Group group;

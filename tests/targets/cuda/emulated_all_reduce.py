@@ -1,4 +1,4 @@
-"""exchange.cu on memory of the host, for ranks whose peers' parts are there before it is launched.
+"""all_reduce.cu on memory of the host, for ranks whose peers' parts are there before a launch.
 
 It reads and writes at the addresses that a launch is given, as the kernels do: what they send, too.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.ops.collectives import tree_sum
-from tilewright.compiler.targets.cuda.collectives.exchange import EMPTY
+from tilewright.compiler.targets.cuda.collectives.all_reduce import EMPTY
 
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
