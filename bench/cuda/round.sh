@@ -11,7 +11,7 @@
 #
 # PYTHON: the interpreter; TARGET: cuda; OPTIONS: more of `serve`; OUR_PORT: 18200; THEIRS: a command
 # that starts another server of OpenAI's API on port 18201. WORDS and THEIR_WORDS: words of a prompt
-# of the contest (1,010 tokens in 305 words, if the tokens are bytes). `tilewright bench --url --plan`
+# of the contest (1,010 tokens in 305 words, if the tokens are bytes). `tilewright bench --url --scenario`
 # has further loads.
 set -u
 [ $# -ge 2 ] || { sed -n '2,/^set -u/s/^# \{0,1\}//p' "$0" | sed '$d' >&2; exit 2; }
@@ -47,7 +47,7 @@ serve() { # more options of `serve`
 }
 load() { # PLAN, more options: of whichever server is at $port
     tilewright bench --url "http://127.0.0.1:$port" --results "$out/served.jsonl" --json \
-        --vocabulary "$VOCABULARY" --plan "$@"
+        --vocabulary "$VOCABULARY" --scenario "$@"
 }
 both() { # a function: with our server, then with theirs
     port=$OURS

@@ -32,7 +32,7 @@ from bench.common import (
 from tilewright.errors import ConfigError, TilewrightError
 from tilewright.evaluate.load.client import connected
 from tilewright.evaluate.load.figures import rows_of
-from tilewright.evaluate.load.plans import PLANS, streams
+from tilewright.evaluate.load.scenarios import SCENARIOS, streams
 from tilewright.evaluate.load.shape import LoadConfig
 from tilewright.evaluate.report.comparisons import servers_table
 from tilewright.options.arguments import integer, option, parse
@@ -62,7 +62,7 @@ class _Options(CompareOptions):
         metavar="NAME=COMMAND",
         type=_server,
     )
-    plan: str = option("streams or chat", default="streams")
+    scenario: str = option("streams or chat", default="streams", aliases=("--plan",))
     users: tuple[int, ...] = option(
         "concurrent users", default=(1, 4, 8, 16), type=integer(1, 1024)
     )
@@ -79,8 +79,8 @@ def main(argv: list[str]) -> int:
     """Load the servers and print medians. Return the exit code."""
     words = "Load several servers in turn, by the same client."
     options = parse(_Options, argv, prog="python -m bench compare-serve", description=words)
-    if options.plan not in ("streams", "chat"):
-        raise ConfigError(f"plan {options.plan!r}; allowed: streams, chat")
+    if options.scenario not in ("streams", "chat"):
+        raise ConfigError(f"scenario {options.scenario!r}; allowed: streams, chat")
     keep, rows = keeper(options.results), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as logs:
         if options.server:
@@ -96,7 +96,9 @@ def main(argv: list[str]) -> int:
 def _defaults(options: _Options, pair: Pair) -> tuple[Server, ...]:
     path, copy = model_and_copy(options.model, pair.gguf_type)
     grown = options.long_tokens + options.turns * (options.input_tokens + options.output_tokens)
-    needed = options.input_tokens + options.output_tokens if options.plan == "streams" else grown
+    needed = (
+        options.input_tokens + options.output_tokens if options.scenario == "streams" else grown
+    )
     sizes: dict[str, Any] = {"users": max(options.users), "context": needed + 64}
     sizes["threads"] = options.num_threads
     ours = own_server(str(path), pair.precision, **sizes)
@@ -112,7 +114,7 @@ def _measure(
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number in range(options.rounds):
-        if pair is not None and options.plan == "streams":
+        if pair is not None and options.scenario == "streams":
             rate = _offline(options, pair)
             row = {"server": "tilewright run", "users": 1, "output_tokens_per_second": rate}
             rows.append({"pair": title, "round": number, **row})
@@ -139,18 +141,18 @@ def _load(options: _Options, server: Server, logs: Path) -> list[dict[str, Any]]
                 long_tokens=options.long_tokens,
                 turns=options.turns,
             )
-            row = asyncio.run(_ask(url, options.plan, shape))
+            row = asyncio.run(_ask(url, options.scenario, shape))
             if row.get("failed"):
                 raise TilewrightError(f"{server.name}: {row.get('why', 'a request failed')}")
             rows.append({"server": server.name, "users": users, **facts, **row})
     return rows
 
 
-async def _ask(url: str, plan: str, shape: LoadConfig) -> dict[str, float | str]:
+async def _ask(url: str, scenario: str, shape: LoadConfig) -> dict[str, float | str]:
     async with connected(url, "") as client:
         await client.take_model()
         await rows_of(streams(client, LoadConfig(requests=2, input_tokens=16, output_tokens=8)))
-        (row,) = await rows_of(PLANS[plan](client, shape))
+        (row,) = await rows_of(SCENARIOS[scenario](client, shape))
         return row
 
 

@@ -87,5 +87,5 @@ def test_what_cannot_be_compared_is_refused(
 ) -> None:
     with pytest.raises(TilewrightError, match="there is no llama-server"):
         llama_cpp(tmp_path / "none", tmp_path / "m.gguf", users=1, context=64, threads=1)
-    assert main(["compare-serve", "--plan", "soak"]) == 2
+    assert main(["compare-serve", "--scenario", "soak"]) == 2
     assert "allowed: streams, chat" in capsys.readouterr().err

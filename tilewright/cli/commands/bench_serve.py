@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 class _BenchServeArgs(LoadConfig):
     url: str = option("server address", default="http://127.0.0.1:8000")
     model: str = option("model name (default: the server's first)", default="")
-    plan: str = option(
-        "load plan: streams, overhead, intruder, chat, contest, json, invariant or soak",
+    scenario: str = option(
+        "load: streams, overhead, intruder, chat, contest, json, invariant or soak",
         default="streams",
+        aliases=("--plan",),
     )
     warm_up: int = option("uncounted requests before", default=2, type=integer(0, 1000))
     wait: float = option("maximum wait for loading, in seconds", default=600.0, type=real(0, 1e6))
@@ -34,17 +35,19 @@ class _BenchServeArgs(LoadConfig):
 
 
 def main(argv: list[str]) -> int:
-    """Run the plan. Return 1 if a request failed or an answer was wrong."""
+    """Run the scenario. Return 1 if a request failed or an answer was wrong."""
     text = "Run a load test on a server."
     options = parse(_BenchServeArgs, argv, prog="tilewright bench --url URL", description=text)
     from tilewright.evaluate.load.contest import LEVELS
-    from tilewright.evaluate.load.plans import PLANS
+    from tilewright.evaluate.load.scenarios import SCENARIOS
 
     for level in options.levels:
         if level not in LEVELS:
             raise ConfigError(f"--levels {level}; {allowed(LEVELS)}")
-    if options.plan not in PLANS:
-        raise ConfigError(f"unknown plan {options.plan!r}; {allowed(PLANS, options.plan)}")
+    if options.scenario not in SCENARIOS:
+        raise ConfigError(
+            f"unknown scenario {options.scenario!r}; {allowed(SCENARIOS, options.scenario)}"
+        )
     try:
         return asyncio.run(_tell(options))
     except (OSError, TilewrightError) as error:
@@ -71,7 +74,7 @@ async def _tell(options: _BenchServeArgs) -> int:
 async def _run(options: _BenchServeArgs) -> AsyncIterator[Figures]:
     from tilewright.evaluate.load.client import connected
     from tilewright.evaluate.load.figures import rows_of
-    from tilewright.evaluate.load.plans import PLANS, streams
+    from tilewright.evaluate.load.scenarios import SCENARIOS, streams
 
     async with connected(options.url, options.model) as client:
         await client.wait_until_ready(options.wait)
@@ -82,5 +85,5 @@ async def _run(options: _BenchServeArgs) -> AsyncIterator[Figures]:
             warm = replace(options, requests=options.warm_up, seed=seed, rate=0.0)
             await rows_of(streams(client, warm))
         for round_number in range(options.rounds):
-            async for row in PLANS[options.plan](client, options):
-                yield {"plan": options.plan, "round": round_number, **row}
+            async for row in SCENARIOS[options.scenario](client, options):
+                yield {"plan": options.scenario, "round": round_number, **row}

@@ -1,1 +1,1 @@
-"""Clients that load a server and say what they heard; a plan of load a module."""
+"""Clients that load a server and say what they heard; a scenario per module."""

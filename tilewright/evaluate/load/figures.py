@@ -15,9 +15,9 @@ GOOD_FIRST, GOOD_TOKEN = 0.3, 0.025
 """Seconds to a first token, and for one behind it in the mean, that a good answer may take."""
 
 
-async def rows_of(plan: AsyncIterator[Figures]) -> list[Figures]:
-    """All rows of a plan, when it has ended."""
-    return [row async for row in plan]
+async def rows_of(rows: AsyncIterator[Figures]) -> list[Figures]:
+    """Return all rows of a scenario at its end."""
+    return [row async for row in rows]
 
 
 def summary(heard: Sequence[ResponseTiming], seconds: float) -> Figures:

@@ -18,7 +18,7 @@ from tilewright.evaluate.load.chats import _common
 from tilewright.evaluate.load.client import Client, ResponseTiming, connected, read_metrics
 from tilewright.evaluate.load.contest import LEVELS, contest
 from tilewright.evaluate.load.figures import Figures, rows_of, summary
-from tilewright.evaluate.load.plans import PLANS
+from tilewright.evaluate.load.scenarios import SCENARIOS
 from tilewright.evaluate.load.schemas import keeps
 from tilewright.evaluate.load.shape import LoadConfig
 from tilewright.evaluate.load.soak import _left
@@ -35,13 +35,13 @@ SMALL = LoadConfig(
 
 @pytest.fixture(autouse=True)
 def _settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilewright.evaluate.load.plans.SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr("tilewright.evaluate.load.scenarios.SETTLE_SECONDS", 0.05)
 
 
 def run(server: Server, name: str, shape: LoadConfig = SMALL) -> list[Figures]:
     async def ask() -> list[Figures]:
         async with connected(server.url, "any") as client:
-            return await rows_of(PLANS[name](client, shape))
+            return await rows_of(SCENARIOS[name](client, shape))
 
     return asyncio.run(ask())
 
@@ -88,7 +88,7 @@ def test_an_intruder_is_made_before_there_is_a_stream_to_silence(
         return body(*args, **sizes)
 
     monkeypatch.setattr(LoadConfig, "body", drawn)
-    asyncio.run(rows_of(PLANS["intruder"](_Streaming(events), SMALL)))
+    asyncio.run(rows_of(SCENARIOS["intruder"](_Streaming(events), SMALL)))
     assert events == ["drawn"] * 5 + ["asked"] * 5
 
 
@@ -141,7 +141,7 @@ class _Remembering(Client):
 
 
 def test_what_is_shared_beyond_earlier_prompts_is_not_counted_as_shareable() -> None:
-    (row,) = asyncio.run(rows_of(PLANS["chat"](_Remembering(), SMALL)))
+    (row,) = asyncio.run(rows_of(SCENARIOS["chat"](_Remembering(), SMALL)))
     assert row["cached_percent_of_shareable"] == 100
     assert 50 < float(row["cached_percent_of_prompts"]) < 100
 
@@ -162,7 +162,7 @@ def test_the_last_prompts_are_asked_again_with_an_empty_cache() -> None:
             self.known.clear()
             return 200
 
-    (row,) = asyncio.run(rows_of(PLANS["chat"](Slow(), replace(SMALL, flush=True))))
+    (row,) = asyncio.run(rows_of(SCENARIOS["chat"](Slow(), replace(SMALL, flush=True))))
     cold, last = float(row["last_cold_ttft_ms_p50"]), float(row["last_ttft_ms_p50"])
     assert last < 0.5 * cold and row["last_of_cold"] == pytest.approx(last / cold)
     assert row["failed"] == 0
@@ -183,12 +183,12 @@ def test_the_last_prompts_are_asked_again_with_an_empty_cache() -> None:
             self.num_flushed += 1
             return await super().status(path, data)
 
-    (row,) = asyncio.run(rows_of(PLANS["chat"](Full(), replace(SMALL, flush=True))))
+    (row,) = asyncio.run(rows_of(SCENARIOS["chat"](Full(), replace(SMALL, flush=True))))
     assert row["failed"] == SMALL.concurrency and row["why"] == "full"
 
 
 def test_what_a_warm_cache_changes_and_what_holds_snapshots_is_told() -> None:
-    (row,) = asyncio.run(rows_of(PLANS["invariant"](_Forgetful(), SMALL)))
+    (row,) = asyncio.run(rows_of(SCENARIOS["invariant"](_Forgetful(), SMALL)))
     assert row["answers_that_differ"] == 0 and row["answers_that_differ_warm"] == 12
     assert row["failed"] == 12
     assert asyncio.run(_left(_Forgetful())) == {"snapshots_used": 3.0}
@@ -202,7 +202,7 @@ def test_the_command_keeps_rows_and_says_when_a_request_failed(
     assert main([*argv, "--results", str(kept), "--rounds", "2", "--warm-up", "0"]) == 0
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1] and rows[0]["plan"] == "streams"
-    assert main([*argv, "--plan", "contest", "--levels", "3"]) == 2
+    assert main([*argv, "--scenario", "contest", "--levels", "3"]) == 2
     assert "allowed: 1, 2, 4, 8, 16, 32, 64" in capsys.readouterr().err
     assert main([*argv, "--plan", "contests"]) == 2
     assert "did you mean 'contest'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Plans of load by name: each asks a server and gives rows of figures as they are there."""
+"""Load scenarios by name. Each sends requests to a server and yields rows of figures."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tilewright.evaluate.load.soak import soak
 SETTLE_SECONDS = 1.0
 """Time that streams run before the intruder starts."""
 
-Plan = Callable[[Client, LoadConfig], AsyncIterator[Figures]]
-"""Asks a server and gives rows of figures as they are there."""
+Scenario = Callable[[Client, LoadConfig], AsyncIterator[Figures]]
+"""Sends requests to a server and yields rows of figures."""
 
 
 async def streams(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
@@ -100,7 +100,7 @@ def _host(before: dict[str, float], after: dict[str, float], seconds: float) -> 
     return found
 
 
-PLANS: Mapping[str, Plan] = {
+SCENARIOS: Mapping[str, Scenario] = {
     "streams": streams,
     "overhead": overhead,
     "intruder": intruder,
