@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +150,31 @@ def test_what_comes_later_changes_no_bit() -> None:
         assert torch.equal(
             attend(q[row : row + 1], k[past], v[past], row, attention)[0], whole[row]
         )
+
+
+@pytest.mark.parametrize(("window", "first"), [(0, 0), (0, 70), (50, 0), (33, 70)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_blocks_of_rows_skip_hidden_chunks_without_a_change(
+    window: int, first: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three blocks equal one block bit for bit."""
+    length = first + 90
+    q, k, v = (normal(*size).bfloat16() for size in ((90, 4, 32), (length, 2, 32), (length, 2, 32)))
+    sinks = normal(4).bfloat16() if has_sinks else None
+    attention = an_attention(window=window)
+    whole = attend(q, k, v, first, attention, sinks=sinks)
+    monkeypatch.setattr(arithmetic, "_QUERY_ROWS", 40)
+    shapes = []
+    attend_rows = arithmetic._attend_rows
+
+    def recorded(q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Tensor:
+        shapes.append((len(q), len(k)))
+        return attend_rows(q, k, *rest, **named)
+
+    monkeypatch.setattr(arithmetic, "_attend_rows", recorded)
+    assert torch.equal(attend(q, k, v, first, attention, sinks=sinks), whole)
+    assert [rows for rows, _ in shapes] == [40, 40, 10]
+    assert sum(rows * positions for rows, positions in shapes) < 90 * length
 
 
 def test_heads_of_zeros_attend_evenly_and_to_zeros() -> None:

@@ -21,6 +21,9 @@ from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import (
 )
 from tilewright.compiler.targets.tenstorrent.program.instructions import TtAttention
 
+_QUERY_ROWS = 256
+"""Rows of attention computed together."""
+
 
 def pack(x: Tensor, format_: str) -> Tensor:
     """Return ``x`` (float32) as a kernel writes it: bfloat16 with the values of ``format_``.
@@ -122,12 +125,40 @@ def attend(
     """Return causal attention ``[T, H, D]`` of T rows to cached positions, in the output's format.
 
     Scores and value sums use the matrix unit. An online softmax runs over chunks of the cache (Dao
-    et al., 2022). Its maxima, exponentials and partial results are bfloat16.
+    et al., 2022). Its maxima, exponentials and partial results are bfloat16. A block of rows skips
+    the chunks that are hidden from all of its rows, because hidden positions change no result.
 
     Args:
         first: First row's position.
         sinks: Logits ``[H]`` that enter the maximum and the sum.
     """
+    blocks = []
+    for start in range(0, len(q_THD), _QUERY_ROWS):
+        rows = q_THD[start : start + _QUERY_ROWS]
+        seen = _visible(first + start, len(rows), attention)
+        block = rows, keys_LGD[seen], values_LGD[seen], first + start - seen.start
+        blocks.append(_attend_rows(*block, attention, sign_error=sign_error, sinks=sinks))
+    return torch.cat(blocks)
+
+
+def _visible(first: int, num_rows: int, attention: TtAttention) -> slice:
+    """Return the positions in chunks that rows at position ``first`` and later attend to."""
+    chunk = attention.k_chunk
+    oldest = max(0, first + 1 - attention.window) if attention.window else 0
+    return slice(oldest // chunk * chunk, -(-(first + num_rows) // chunk) * chunk)
+
+
+def _attend_rows(
+    q_THD: Tensor,
+    keys_LGD: Tensor,
+    values_LGD: Tensor,
+    first: int,
+    attention: TtAttention,
+    *,
+    sign_error: bool,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return the attention of a block of rows to all of the keys; see `attend`."""
     num_rows, num_heads, head_dim = q_THD.shape
     num_positions, num_kv_heads, _ = keys_LGD.shape
     group = num_heads // num_kv_heads
