@@ -27,7 +27,7 @@ from tilewright.compiler.targets.interface.base import CompileOptions, Progress
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tenstorrent import BoardTarget
 from tilewright.compiler.targets.tenstorrent.perf.model import predict
-from tilewright.compiler.targets.tenstorrent.program.memory_plan import plan_memory
+from tilewright.compiler.targets.tenstorrent.program.memory_plan import run_memory
 from tilewright.errors import CompileError, ConfigError, allowed
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results.stats import wilson_interval
@@ -121,7 +121,7 @@ def _candidate(graph: Any, board: str, precision: str, size: Workload) -> BoardC
     result = predict(prefill, decode, num_generated=max(1, size.context - size.prompt))
     return dataclasses.replace(
         candidate,
-        chip_bytes=max(plan_memory(item).dram_bytes for item in (prefill, decode)),
+        chip_bytes=run_memory(prefill, decode).dram_bytes,
         tsu=result.decode_tsu,
         tsu_error=result.decode_error,
         ttft_ms=result.ttft_ms,

@@ -197,8 +197,7 @@ class BoardTarget(Target):
 
         chunk = lowered(PREFILL, 1, min(length or PROMPT_CHUNK, PROMPT_CHUNK, options.max_context))
         decode = lowered(DECODE, options.max_batch, 1)
-        for program in (chunk, decode):
-            check_memory(program)
+        check_memory(decode, chunk)
         if length is not None and length > chunk.length:
             return lowered(PREFILL, 1, length), decode
         return chunk, decode

@@ -11,7 +11,12 @@ from tests.tiny import tiny_model
 from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.tenstorrent.program.instructions import DeviceProgram, Matmul
-from tilewright.compiler.targets.tenstorrent.program.memory_plan import check_memory, plan_memory
+from tilewright.compiler.targets.tenstorrent.program.memory_plan import (
+    check_memory,
+    plan_memory,
+    run_memory,
+)
+from tilewright.compiler.targets.tenstorrent.program.placement import PROMPT_CHUNK
 from tilewright.errors import CompileError
 
 TILE = {"bf16": 2048, "bfp8": 1088}
@@ -50,6 +55,27 @@ def test_prompts_lie_in_dram_and_steps_in_l1() -> None:
     assert prefill.value_bytes > 4 * decode.value_bytes
     assert decode.l1_bytes > 0
     assert decode.fullest.startswith(("Matmul of model.", "Attention of", "CreateHeads of"))
+
+
+def test_a_run_has_the_caches_of_all_users_and_the_values_of_a_chunk_of_a_prompt() -> None:
+    prefill, decode = programs(tiny_model())
+    usage, (prompt, step) = run_memory(prefill, decode), map(plan_memory, (prefill, decode))
+    assert usage.cache_bytes == step.cache_bytes == 4 * prompt.cache_bytes
+    assert usage.value_bytes == prompt.value_bytes > step.value_bytes
+    assert usage.l1_bytes == max(prompt.l1_bytes, step.l1_bytes)
+    chunks = replace(prefill, length=4 * PROMPT_CHUNK)
+    assert run_memory(chunks, decode).value_bytes == prompt.value_bytes // 4
+
+
+def test_a_run_without_room_names_the_bytes_of_both_steps() -> None:
+    prefill, decode = programs(tiny_model(num_layers=1), precision=board_precision("bf16"))
+    factor = 1200 * 18_000_000_000 // run_memory(prefill, grown(decode, 1200)).weight_bytes
+    large = grown(decode, factor)
+    with pytest.raises(CompileError) as caught:
+        check_memory(large, prefill)
+    excess = run_memory(prefill, large).dram_bytes - 12_870_000_000
+    assert f"exceeded by {excess} bytes" in str(caught.value)
+    assert "for 4 x 64 positions" in str(caught.value)
 
 
 def grown(program: DeviceProgram, factor: int) -> DeviceProgram:

@@ -14,6 +14,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     class_name,
     tile_bytes,
 )
+from tilewright.compiler.targets.tenstorrent.program.placement import PROMPT_CHUNK
 from tilewright.compiler.targets.tenstorrent.program.product_blocks import product_bytes
 from tilewright.errors import CompileError
 
@@ -68,13 +69,33 @@ def plan_memory(program: DeviceProgram) -> MemoryPlan:
     )
 
 
-def check_memory(program: DeviceProgram) -> MemoryPlan:
+def run_memory(prefill: DeviceProgram, decode: DeviceProgram) -> MemoryPlan:
+    """Return the memory usage per chip for both steps, with all users' caches.
+
+    A long prompt runs in chunks with ``PROMPT_CHUNK`` tokens.
+    """
+    usage, prompt = map(plan_memory, (decode, prefill))
+    values = prompt.value_bytes * min(prefill.length, PROMPT_CHUNK) // prefill.length
+    fullest = max(usage, prompt, key=lambda step: step.l1_bytes)
+    return dataclasses.replace(
+        usage,
+        value_bytes=max(usage.value_bytes, values),
+        l1_bytes=fullest.l1_bytes,
+        fullest=fullest.fullest,
+    )
+
+
+def check_memory(program: DeviceProgram, prefill: DeviceProgram | None = None) -> MemoryPlan:
     """Check the memory usage against the board's DRAM and L1, and return it.
+
+    Args:
+        prefill: The prefill program, if ``program`` is the decode program.
 
     Raises:
         CompileError: Includes the required bytes and fitting changes.
     """
-    usage, device = plan_memory(program), get_device(program.device)
+    usage = plan_memory(program) if prefill is None else run_memory(prefill, program)
+    device = get_device(program.device)
     assert device.dram_bytes is not None and device.l1_bytes is not None
     if usage.dram_bytes > device.dram_bytes:
         raise CompileError(
