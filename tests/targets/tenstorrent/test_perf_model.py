@@ -25,6 +25,7 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
     DeviceProgram,
     Matmul,
     ReduceScatter,
+    TtAttention,
 )
 from tilewright.compiler.targets.tenstorrent.target import MESHES
 from tilewright.models.shapes import SHAPES
@@ -147,6 +148,23 @@ def test_attention_takes_longer_with_its_cache() -> None:
     assert times == sorted(times) and times[2] > 1.2 * times[0]
     short, capacity = decode(context=228), decode(context=65_636)
     assert step_seconds(short) == pytest.approx(step_seconds(capacity, attended=228))
+
+
+def test_a_window_is_read_from_the_start_of_its_chunk() -> None:
+    program = decode(context=1024)
+    windows = tuple(
+        dataclasses.replace(each, window=300) if isinstance(each, TtAttention) else each
+        for each in program.instructions
+    )
+    program = dataclasses.replace(program, instructions=windows)
+    (chunk,) = {each.k_chunk for each in windows if isinstance(each, TtAttention)}
+    assert chunk == 256
+
+    def tiles(attended: int) -> int:
+        found = (work for work in program_work(program, attended=attended))
+        return next(work.head_tiles for work in found if work.name == "Attention")
+
+    assert [tiles(n) for n in (290, 555, 556, 1000)] == [10, 18, 10, 16]
 
 
 def test_a_core_count_limits_attention_with_few_heads() -> None:

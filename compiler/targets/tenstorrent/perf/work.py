@@ -233,7 +233,9 @@ def _attention(attention: TtAttention, program: DeviceProgram, attended: int) ->
     pair = tile_bytes(attention.keys.format) + tile_bytes(attention.values.format)
     if program.phase == DECODE:
         context = min(attended, attention.window or attended)
-        chunks = -(-context // TILE)
+        # The kernel starts at the chunk with the first position of the window.
+        hidden = (attended - context) // attention.k_chunk * attention.k_chunk
+        chunks = -(-(attended - hidden) // TILE)
         heads = program.batch * attention.num_kv_heads
         cores = min(MAX_CORES_PER_HEAD, max(1, NUM_CORES // heads))
         softmax = -(-heads * cores // NUM_CORES) * -(-chunks // cores)
