@@ -96,7 +96,7 @@ class LayeredForward:
     ) -> None:
         self.segments = segments_of(graph_module)
         self._get, self._weight_of, self._device = get_weight, weight_of, device
-        self._length = tokens_ST.shape[1]
+        self._length, self._num_tokens = tokens_ST.shape[1], tokens_ST.numel()
         self._dtype = torch.float32 if exact else product_dtype(device)
         most = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
         step = max(1, most // self._length)
@@ -161,6 +161,11 @@ class LayeredForward:
     def num_groups(self) -> int:
         """Sequence group count."""
         return len(self.groups)
+
+    @property
+    def num_tokens(self) -> int:
+        """Token count of all sequences."""
+        return self._num_tokens
 
     def _product(self, node: Node, arguments: tuple[Any, ...]) -> Tensor:
         x, weight, *rest = arguments

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.tiny import precision_of, tiny_model
+from tilewright.evaluate.tracing import layer_trace
 from tilewright.evaluate.tracing.layer_trace import trace
 
 TOKENS = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -39,3 +41,19 @@ def test_trace_restores_one_operation_at_a_time() -> None:
     one = by_place["layer 0", "wo"]
     alone = trace(model, precision_of("bfp4", layers="0: {wo: fp32}"), TOKENS)
     assert one.kl_gain is not None and abs(found.kl - one.kl_gain - alone.kl) < 1e-5
+
+
+def test_a_long_trace_scores_positions_at_equal_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All positions run: errors stay, and a restored head still has its whole gain."""
+    model = tiny_model(std=0.3)
+    whole = trace(model, precision_of("bfp4"), TOKENS)
+    monkeypatch.setattr(layer_trace, "_SCORED", 20)
+    found = trace(model, precision_of("bfp4"), TOKENS)
+    assert (whole.num_positions, found.num_positions) == (48, 16)
+    errors = [
+        {(row.place, row.operation): row.error for row in each.rows if row.place != "head"}
+        for each in (whole, found)
+    ]
+    assert errors[0] == errors[1]
+    assert found.kl != whole.kl and abs(found.kl - whole.kl) < 0.5 * whole.kl
+    assert all(row.kl_gain is not None for row in found.rows)

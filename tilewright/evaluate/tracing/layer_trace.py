@@ -127,6 +127,7 @@ class _TraceRun:
         self._restored: dict[int, _Groups] = {}  # by row
         self._rows: list[TraceRow] = []
         self._head = lossy.segments[-1].products[-1]
+        self._stride = -(-lossy.num_tokens // _SCORED)
         self._inputs: dict[int, Tensor] = {}  # of the head, by restored row
 
     def advance(self, segment: LayerSegment) -> None:
@@ -190,7 +191,10 @@ class _TraceRun:
         groups: _Groups,
         watched: set[Node],
     ) -> tuple[_Groups, dict[Node, Tensor]]:
-        """Run a segment without the head. Return the values, and the inputs of watched products."""
+        """Run a segment without the head. Return the values, and the inputs of watched products.
+
+        Of the head's inputs, only the rows for scores remain.
+        """
         inputs: dict[Node, list[Tensor]] = {}
 
         def watch(node: Node, arguments: tuple[Any, ...]) -> None:
@@ -199,7 +203,10 @@ class _TraceRun:
 
         skip = frozenset({self._head})
         ended = [forward.step(segment, weights, group, watch, skip=skip) for group in groups]
-        return ended, {node: torch.cat(parts) for node, parts in inputs.items()}
+        joined = {node: torch.cat(parts) for node, parts in inputs.items()}
+        if self._head in joined:
+            joined[self._head] = joined[self._head][:: self._stride].clone()
+        return ended, joined
 
 
 def _measure(
@@ -246,6 +253,9 @@ def largest_error(values: Tensor, reference: Tensor) -> float:
 
 _MEASURED = 64
 """Output rows for error measurement."""
+
+_SCORED = 512
+"""Maximum number of positions with scores, at equal distances. All positions run."""
 
 
 def _weights_of(nodes: Iterable[Node]) -> list[Node]:
