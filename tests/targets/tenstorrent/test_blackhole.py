@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 
 import pytest
@@ -10,12 +11,52 @@ import torch
 from tests.targets.tenstorrent.boards import board_precision, emulated, programs
 from tests.tiny import compiled, prefill, random_tokens, tiny_model
 from tilewright.compiler.devices import BOARDS, get_device
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.tenstorrent.emit_ttnn.emit import emit_ttnn
 from tilewright.compiler.targets.tenstorrent.emit_ttnn.weights import constants
+from tilewright.compiler.targets.tenstorrent.perf.model import predict
 from tilewright.compiler.targets.tenstorrent.program.instructions import Matmul
 from tilewright.compiler.targets.tenstorrent.program.memory_plan import check_memory
 from tilewright.errors import CompileError
 
-ON_BLACKHOLE = tuple(name for name in BOARDS if get_device(name).architecture == "blackhole")
+BLACKHOLE = {
+    "p100": (1, 7, 28, "(1, 1)"),
+    "p150": (1, 8, 32, "(1, 1)"),
+    "p300": (2, 8, 32, "(1, 2)"),
+    "qb2": (4, 8, 32, "(1, 4)"),
+    "loudbox": (8, 8, 32, "(1, 8)"),
+    "bh-galaxy": (32, 8, 32, "(4, 8)"),
+}
+"""Chips, DRAM banks and GB of a chip, and the mesh as ttnn counts it."""
+
+
+def test_the_table_has_all_boards() -> None:
+    on_blackhole = (name for name in BOARDS if get_device(name).architecture == "blackhole")
+    assert tuple(on_blackhole) == tuple(BLACKHOLE)
+    for name, (num_chips, num_banks, gigabytes, _) in BLACKHOLE.items():
+        device = get_device(name)
+        assert (device.num_chips, device.num_banks, device.grid) == (num_chips, num_banks, (10, 11))
+        assert device.dram_bytes == gigabytes * 10**9
+
+
+def test_every_board_has_an_emulation_a_file_and_a_time() -> None:
+    """A layer with heads, columns and a vocabulary that 32 chips can share."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    model = tiny_model(std=0.2, num_heads=8, num_kv_heads=8, num_layers=1, **sizes)
+    precision = board_precision("bf16", "hifi4", activation="bf16", kv_cache="bf16")
+    options, tokens = CompileOptions(max_batch=2, max_context=128), random_tokens(11)
+    expected = prefill(compiled(model, precision=precision), tokens)
+    times = set()
+    for name, (_, num_banks, _, mesh) in BLACKHOLE.items():
+        found = prefill(emulated(model, precision=precision, name=name), tokens, [9, 1])
+        assert (found - expected).std() < 0.03 * expected.std(), name
+        made = programs(model, precision=precision, options=options, name=name)
+        source = emit_ttnn(*made)
+        ast.parse(source)
+        assert f"MESH = {mesh}" in source and f"NUM_BANKS = {num_banks} " in source
+        speed = predict(*made, num_generated=8)
+        times.add((speed.decode_tsu, speed.ttft_ms))
+    assert len(times) == len(BLACKHOLE), "each board has its own time"
 
 
 @pytest.mark.parametrize(("name", "num_banks"), [("n150", 12), ("p100", 7), ("p150", 8)])
