@@ -15,7 +15,8 @@ from tilewright.compiler.precision import load_precision
 from tilewright.compiler.precision.weight_overrides import weight_overrides
 from tilewright.compiler.tracer import grouped_modules
 from tilewright.errors import ConfigError
-from tilewright.evaluate.model_targets import read_targets
+from tilewright.evaluate.board_comparison import BoardAccuracy, BoardCandidate
+from tilewright.evaluate.model_targets import read_targets, targets_text
 from tilewright.models import load_model
 
 Run = Callable[..., str]
@@ -122,7 +123,24 @@ def test_targets_are_compared_and_written(tiny_gguf: Path, tmp_path: Path, run: 
     assert "other" not in out and "75.0" in out
     assert read_targets(made, name) == [], "predictions have the status TODO"
     assert "bh_p150" in made.read_text() and "predicted" in made.read_text()
+    assert "top1" not in made.read_text(), "nothing was emulated"
     assert json.loads(overrides.read_text())["default"] == "bfp_bf8"
+
+
+@pytest.mark.parametrize(("layers", "exported"), [(2, True), (1, False)])
+def test_written_targets_have_tolerances_and_the_whole_model_s_top1(
+    layers: int, exported: bool, tmp_path: Path
+) -> None:
+    accuracy = BoardAccuracy(0.785, (0.7, 0.8), 512, layers, 2)
+    row = BoardCandidate("qb2", 4, "performance", 1, 40.0, 0.159, 90.0, 0.122, accuracy)
+    text = targets_text("tiny", [row], users=1, prompt=128)
+    assert ("accuracy:\n              top1: 78.5\n" in text) is exported
+    path = tmp_path / "targets.yaml"
+    path.write_text(text.replace("TODO", "active"))
+    (target,) = read_targets(path, "tiny")
+    assert (target.board, target.tsu, target.ttft_ms) == ("qb2", 40.0, 90.0)
+    assert (target.users, target.length) == (1, 128)
+    assert (target.tolerance, target.ttft_tolerance) == (0.159, 0.122)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,14 @@ def _target(model: str, sku: str, entry: Mapping[str, Any], where: str) -> Model
     return ModelTarget(model, SKUS[sku], users, length, tsu, ttft, *tolerances)
 
 
+def _accuracy_lines(candidate: BoardCandidate) -> list[str]:
+    """Return the emulated top-1 in percent. An estimate from a shallow copy is left out."""
+    result = candidate.accuracy
+    if result is None or result.layers < result.all_layers:
+        return []
+    return ["            accuracy:", f"              top1: {100 * result.top1:.1f}"]
+
+
 def _map(raw: object, where: str) -> Mapping[str, Any]:
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{where}: not a map; allowed: the schema of version {VERSION}")
@@ -147,8 +155,9 @@ def _count(entry: Mapping[str, Any], name: str, where: str) -> int | None:
     return None if value is None else int(value)
 
 
-def targets_text(model: str, rows: Sequence[BoardCandidate], *, users: int, context: int) -> str:
-    """Return a file's text with a plan's predictions."""
+def targets_text(model: str, rows: Sequence[BoardCandidate], *, users: int, prompt: int) -> str:
+    """Return a file's text with a plan's predictions. ``prompt``: prompt tokens."""
+    ttft_key = _tolerance_key(_METRICS[1])
     sku_of = {board: sku for sku, board in reversed(SKUS.items())}
     lines = [
         f"version: {VERSION}",
@@ -167,12 +176,14 @@ def targets_text(model: str, rows: Sequence[BoardCandidate], *, users: int, cont
             f"      {sku_of[candidate.board]}:",
             "        entries:",
             f"          - batch_size: {users}",
-            f"            seq_len: {context}",
+            f"            seq_len: {prompt}",
             "            status: TODO",
             "            perf:",
             f"              decode_t/s/u: {candidate.tsu:.2f}",
             f"              prefill_time_to_first_token: {candidate.ttft_ms:.1f}",
             f"              tolerance: {candidate.tsu_error or _TOLERANCE:.3f}",
+            f"              {ttft_key}: {candidate.ttft_error or _TOLERANCE:.3f}",
+            *_accuracy_lines(candidate),
             f"            note: {candidate.precision}, predicted",
         ]
     return "\n".join(lines) + "\n"

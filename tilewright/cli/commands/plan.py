@@ -132,7 +132,7 @@ def _write_files(options: _EstimateArgs, model: Any, precisions: Any, rows: Any)
     from tilewright.utils.files import write_file
 
     if options.write_targets is not None:
-        text = targets_text(model.name, rows, users=options.users, context=options.context)
+        text = targets_text(model.name, rows, users=options.users, prompt=options.prompt)
         write_file(Path(options.write_targets), text.encode())
     if options.write_overrides is not None:
         precision = resolve_precision(model, next(iter(precisions.values())))
