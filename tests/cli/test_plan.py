@@ -14,13 +14,15 @@ from tilewright.cli.main import main
 Run = Callable[..., str]
 
 
-def test_plan_prints_boards_as_json_and_as_a_table(tiny_gguf: Path, run: Run) -> None:
-    argv = ("plan", tiny_gguf, "--boards", "n150,p150", "--context", "64", "--prompt", "32")
+def test_plan_prints_boards_as_json_and_as_a_table(
+    tiny_gguf: Path, run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = ("plan", tiny_gguf, "--boards", "n150,p150,n150", "--context", "64", "--prompt", "32")
     precisions = ("--precision", "performance,all-bfp8")
     rows = json.loads(run(*argv, *precisions, "--json", "--accuracy", "8", "--layers", "1"))
-    assert {(row["board"], row["precision"]) for row in rows} == {
-        (board, name) for board in ("n150", "p150") for name in ("performance", "all-bfp8")
-    }
+    assert sorted((row["board"], row["precision"]) for row in rows) == [
+        (board, name) for board in ("n150", "p150") for name in ("all-bfp8", "performance")
+    ]
     for row in rows:
         assert row["tsu"] > 0 and row["ttft_ms"] > 0 and row["chip_bytes"] > 0
         assert row["accuracy"]["positions"] == 8 and row["accuracy"]["layers"] == 1
@@ -28,8 +30,10 @@ def test_plan_prints_boards_as_json_and_as_a_table(tiny_gguf: Path, run: Run) ->
         low, high = row["accuracy"]["interval"]
         assert 0 <= low <= row["accuracy"]["top1"] <= high <= 1 and high - low > 0.2
     assert rows == sorted(rows, key=lambda row: -row["tsu"])
-    table = run(*argv, "--precision", "performance")
+    assert main([str(item) for item in (*argv, "--precision", "performance")]) == 0
+    table, notes = capfd.readouterr()
     assert "| board" in table and "predicted" in table and "p150" in table
+    assert "±" not in table and "without an error bar: an extrapolation" in notes
 
 
 def test_plan_of_large_shapes_names_boards_with_and_without_room(
@@ -52,6 +56,7 @@ def test_plan_of_large_shapes_names_boards_with_and_without_room(
     [
         (("--boards", "n151"), "--boards: unknown board 'n151'; allowed: n150"),
         (("--prompt", "999"), "--prompt 999; allowed: up to --context 64"),
+        (("--context", "9999999"), "--context 9999999; allowed by"),
         (("--boards", "t3k"), "allowed: meshes of at most"),
         (("--precision", "nonsense"), "unknown precision"),
     ],
@@ -60,7 +65,8 @@ def test_plan_refuses_bad_options(
     options: tuple[str, ...], said: str, tiny_gguf: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sizes = [] if "--prompt" in options else ["--prompt", "32"]
-    argv = ["plan", str(tiny_gguf), "--context", "64", *sizes, *options]
+    sizes += [] if "--context" in options else ["--context", "64"]
+    argv = ["plan", str(tiny_gguf), *sizes, *options]
     assert main(argv) == 2
     error = capfd.readouterr().err
     assert said in error and len(error.strip().splitlines()) == 1

@@ -202,7 +202,7 @@ def read_boards(text: str | None) -> tuple[str, ...]:
     """
     if text is None:
         return BOARDS
-    names = tuple(name.strip().lower() for name in text.split(","))
+    names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",")))
     for name in names:
         if name not in BOARDS:
             raise ConfigError(f"--boards: unknown board {name!r}; {allowed(BOARDS, name)}")

@@ -78,6 +78,8 @@ def main(argv: list[str]) -> int:
     from tilewright.models import load_model
 
     model = load_model(found)
+    if options.context > (most := model.config.max_positions):
+        raise ConfigError(f"--context {options.context}; allowed by {model.name}: up to {most}")
     targets = None if options.targets is None else read_targets(Path(options.targets), model.name)
     if options.accuracy and model.weights == "random":
         raise ConfigError(f"--accuracy of {model.name}: random weights; allowed: a checkpoint")
@@ -112,6 +114,9 @@ def _print(rows: Any, targets: Any, users: int) -> None:
 
     out().print(markdown_of(rows), soft_wrap=True, markup=False)
     note(err(), "speed is predicted, accuracy is emulated on a single chip; prices are left out")
+    if any(candidate.tsu is not None and candidate.tsu_error is None for candidate in rows):
+        words = "without an error bar: an extrapolation, no published speed of its kind was fitted"
+        note(err(), words)
     if any(
         candidate.accuracy and candidate.accuracy.layers < candidate.accuracy.all_layers
         for candidate in rows
