@@ -111,7 +111,7 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise CheckpointError(
             f"{checkpoint.path}: tensor {shown(extra[0])} of shape {list(shape)}{more} is not "
-            "part of the model that its configuration describes"
+            "part of the model that its configuration describes; allowed: the model's tensors only"
         )
 
 
@@ -124,11 +124,14 @@ def check_shape(
         CheckpointError: The tensor is missing or has the wrong shape. The message has both shapes.
     """
     if found is None:
-        raise CheckpointError(f"{path}: tensor {shown(name)} of shape {list(expected)} is missing")
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)} of shape {list(expected)} is missing; "
+            "allowed: all tensors of the model that its configuration describes"
+        )
     if found != tuple(expected):
         raise CheckpointError(
             f"{path}: tensor {shown(name)} has shape {list(found)}; "
-            f"the configuration asks for {list(expected)}"
+            f"allowed: {list(expected)}, by its configuration"
         )
 
 

@@ -96,7 +96,9 @@ def expert_views(
             found |= _together(block, config)
     for name in found:
         if name in stored:
-            raise CheckpointError(f"{path}: tensor {name} stands twice, stacked and separate")
+            raise CheckpointError(
+                f"{path}: tensor {name} is stored stacked and separately; allowed: once"
+            )
     return found
 
 

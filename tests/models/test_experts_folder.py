@@ -303,12 +303,14 @@ def test_an_expert_that_does_not_fit_is_named_with_its_shape(kind: str, tmp_path
     missing = refused(lambda found: {n: t for n, t in found.items() if n != UP})
     assert f"tensor {UP} of shape [24, 32] is missing" in missing
     wrong = refused(lambda found: {**found, UP: torch.zeros(23, 32)})
-    assert f"tensor {UP} has shape [23, 32]; the configuration asks for [24, 32]" in wrong
+    assert f"tensor {UP} has shape [23, 32]; allowed: [24, 32], by" in wrong
     extra = refused(lambda found: {**found, UP.replace(".3.", ".6."): torch.zeros(24, 32)})
     assert f"tensor {UP.replace('.3.', '.6.')} of shape [24, 32] is not part of" in extra
     missing = refused(lambda found: {n: t for n, t in together(found).items() if n != BOTH})
     assert f"tensor {BOTH} of shape [6, 48, 32] is missing" in missing
     wrong = refused(lambda found: {**together(found), BOTH: torch.zeros(6, 47, 32)})
-    assert f"tensor {BOTH} has shape [6, 47, 32]; the configuration asks for [6, 48, 32]" in wrong
+    assert f"tensor {BOTH} has shape [6, 47, 32]; allowed: [6, 48, 32], by" in wrong
     twice = refused(lambda found: {**together(found), UP: found[UP]})
-    assert f"tensor {UP}" in twice and ("is not part of" in twice or "stands twice" in twice)
+    assert f"tensor {UP}" in twice and (
+        "is not part of" in twice or "stored stacked and sep" in twice
+    )

@@ -220,7 +220,7 @@ def test_experts_that_do_not_fit_are_named_with_the_shape_expected(
         open_checkpoint(path)
     wrong = np.zeros((shape[0] - 1, shape[1], 32), np.float32)
     path = files.write(model, tmp_path / "n.gguf", changed={name: wrong})
-    words = rf"experts\.up_proj has shape \[{shape[0] - 1}, .*asks for \[{shape[0]}, {shape[1]}, 3"
+    words = rf"experts\.up_proj has shape \[{shape[0] - 1}, .*allowed: \[{shape[0]}, {shape[1]}, 3"
     with pytest.raises(CheckpointError, match=words):
         open_checkpoint(path)
 

@@ -145,7 +145,7 @@ def test_what_is_wrong_with_a_fused_tensor_is_said_of_it(tmp_path: Path) -> None
     with pytest.raises(CheckpointError) as caught:
         check_tensors(open_checkpoint(tmp_path), wider)
     message = str(caught.value)
-    assert "qkv_proj.weight has shape [128, 64]; the configuration asks for [192, 64]" in message
+    assert "qkv_proj.weight has shape [128, 64]; allowed: [192, 64], by" in message
 
 
 def test_the_context_of_the_executable_decides_over_the_factors() -> None:

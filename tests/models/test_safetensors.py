@@ -118,7 +118,9 @@ def test_missing_head_is_an_error_when_it_should_not_be_tied(
 ) -> None:
     change_config(folder, tie_word_embeddings=False)
     expected = expected_shapes(make_llama(tie_word_embeddings=False))
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight of shape \[262, 64\] is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight of shape \[262, 64\] is missing; all"
+    ):
         check_tensors(SafetensorsCheckpoint(folder), expected)
 
 
@@ -141,7 +143,7 @@ def test_missing_extra_and_misshaped_tensors(folder: Path, make_llama: Callable[
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight of shape \[64\] is missing"):
         check_tensors(SafetensorsCheckpoint(folder), expected)
     save_file({**weights, "model.norm.weight": norm[:32]}, folder / SINGLE)
-    with pytest.raises(CheckpointError, match=r"has shape \[32\].*asks for \[64\]"):
+    with pytest.raises(CheckpointError, match=r"has shape \[32\]; allowed: \[64\], by"):
         check_tensors(SafetensorsCheckpoint(folder), expected)
     extra = {"model.norm.weight": norm, "model.odd": norm.clone(), "model.odder": norm.clone()}
     save_file({**weights, **extra}, folder / SINGLE)

@@ -112,7 +112,9 @@ class GGUFCheckpoint:
             if ours is None:
                 continue
             if ours in self._tensors:
-                raise CheckpointError(f"{path}: tensor {shown(ours)} stands twice")
+                raise CheckpointError(
+                    f"{path}: tensor {shown(ours)} is stored twice; allowed: once"
+                )
             self._tensors[ours] = dataclasses.replace(tensor, shape=hf_shape(ours, tensor.shape))
         self.config = self._complete_config(header.tensors)
         self._views = self._make_views()
@@ -329,7 +331,10 @@ class GGUFCheckpoint:
         if _SHORT_FACTORS in factors or _LONG_FACTORS in factors:
             for name in (_SHORT_FACTORS, _LONG_FACTORS):
                 if name not in factors:
-                    raise CheckpointError(f"{self.path}: tensor {name} is missing")
+                    raise CheckpointError(
+                        f"{self.path}: tensor {name} is missing; "
+                        f"allowed: {_SHORT_FACTORS} and {_LONG_FACTORS}, or neither"
+                    )
             keys = Keys(self._metadata, self.path, f"{self._metadata['general.architecture']}.")
             pair = factors[_SHORT_FACTORS], factors[_LONG_FACTORS]
             scaling = gguf_longrope(keys, pair, config.max_positions)
@@ -362,7 +367,9 @@ class GGUFCheckpoint:
             )
         factors = np.frombuffer(self._stored(tensor, 0, tensor.nbytes), "<f4")
         if not (np.isfinite(factors) & (factors > 0)).all():
-            raise CheckpointError(f"{self.path}: tensor {name} has a factor that is not above 0")
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has a factor that is not above 0; allowed: above 0"
+            )
         return tuple(factors.tolist())
 
     def _file_rows(self, name: str, tensor: GGUFTensor) -> Order | None:

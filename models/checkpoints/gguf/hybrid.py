@@ -75,6 +75,6 @@ def log_decay(values: Tensor, name: str, path: Path) -> Tensor:
     """
     if not bool((values < 0).all()):
         raise CheckpointError(
-            f"{path}: tensor {shown(name)} has a value that is not below 0, as ssm_a has to be"
+            f"{path}: tensor {shown(name)} has a value of 0 or above; allowed: below 0 in ssm_a"
         )
     return torch.log(-values.float())

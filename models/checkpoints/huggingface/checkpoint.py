@@ -107,7 +107,8 @@ class SafetensorsCheckpoint:
                 name not in self._shard_of and not name.endswith(_IGNORED_SUFFIX)
             ):
                 raise CheckpointError(
-                    f"{path / shard}: tensor {shown(name)}, which {INDEX} lists, is missing"
+                    f"{path / shard}: tensor {shown(name)}, which {INDEX} lists, is missing; "
+                    "allowed: shards of one model with its own index"
                 )
         self._views = self._make_views()
         self._settle_head(says="tie_word_embeddings" in values)
@@ -261,7 +262,8 @@ class SafetensorsCheckpoint:
                 continue
             if name in self.names:
                 raise CheckpointError(
-                    f"{self.path / shard}: tensor {shown(name)} is in {self._shard_of[name]} too"
+                    f"{self.path / shard}: tensor {shown(name)} is in {self._shard_of[name]} too; "
+                    "allowed: once"
                 )
             view = file.get_slice(stored)
             shape, dtype = tuple(view.get_shape()), str(view.get_dtype())
@@ -401,7 +403,7 @@ def _draft_layers(values: Mapping[str, object], num_layers: int) -> range:
 
 def _open_shard(path: Path) -> Any:
     if not path.is_file():
-        raise CheckpointError(f"{path}: the shard is missing")
+        raise CheckpointError(f"{path}: the shard is missing; allowed: all shards")
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:

@@ -167,7 +167,11 @@ def stack(*shape: int) -> Callable[[Tensors], None]:
         (stack(7, 0, 0), {}, r"down_proj has shape \[7, 0, 0\]; .* \(up to 4096\)"),
         (put(INV, torch.ones(3, 1)), {}, r"is F32 \[3, 1\]; allowed: .*\[2, 1\]"),
         (put(INV, torch.ones(2, 1, dtype=torch.int64)), {}, r"is I64 \[2, 1\]; allowed: F32"),
-        (put(f"{UP}.g_idx", torch.ones(3)), {}, "g_idx .* is not part of the model"),
+        (
+            put(f"{UP}.g_idx", torch.ones(3)),
+            {},
+            "g_idx .* is not part of the model .*; allowed: the model's tensors only",
+        ),
         (put("lm_head.weight", torch.ones(96, 128, dtype=torch.int8)), {}, "has type I8, which"),
         (lambda _: None, {"weight_block_size": [128]}, "weight_block_size = .*two sizes"),
         (lambda _: None, {"weight_block_size": [64, 64]}, r"is F32 \[1, 2\]; allowed: .*\[2, 3\]"),
