@@ -68,9 +68,9 @@ class Float4Tensor(QuantizedTensor):
             scales[stored == 255] = torch.nan
         else:
             second = read(self.names[2], ()).float().reshape(1, 1)
-            if not bool(second.isfinite() & (second != 0)):
+            if not bool(second.isfinite() & (second > 0)):
                 raise CheckpointError(
-                    f"tensor {self.names[2]} is {second.item()}; allowed: finite, not 0"
+                    f"tensor {self.names[2]} is {second.item()}; allowed: finite, above 0"
                 )
             scales = stored.float() / second if self.divides else stored.float() * second
         if not bool(scales.isfinite().all()):

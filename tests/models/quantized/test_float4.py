@@ -111,10 +111,18 @@ def test_folders_that_do_not_fit_are_refused(
     check_refused(tmp_path / "m", quantize, {**own, **config}, damage, words)
 
 
-@pytest.mark.parametrize("second", [0.0, torch.nan, torch.inf])
-def test_second_scales_that_are_no_scales_are_refused(second: float, tmp_path: Path) -> None:
-    quantize, config, _ = CASES["nvfp4"]
-    damage = change("weight_global_scale", torch.tensor([second]))
-    write(tmp_path / "m", quantize, config, change=damage)
-    with pytest.raises(CheckpointError, match=f"{UP}.*; allowed: finite, not 0"):
-        load_model(tmp_path / "m").checkpoint.get(f"{UP}.weight")
+@pytest.mark.parametrize("case", ["nvfp4", "nvfp4 modelopt"])
+@pytest.mark.parametrize("second", [0.0, -0.0, -2.0, torch.nan, torch.inf, -torch.inf])
+def test_second_scales_that_are_no_scales_are_refused(
+    case: str, second: float, tmp_path: Path
+) -> None:
+    """Their packages compute it from largest magnitudes, so it is above 0."""
+    quantize, config, _ = CASES[case]
+    name = "weight_scale_2" if case.endswith("modelopt") else "weight_global_scale"
+    write(tmp_path / "m", quantize, config, change=change(name, torch.tensor([second])))
+    checkpoint = load_model(tmp_path / "m").checkpoint
+    for read in (checkpoint.get, checkpoint.stored_type):
+        with pytest.raises(
+            CheckpointError, match=rf"^tensor {UP}\.{name} is .*; allowed: finite, a"
+        ):
+            read(f"{UP}.weight")
