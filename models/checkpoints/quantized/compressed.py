@@ -103,20 +103,16 @@ def read_compressed(config: Mapping[str, object], where: str, model: RawModel) -
                 f"{where}: quantization_config.{key} is not read; allowed: weights without it"
             )
     schemes = Schemes(config, where)
-    for module in model.modules("weight_packed"):
-        packed, scale = f"{module}.weight_packed", f"{module}.weight_scale"
-        scheme = schemes.of(model, module, packed)
-        if model.tensors[packed].dtype != "U8":
-            _take_packed(model, module, scheme)
-            continue
-        second = "weight_global_scale"
-        has_second = f"{module}.{second}" in model.tensors
-        stored = model.tensors.get(scale)
-        named = second if has_second or (stored is not None and stored.dtype == CODES) else None
-        block = MXFP4 if named is None else NVFP4
-        if scheme.group_size not in (None, block):
-            raise model.error(packed, f"has {scheme.where}.group_size", str(block))
-        take_float4(model, module, "weight_packed", "weight_scale", named, divides=True)
+    packed = {
+        module: schemes.of(model, module, f"{module}.weight_packed")
+        for module in model.modules("weight_packed")
+    }
+    ordered = {packed[m].where for m in model.modules("weight_g_idx") if m in packed}
+    for module, scheme in packed.items():
+        if model.tensors[f"{module}.weight_packed"].dtype == "U8":
+            _take_pairs(model, module, scheme)
+        else:
+            _take_packed(model, module, scheme, has_order=scheme.where in ordered)
     for module in model.modules("weight"):
         dtype = model.tensors[f"{module}.weight"].dtype
         if dtype == "I8":
@@ -130,14 +126,25 @@ def read_compressed(config: Mapping[str, object], where: str, model: RawModel) -
         model.notes.append(f"{where}: kv_cache_scheme is not used; the cache keeps its own format")
 
 
-def _take_packed(model: RawModel, module: str, scheme: Scheme) -> None:
+def _take_pairs(model: RawModel, module: str, scheme: Scheme) -> None:
+    second = "weight_global_scale"
+    has_second = f"{module}.{second}" in model.tensors
+    stored = model.tensors.get(f"{module}.weight_scale")
+    named = second if has_second or (stored is not None and stored.dtype == CODES) else None
+    block = MXFP4 if named is None else NVFP4
+    if scheme.group_size not in (None, block):
+        raise model.error(f"{module}.weight_packed", f"has {scheme.where}.group_size", str(block))
+    take_float4(model, module, "weight_packed", "weight_scale", named, divides=True)
+
+
+def _take_packed(model: RawModel, module: str, scheme: Scheme, *, has_order: bool) -> None:
     packed, scale = f"{module}.weight_packed", f"{module}.weight_scale"
     model.take(f"{module}.weight_shape", ("I64", "I32"), (2,))
     rows, columns = (int(size) for size in model.read(f"{module}.weight_shape", ()))
     stored, bits = model.tensors[packed].shape, scheme.bits
     if rows < 1 or columns < 1:
         raise model.error(f"{module}.weight_shape", f"has {[rows, columns]}", "rows and columns")
-    scheme.check_parts(model, module)
+    scheme.check_parts(model, module, has_order=has_order)
     scheme.check_scale(model, scale, rows)
     num_words = -(-columns * bits // 32)
     if stored != (rows, num_words):

@@ -14,6 +14,11 @@ from tilewright.models.checkpoints.quantized.base import RawModel
 from tilewright.models.checkpoints.quantized.selection import NamePatterns, is_class
 
 _STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
+_ORDERS: Mapping[object, bool] = {
+    **{None: False, False: False, "weight": False, "static": False},
+    **{True: True, "group": True, "dynamic": True},
+}
+"""Values of ``actorder``, and whether ``weight_g_idx`` is stored."""
 _MAX_SIZE = 1 << 20
 SCALAR_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
 """Shapes of a scale for the whole tensor."""
@@ -40,19 +45,25 @@ class Scheme:
     has_zeros: bool | None = None
     has_order: bool = False
 
-    def check_parts(self, model: RawModel, module: str) -> None:
+    def check_parts(self, model: RawModel, module: str, *, has_order: bool = False) -> None:
         """Refuse a module without the zero points or the order of its scheme.
+
+        Args:
+            model: The stored tensors.
+            module: Module name.
+            has_order: Whether other modules of the group have an order.
 
         Raises:
             CheckpointError: A tensor is missing.
         """
-        for suffix, is_needed in (
-            ("weight_zero_point", self.has_zeros),
-            ("weight_g_idx", self.has_order),
+        for suffix, is_needed, allowed in (
+            ("weight_zero_point", self.has_zeros, f"the tensor, which {self.where} names"),
+            ("weight_g_idx", self.has_order, f"the tensor, which {self.where} names"),
+            ("weight_g_idx", has_order, f"the tensor in all modules of {self.where}, or in none"),
         ):
             name = f"{module}.{suffix}"
             if is_needed and name not in model.tensors:
-                raise model.error(name, "is missing", f"the tensor, which {self.where} names")
+                raise model.error(name, "is missing", allowed)
 
     def check_scale(self, model: RawModel, scale: str, rows: int) -> None:
         """Refuse scales of another strategy, for a weight with ``rows`` outputs.
@@ -179,12 +190,21 @@ def _scheme(group: object, where: str) -> Scheme:
             f"{where}.block_structure = {list(block) if block else None} with strategy {strategy}; "
             "allowed: two sizes with strategy block only"
         )
-    symmetric, order = weights.get("symmetric"), weights.get("actorder")
+    symmetric = weights.get("symmetric")
     if symmetric not in (True, False, None):
         raise CheckpointError(f"{where}.symmetric = {str(symmetric)[:40]}; allowed: true, false")
     has_zeros = None if symmetric is None else not symmetric
     size = None if size == -1 else size
-    return Scheme(where, bits, strategy, size, block, has_zeros, order == "group")
+    return Scheme(where, bits, strategy, size, block, has_zeros, _has_order(weights, where))
+
+
+def _has_order(weights: Mapping[str, object], where: str) -> bool:
+    """Return whether the modules have an order of their groups."""
+    order = weights.get("actorder")
+    key = order.lower() if isinstance(order, str) else order
+    if not isinstance(key, str | bool | None) or key not in _ORDERS:
+        raise CheckpointError(f"{where}.actorder = {str(order)[:40]!r}; allowed: group, weight")
+    return _ORDERS[key]
 
 
 def _block(value: object, where: str) -> tuple[int, int] | None:

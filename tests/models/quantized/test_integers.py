@@ -176,6 +176,12 @@ def of_compressed(
     }
 
 
+def ordered_by(order: object) -> dict[str, Any]:
+    """Settings with an order of the groups."""
+    weights = {**of_compressed(4)["config_groups"]["group_0"]["weights"], "actorder": order}
+    return {"config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}
+
+
 V2 = {"checkpoint_format": "gptq_v2"}
 CASES: dict[str, tuple[Quantize, dict[str, Any], str]] = {
     "awq": (awq(), of_awq(), "AWQ int4 with zeros"),
@@ -220,6 +226,11 @@ CASES: dict[str, tuple[Quantize, dict[str, Any], str]] = {
         "compressed-tensors int8",
     ),
     "packed 3": (packed(3), of_compressed(3), "compressed-tensors int3"),
+    "packed 4 static": (
+        packed(4),
+        {**of_compressed(4), **ordered_by("static")},
+        "compressed-tensors int4",
+    ),
     "packed 4 act-order": (
         packed(4, ordered=True),
         of_compressed(4),
@@ -294,6 +305,17 @@ REFUSED = [
     ("packed 4", same, {"format": "marlin-24"}, "format = 'marlin-24'; allowed: float-qu"),
     ("packed 4", same, {"quantization_status": "frozen"}, "status = 'frozen'; allowed: compressed"),
     ("packed 4", same, {"transform_config": {"a": 1}}, "transform_config is not read"),
+    (
+        "packed 4 act-order",
+        change("weight_g_idx", None),
+        {},
+        rf"{UP}\.weight_g_idx is missing; .*none",
+    ),
+    ("packed 4", same, ordered_by("group"), r"weight_g_idx is missing; allowed: the tensor, which"),
+    ("packed 4", same, ordered_by("Dynamic"), r"weight_g_idx is missing; allowed: the tensor, wh"),
+    ("packed 4", same, ordered_by(True), r"weight_g_idx is missing; allowed: the tensor, which"),
+    ("packed 4", same, ordered_by("first"), r"actorder = 'first'; allowed: group, weight"),
+    ("packed 4", same, ordered_by(1), r"actorder = '1'; allowed: group, weight"),
     ("packed 4", same, {"config_groups": {"g": {}}}, r"num_bits = None; allowed: 1 to 8"),
     ("awq", change("qweight", torch.zeros(0, 24, dtype=INTS)), {}, r"shape \[0, 24\]; .*1 and"),
     ("awq", empty, {"group_size": -1}, "axes of 1 and above"),
