@@ -80,9 +80,7 @@ def guarded_apart(
 def _run_in_child(read: Callable[[], object], sink: int, num_bytes: int, seconds: float) -> None:
     code = _FAILED
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + num_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        limit_memory(num_bytes)
         for timer, number, limit in _timers(seconds):
             signal.signal(number, signal.SIG_DFL)  # ends the process
             signal.setitimer(timer, limit)
@@ -93,6 +91,13 @@ def _run_in_child(read: Callable[[], object], sink: int, num_bytes: int, seconds
         os.write(sink, said.encode("utf-8", "backslashreplace")[:4096])
     finally:
         os._exit(code)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Limit the process's further address space."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _timers(seconds: float) -> tuple[tuple[int, signal.Signals, float], ...]:

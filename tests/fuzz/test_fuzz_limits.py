@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.fuzz import limits
+from tests.fuzz.campaign import Campaign
 from tests.fuzz.limits import guarded, guarded_apart
 from tilewright.errors import ConfigError
 
@@ -65,3 +66,18 @@ def test_apart_native_memory_is_seen_too(
     monkeypatch.setattr(limits, "WAITING", 1 if read is wait else 60)
     with pytest.raises(AssertionError, match="the reader ended with"):
         guarded_apart(read, file_size=1000, seconds=0.3)
+
+
+def test_a_campaign_counts_defects_by_reader_and_continues(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fragile(seed: int) -> bool:
+        return bool(1 / (seed - 3))
+
+    campaign = Campaign({"sound": lambda seed: seed % 2 == 0, "fragile": fragile})
+    campaign.run(range(1, 9))
+    assert campaign.counts == {"sound": 8, "fragile": 8}
+    assert campaign.refused == {"sound": 4, "fragile": 7}
+    assert campaign.defects == {"sound": 0, "fragile": 1}
+    assert "defect: fragile, seed 3: ZeroDivisionError" in capsys.readouterr().out
+    assert "| fragile | 8 | 7 | 1 |" in campaign.table()

@@ -1,13 +1,11 @@
 """Mutated headers and configurations: every reader answers with values or an error in a line.
 
-``TILEWRIGHT_MUTATIONS`` is the number of the slow campaign. ``TILEWRIGHT_SEED`` is its first seed.
+See `tests.fuzz.campaign` for the number of mutations in the slow campaign.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-import os
 import random
 from collections.abc import Mapping
 from functools import cache
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fuzz.campaign import run_many
 from tests.models.quantized.folders import Quantize, Tensors
 from tests.models.quantized.test_float4 import COMPRESSED, MODELOPT, MX, NV
 from tests.models.quantized.test_float4 import quantizer as float4
@@ -126,8 +125,8 @@ def entry_of(name: str) -> str:
 
 
 def made(name: str) -> tuple[dict[str, Any], Tensors, dict[str, str]]:
-    """A valid configuration, tensors and metadata. A mutation replaces tensors whole."""
-    return copy.deepcopy(CASES[name][1]), dict(stored_by(name)), entries_of(name)
+    """A valid configuration, tensors and metadata. A mutation replaces values and tensors whole."""
+    return dict(CASES[name][1]), dict(stored_by(name)), entries_of(name)
 
 
 @cache
@@ -260,10 +259,4 @@ def test_mutated_folders_are_read_or_refused_in_a_line(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_many_mutated_folders_are_read_or_refused_in_a_line(name: str) -> None:
-    count = int(os.environ.get("TILEWRIGHT_MUTATIONS", "1000000")) // len(CASES)
-    first = int(os.environ.get("TILEWRIGHT_SEED", "1000"))
-    for seed in range(first, first + count):
-        try:
-            run(name, seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed} of {name}") from error
+    run_many(lambda seed: run(name, seed), name, len(CASES))
