@@ -60,7 +60,7 @@ class Answer:
     """An answer. ``str()`` returns its text.
 
     Attributes:
-        text: the answer without special tokens.
+        text: the answer without special tokens and the end token.
         tokens: its token ids, with the end token.
         finish_reason: ``stop`` at an end token, ``length`` at ``max_tokens``, or ``cancelled``.
         num_prompt_tokens: prompt tokens.
@@ -345,13 +345,15 @@ class LLM:
 
     def _pieces(self, request: RequestState) -> Iterator[str]:
         decoder, seen = self.tokenizer.stream(after=request.prompt), 0
+        ends = request.sampling.stop_token_ids
         self._loop.add(request)
         try:
             while request.finish_reason is None or seen < len(request.output):
                 if seen == len(request.output):
                     self._loop.step()
                     continue
-                piece = decoder.push(request.output[seen])
+                token = request.output[seen]
+                piece = "" if token in ends else decoder.push(token)
                 seen += 1
                 if piece:
                     yield piece
@@ -368,8 +370,10 @@ def _answer(request: RequestState, tokenizer: Tokenizer) -> Answer:
     if request.finish_reason == FAILED:
         raise RequestError(request.error)
     times = request.token_times or [request.arrived_at]
+    ends = request.sampling.stop_token_ids
+    shown = [token for token in request.output if token not in ends]
     return Answer(
-        text=tokenizer.decode(request.output, after=request.prompt),
+        text=tokenizer.decode(shown, after=request.prompt),
         tokens=tuple(request.output),
         finish_reason=request.finish_reason or "",
         num_prompt_tokens=len(request.prompt),

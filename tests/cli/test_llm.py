@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
@@ -78,9 +79,29 @@ def test_the_models_own_end_tokens_end_an_answer_unless_others_are_named(llm: LL
     stopped = llm.generate("hello", max_tokens=6, end_tokens=free.tokens[2:3])
     at = free.tokens.index(free.tokens[2])
     assert (stopped.tokens, stopped.finish_reason) == (free.tokens[: at + 1], "stop")
+    assert stopped.text == llm.tokenizer.decode(free.tokens[:at])
     assert llm.chat("x", max_tokens=2, logit_bias={llm.tokenizer.eos_ids[0]: 100}).tokens == (
         llm.tokenizer.eos_ids[0],
     )
+
+
+def test_an_end_token_of_any_type_is_not_in_the_text(
+    make_llama: Callable[..., Any], write_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As in responses of the server. A GGUF file may have an end token that is not special."""
+
+    def with_plain_end(writer: gguf.GGUFWriter) -> None:
+        add_pieces(writer)
+        writer.add_eos_token_id(260)
+
+    path = write_gguf(tmp_path / "m.gguf", make_llama(), tokenizer=with_plain_end)
+    ends = {"logit_bias": {260: 100.0}, "max_tokens": 3}
+    with LLM(path, target="null", use_cache=False) as llm:
+        assert llm.tokenizer.eos_ids == (260,) and 260 not in llm.tokenizer.special_ids
+        answer = llm.generate("ab", **ends)
+        assert (answer.tokens, answer.finish_reason, answer.text) == ((260,), "stop", "")
+        assert list(llm.stream("ab", **ends)) == []
+        assert llm.generate("ab", **ends, end_tokens=()).text == "aaa"
 
 
 def test_a_stream_gives_the_text_piece_by_piece(llm: LLM) -> None:
