@@ -87,7 +87,7 @@ def experts(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.n
 def from_package(scheme: str) -> Quantize:
     def run(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
         own = SCHEMES[scheme]
-        return {name: own[name] for name in own if name not in ("value", "entry")}, weight
+        return {name: own[name] for name in own if name not in ("value", "entry", "config")}, weight
 
     return run
 

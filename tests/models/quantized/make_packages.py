@@ -1,16 +1,21 @@
 """Write packages.safetensors: small weights quantized by bitsandbytes, MLX, torchao and others.
 
-`value` tensors are the last rows of the float32 values that the packages return::
+`value`: the last rows of a package's float32 values. `config`: its own configuration::
 
     pip install bitsandbytes==0.50.2 mlx[cpu]==0.32.4 compressed-tensors==0.20.1 torchao==0.18.0
-    python -m tests.models.quantized.make_packages bitsandbytes mlx compressed-tensors torchao
+    pip install nvidia-modelopt==0.47.0 auto-round==0.16.1
+    python -m tests.models.quantized.make_packages bitsandbytes mlx compressed-tensors torchao \\
+        awq gptq modelopt
 
 torchao needs a GPU's package for int4: its class has codes at random, with values by its formula.
+compressed-tensors converts random AWQ codes. auto-round packs GPTQ codes.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +69,140 @@ def of_mlx() -> Tensors:
     return found
 
 
+PACKED: dict[str, tuple[str, dict[str, object]]] = {
+    "W4A16 zeros": ("pack-quantized", {"num_bits": 4, "symmetric": False, "group_size": 32}),
+    "W4A16": ("pack-quantized", {"num_bits": 4, "group_size": 32}),
+    "W3A16": ("pack-quantized", {"num_bits": 3, "group_size": 32, "actorder": "weight"}),
+    "W8A16": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "W8A8": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "W8A8 zeros": ("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
+    "FP8": ("float-quantized", {"type": "float", "strategy": "tensor"}),
+    "FP8 channel": ("float-quantized", {"type": "float", "strategy": "channel"}),
+    "FP8 block": (
+        "float-quantized",
+        {"type": "float", "strategy": "block", "block_structure": [128, 128]},
+    ),
+    "MXFP8": (
+        "mxfp8-quantized",
+        {"type": "float", "group_size": 32, "scale_dtype": "torch.uint8"},
+    ),
+    "MXFP4": (
+        "mxfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "group_size": 32, "scale_dtype": "torch.uint8"},
+    ),
+}
+"""Formats and weight settings of compressed-tensors."""
+
+
 def of_compressed_tensors() -> Tensors:
+    found = of_nvfp4()
+    for name, (form, settings) in PACKED.items():
+        found |= of_packed(f"compressed-tensors {name}", form, settings)
+    return found
+
+
+def of_packed(name: str, form: str, settings: Mapping[str, object]) -> Tensors:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        QuantizationStatus,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args: Any = QuantizationArgs(**settings)
+    dense = weight(16, 128).bfloat16().float()
+    width = args.group_size or 128
+    groups = dense.view(16, -1, width)
+    low, high = groups.amin(-1), groups.amax(-1)
+    if args.strategy in ("tensor", "block"):
+        low, high = low.amin().view(1, 1), high.amax().view(1, 1)
+    scale, zero = calculate_qparams(low, high, args)
+    scale = scale.view(1) if args.strategy == "tensor" else scale
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
+    state = {"weight": dense, "weight_scale": scale.bfloat16().float()}
+    state["weight_zero_point"] = zero.to(torch.int8) if args.type == "int" else zero
+    compressor: Any = BaseCompressor.get_value_from_registry(form)
+    packed = compressor.compress(state, scheme)
+    value = compressor.decompress(packed, scheme)["weight"].float()
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=form,
+        quantization_status=QuantizationStatus.COMPRESSED,
+    )
+    stored = {
+        key: part.bfloat16() if part.dtype == torch.float32 else part
+        for key, part in packed.items()
+    }
+    return with_config(name, stored, value, config.to_dict())
+
+
+def with_config(name: str, stored: Tensors, value: torch.Tensor, config: Any) -> Tensors:
+    found = {f"{name}|{key}": part for key, part in stored.items()}
+    text = json.dumps(config, default=str)
+    found[f"{name}|config"] = torch.tensor([*text.encode()], dtype=torch.uint8)
+    return {**found, f"{name}|value": value[-2:]}
+
+
+def of_awq() -> Tensors:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+
+    rng = np.random.default_rng(7)
+    words = rng.integers(-(1 << 31), 1 << 31, (66, 2), np.int64).astype(np.int32)
+    stored = {"qweight": torch.from_numpy(words[:64]), "qzeros": torch.from_numpy(words[64:])}
+    stored["scales"] = torch.from_numpy(rng.uniform(0.01, 0.02, (2, 16))).half()
+    settings = {"bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    converter: Any = AutoAWQConverter.from_autoawq_config(settings)
+    own = {f"m.{key}": part.clone() for key, part in stored.items()}
+    own["m.scales"] = own["m.scales"].float()
+    state = {key.removeprefix("m."): part for key, part in converter.process(own).items()}
+    (scheme,) = converter.update_config(None).config_groups.values()
+    compressor: Any = BaseCompressor.get_value_from_registry("pack-quantized")
+    value = compressor.decompress(state, scheme)["weight"]
+    return with_config("AWQ", stored, value, {**settings, "quant_method": "awq"})
+
+
+def of_gptq() -> Tensors:
+    """Pack GPTQ codes in the first version, which stores zeros minus 1."""
+    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
+    from torch import nn
+
+    found: Tensors = {}
+    for bits in (2, 3, 4, 8):
+        rng = np.random.default_rng(bits)
+        codes, zeros = (
+            torch.from_numpy(rng.integers(low, 1 << bits, shape)).float()
+            for low, shape in ((0, (32, 64)), (1, (32, 2)))
+        )
+        scales = torch.from_numpy(rng.uniform(0.01, 0.02, (32, 2))).half().float()
+        spread = [part.repeat_interleave(32, 1) for part in (zeros, scales)]
+        linear = nn.Linear(64, 32, bias=False)
+        linear.weight = nn.Parameter((codes - spread[0]) * spread[1], requires_grad=False)
+        layer: Any = QuantLinear(bits, 32, 64, 32, bias=False)
+        layer.device = "cpu"
+        layer.pack(linear, scales, zeros, None, device="cpu")
+        stored = {key: part.clone() for key, part in layer.state_dict().items()}
+        layer.scales = layer.scales.float()
+        value = layer(torch.eye(64)).T
+        config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False}
+        found |= with_config(f"GPTQ int{bits}", stored, value, config)
+    return found
+
+
+def of_modelopt() -> Tensors:
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    dense = weight(8, 64)
+    codes, scale, second = NVFP4QTensor.quantize(dense.clone(), 16)
+    value = codes.dequantize(torch.float32, scale=scale, double_scale=second, block_sizes={-1: 16})
+    stored = {"weight": codes._quantized_data, "weight_scale": scale, "weight_scale_2": second}
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    return with_config("ModelOpt NVFP4", stored, value, config)
+
+
+def of_nvfp4() -> Tensors:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationScheme
@@ -147,6 +285,9 @@ MAKERS = {
     "mlx": of_mlx,
     "compressed-tensors": of_compressed_tensors,
     "torchao": of_torchao,
+    "awq": of_awq,
+    "gptq": of_gptq,
+    "modelopt": of_modelopt,
 }
 
 

@@ -1,4 +1,4 @@
-"""Values of bitsandbytes, MLX, compressed-tensors and torchao bit for bit; refused folders.
+"""Values of the packages that make quantized files, bit for bit; refused folders.
 
 packages.safetensors is written by make_packages.py.
 """
@@ -26,7 +26,7 @@ from tests.models.quantized.folders import (
     write,
     write_dense,
 )
-from tests.models.quantized.make_packages import FILE
+from tests.models.quantized.make_packages import FILE, PACKED
 from tests.models.quantized.test_float4 import NV
 from tilewright.compiler.formats import get_format, stored_format
 from tilewright.errors import CheckpointError
@@ -34,6 +34,7 @@ from tilewright.models import load_model, quantised_types
 from tilewright.models.checkpoints.quantized.base import RawModel, RawTensor
 from tilewright.models.checkpoints.quantized.bitsandbytes import read_bitsandbytes
 from tilewright.models.checkpoints.quantized.compressed import read_compressed
+from tilewright.models.checkpoints.quantized.methods import take_quantized
 from tilewright.models.checkpoints.quantized.mlx import read_mlx
 from tilewright.models.checkpoints.quantized.torchao import read_torchao
 
@@ -41,6 +42,7 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 DTYPES = {
     **{torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"},
     **{torch.int8: "I8", torch.uint32: "U32", torch.float8_e4m3fn: "F8_E4M3"},
+    **{torch.int32: "I32", torch.int64: "I64"},
 }
 
 
@@ -53,21 +55,44 @@ def schemes() -> dict[str, Tensors]:
 
 
 SCHEMES = schemes()
+_OTHER = {"value", "entry", "config"}
+"""Parts of a scheme that are no stored tensors."""
 HAVE_FORMATS = (
     *("MLX int2", "MLX int3", "MLX int4", "MLX int5", "NVFP4 1x16"),
     *("bitsandbytes nf4", "bitsandbytes nf4 nested"),
     *("torchao float8", "torchao int8", "torchao bytes int4", "torchao int4"),
+    *(f"compressed-tensors {name}" for name in PACKED if name != "W8A8 zeros"),
+    *("AWQ", "GPTQ int2", "GPTQ int3", "GPTQ int4", "ModelOpt NVFP4"),
 )
 LABELS = {
     "torchao float8": "FP8 per channel",
     "torchao bytes int4": "torchao int4",
     "torchao int4 minimums": "torchao int4 with minimums",
+    "AWQ": "AWQ int4 with zeros",
+    **{f"GPTQ int{bits}": f"GPTQ int{bits} with zeros" for bits in (2, 3, 4, 8)},
+    "ModelOpt NVFP4": "NVFP4 1x16",
+    **{
+        f"compressed-tensors {name}": label
+        for name, label in {
+            "W4A16 zeros": "compressed-tensors int4 with zeros",
+            "W4A16": "compressed-tensors int4",
+            "W3A16": "compressed-tensors int3",
+            "W8A16": "compressed-tensors int8",
+            "W8A8": "compressed-tensors int8",
+            "W8A8 zeros": "compressed-tensors int8 with zeros",
+            "FP8": "FP8 per tensor",
+            "FP8 channel": "FP8 per channel",
+            "FP8 block": "FP8 128x128",
+            "MXFP8": "FP8 1x32, powers of two",
+            "MXFP4": "MXFP4",
+        }.items()
+    },
 }
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_values_are_the_package_s_bit_for_bit(scheme: str) -> None:
-    names = {*SCHEMES[scheme]} - {"value", "entry"}
+    names = {*SCHEMES[scheme]} - _OTHER
     tensors = {f"m.{name}": SCHEMES[scheme][name] for name in names}
     raw = {n: RawTensor(tuple(t.shape), DTYPES[t.dtype], t.nbytes) for n, t in tensors.items()}
 
@@ -77,7 +102,10 @@ def test_values_are_the_package_s_bit_for_bit(scheme: str) -> None:
     model = RawModel(Path("m"), raw, read)
     if "entry" in SCHEMES[scheme]:
         model.metadata = {"m.weight": bytes(SCHEMES[scheme]["entry"].tolist()).decode()}
-    if scheme.startswith("MLX"):
+    if "config" in SCHEMES[scheme]:
+        settings = json.loads(bytes(SCHEMES[scheme]["config"].tolist()))
+        take_quantized({"quantization_config": settings}, "config.json", model)
+    elif scheme.startswith("MLX"):
         bits = int(scheme.removeprefix("MLX int"))
         read_mlx({"bits": bits, "group_size": 64}, "config.json", model)
     elif scheme.startswith("NVFP4"):
@@ -90,13 +118,17 @@ def test_values_are_the_package_s_bit_for_bit(scheme: str) -> None:
     weight, expected = model.found["m.weight"], SCHEMES[scheme]["value"]
     rows, first = weight.shape[0], weight.shape[0] - len(expected)
     got = weight.values(read, first, rows)
+    if scheme.startswith("ModelOpt"):
+        got += 0.0  # its code 8 is 0, not -0
     assert torch.equal(got.view(torch.int32), expected.view(torch.int32))
     assert torch.equal(weight.values(read, rows - 1, rows), expected[-1:])
     label = weight.stored_type(read)
     assert label == LABELS.get(scheme, scheme.removesuffix(" nested"))
     name = stored_format(label)
     assert (name is not None) == (scheme in HAVE_FORMATS)
-    if name is not None:
+    if name == "bf16":
+        assert torch.equal(expected.bfloat16().float(), expected)
+    elif name is not None:
         data = torch.from_numpy(weight.stored(read, first, rows)[1])
         assert torch.equal(get_format(name).unpack(data.flatten(), expected.shape), expected)
 
@@ -158,7 +190,7 @@ NUMBERS = [
 @pytest.mark.parametrize(("scheme", "suffix", "number"), NUMBERS)
 def test_scales_that_are_not_finite_are_refused(scheme: str, suffix: str, number: float) -> None:
     """Also products of nested scales."""
-    own = {name: SCHEMES[scheme][name].clone() for name in {*SCHEMES[scheme]} - {"value", "entry"}}
+    own = {name: SCHEMES[scheme][name].clone() for name in {*SCHEMES[scheme]} - _OTHER}
     (name,) = (name for name in own if name.endswith(suffix))
     own[name].view(-1)[0] = number
     for other in own:
