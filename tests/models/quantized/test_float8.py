@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from tests.models.quantized.folders import (
     E4M3,
@@ -105,6 +107,31 @@ def test_values_are_the_formulas_bit_for_bit(case: str, tmp_path: Path) -> None:
     check_header(tmp_path / "m")
     method = str(config["quant_method"])
     assert quantised_types(tmp_path / "m") == ("FP8" if method == "fp8" else method,)
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+@pytest.mark.parametrize("block", [(128, 128), (64, 32)])
+def test_blocks_have_the_values_of_transformers(
+    block: tuple[int, int], scale_fmt: str, tmp_path: Path
+) -> None:
+    """Transformers writes the configuration, quantizes, and dequantizes in float32."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    config = transformers.FineGrainedFP8Config(weight_block_size=block, scale_fmt=scale_fmt)
+    quantizer: Any = SimpleNamespace(quantization_config=config)
+    settings = json.loads(json.dumps(config.to_dict(), default=str))
+
+    def run(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+        whole = torch.from_numpy(weight)
+        found = Fp8Quantize(quantizer)._quantize_one("x.weight", whole.repeat(2, 1)[:128])
+        stored = {name.removeprefix("x."): tensor for name, tensor in found.items()}
+        values = Fp8Dequantize(quantizer)._dequantize_one(
+            stored["weight"], stored["weight_scale_inv"], output_dtype=torch.float32
+        )
+        return stored, values.numpy()
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4}
+    check_values(tmp_path / "m", write(tmp_path / "m", run, settings, sizes=sizes))
 
 
 @pytest.mark.parametrize("case", ["partial blocks", "blocks"])
