@@ -31,7 +31,7 @@ CASES = (*sorted(TENSOR_TYPES), "parts")
 _PARTS = 3
 
 
-def write(path: Path, name: str) -> None:
+def write(path: Path, name: str, *, norms: str = "F32") -> None:
     """Write a model's header with small tensors of a type, with random bytes."""
     is_split = name == "parts"
     writer = gguf.GGUFWriter(path, "llama", split_max_tensors=2 if is_split else 0)
@@ -48,7 +48,9 @@ def write(path: Path, name: str) -> None:
     rng = np.random.default_rng(len(name))
     for tensor in TENSORS:
         if tensor.endswith("_norm"):
-            writer.add_tensor(f"{tensor}.weight", np.ones(HIDDEN, np.float32))
+            vector = np.ones(HIDDEN, np.float32)
+            own = gguf.GGMLQuantizationType[norms]
+            writer.add_tensor(f"{tensor}.weight", gguf.quants.quantize(vector, own), raw_dtype=own)
             continue
         data = rng.integers(0, 256, (ROWS, HIDDEN // block * block_bytes), np.uint8)
         writer.add_tensor(f"{tensor}.weight", data, raw_dtype=kind)
@@ -132,6 +134,17 @@ def test_mutated_files_are_read_or_refused_in_a_line(name: str, folder: Path) ->
     assert len(files(folder, name)) == (_PARTS if name == "parts" else 1)
     refused = sum(run(folder, name, seed) for seed in range(30))
     assert 5 <= refused < 30
+
+
+@pytest.mark.parametrize("norms", ["MXFP4", "Q8_0", "Q4_0"])
+def test_a_vector_in_blocks_is_read_whole(norms: str, tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "F16", norms=norms)
+    read_whole(tmp_path / "m.gguf")
+    checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
+    assert checkpoint.stored_type("model.norm.weight") == norms
+    whole = checkpoint.get("model.norm.weight")
+    assert (whole - 1).abs().max() < 1e-3
+    assert torch.equal(checkpoint.get("model.norm.weight", slice(3, 9)), whole[3:9])
 
 
 @pytest.mark.slow

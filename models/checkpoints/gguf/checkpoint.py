@@ -191,9 +191,11 @@ class GGUFCheckpoint:
             self._pieces(self._views[name], 0, stop) if name in self._views else [whole]
         ):
             assert tensor is not None
-            count = max(1, _LABEL_BYTES * tensor.shape[0] // tensor.nbytes)
+            num_rows = 1 if len(tensor.shape) == 1 else tensor.shape[0]  # a vector is a single row
+            end = min(end, num_rows)
+            count = max(1, _LABEL_BYTES * num_rows // tensor.nbytes)
             for at in range(start, end, count):
-                rows = self._rows(tensor, tensor.shape[0], slice(at, min(at + count, end)))
+                rows = self._rows(tensor, num_rows, slice(at, min(at + count, end)))
                 blocks = torch.from_numpy(rows.reshape(-1, SIZES["MXFP4"][1]))
                 label = label_of("MXFP4", blocks[:, 0], functools.partial(blocks.narrow, 1, 1, 16))
                 if label != "MXFP4":
