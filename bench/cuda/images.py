@@ -104,7 +104,7 @@ class _Session:
     def __init__(self, name: str, options: _Options) -> None:
         from bench.cuda.measure import Bench
 
-        self._name, self._options = name, options
+        self._command, self._options = f"python -m bench images --rows {name}", options
         shape, precision = PROGRAMS[name]
         self._processor = _processor(shape)
         longest = max(self._prepared(side, 0).num_tokens for side in options.sides)
@@ -149,7 +149,7 @@ class _Session:
             "device": compiled.executable.device_name,
             "target": compiled.target,
             "side": side,
-            "command": f"python -m bench images --rows {self._name}",
+            "command": f"{self._command} --tower" if self._options.tower else self._command,
         }
 
     def _prepared(self, side: int, seed: int) -> Any:
@@ -178,9 +178,8 @@ class _Session:
         ceilings = measure_ceilings(self._options.target)
         for workload in self._text_rows:
             result = self.made.measure(workload, ceilings).result
-            command = f"python -m bench images --rows {self._name}"
             if result is not None and self._options.records is not None:
-                append(self._options.records, replace(result, command=command))
+                append(self._options.records, replace(result, command=self._command))
 
     def _generate(self, side: int, users: int) -> dict[str, Any]:
         """Return times for the first token and decode rates, with an image per user."""

@@ -45,6 +45,7 @@ def test_the_tower_is_measured_without_generation(tmp_path: Path) -> None:
     assert main([*words, "--repeats", "1", "--results", str(rows)]) == 0
     (row,) = [json.loads(line) for line in rows.read_text().splitlines()]
     assert row["image_tokens"] == 64 and row["tower_ms"][0] > 0 and "ttft_ms" not in row
+    assert row["command"] == "python -m bench images --rows tiny-hybrid --tower"
 
 
 def test_an_unknown_row_is_refused() -> None:
