@@ -98,6 +98,22 @@ def size_of(picture: Picture) -> tuple[object, str]:
     return picture.image.size, picture.detail
 
 
+LOCAL_FAULTS = {
+    name: FAULTS[name] for name in ("short_data", "cmyk", "16_bit", "animated", "strip")
+}
+
+
+@pytest.mark.parametrize("name", LOCAL_FAULTS)
+def test_take_images_of_an_open_pillow_image_refuses_in_a_line(name: str) -> None:
+    """Pillow reads the pixels of an opened file with its first use."""
+    data, _, words = FAULTS[name]
+    content = [{"type": "image", "image": Image.open(io.BytesIO(data))}]
+    with pytest.raises(ImageError, match=words) as caught:
+        take_images([{"role": "user", "content": content}], LIMITS, size_of, is_local=True)
+    assert str(caught.value).startswith("messages[0].content[0]: ")
+    assert "; allowed: " in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_take_images_replaces_parts_in_order(tmp_path: Path) -> None:
     (tmp_path / "a.bmp").write_bytes(encoded("BMP", (3, 4)))
     text = {"type": "text", "text": "what?"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import ConfigError, RequestError, allowed, one_line
 
@@ -92,9 +92,7 @@ def decode_image(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             image = PIL.Image.open(io.BytesIO(data), formats=names)
-            check_size(image, limits, where)
-            _check_mode(image, where)
-            return image.convert("RGB")
+            return as_rgb(image, limits, where)
     except ImageError:
         raise
     except PIL.UnidentifiedImageError:
@@ -106,8 +104,26 @@ def decode_image(
         ) from None
     # A damaged file can raise any exception of a decoder.
     except Exception as error:
-        reason = one_line(error)
-        raise ImageError(f"{where}: cannot be decoded ({reason}); allowed: a whole file") from None
+        raise _damaged(where, error) from None
+
+
+def as_rgb(image: Any, limits: ImageLimits, where: str) -> Image:
+    """Return a Pillow image as RGB. Its pixels may still be in its file.
+
+    Raises:
+        ImageError: It is above a limit, of an unsupported mode, or cannot be decoded.
+    """
+    check_size(image, limits, where)
+    _check_mode(image, where)
+    try:
+        result: Image = image.convert("RGB")
+    except Exception as error:
+        raise _damaged(where, error) from None
+    return result
+
+
+def _damaged(where: str, error: Exception) -> ImageError:
+    return ImageError(f"{where}: cannot be decoded ({one_line(error)}); allowed: a whole file")
 
 
 def check_size(image: Image, limits: ImageLimits, where: str) -> None:

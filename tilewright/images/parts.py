@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tilewright.errors import allowed
-from tilewright.images.decode import ImageError, ImageLimits, check_size, decode_image
+from tilewright.images.decode import ImageError, ImageLimits, as_rgb, decode_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -156,10 +156,7 @@ def _local_image(value: object, limits: ImageLimits, where: str) -> Image:
     if not hasattr(value, "convert"):
         type_name = type(value).__name__
         raise ImageError(f"{where}.image: {type_name}; allowed: a Pillow image or a path")
-    image: Any = value
-    check_size(image, limits, where)
-    converted: Image = image.convert("RGB")
-    return converted
+    return as_rgb(value, limits, where)
 
 
 def read_image_file(path: str | Path, limits: ImageLimits) -> bytes:
