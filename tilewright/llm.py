@@ -254,6 +254,8 @@ class LLM:
         self, prompt: Sequence[int], images: Sequence[PromptImage] = (), **sampling: Any
     ) -> AnswerStream:
         """Stream the answer to token ids. ``images``: images in the prompt."""
+        if images and self.compiled.executable.encoder is None:
+            raise self._no_images()
         return self._stream((tuple(prompt), tuple(images)), sampling)
 
     def embed(
@@ -317,14 +319,20 @@ class LLM:
     def _of_images(self, messages: Chat) -> _Prompt:
         encoder = self.compiled.executable.encoder
         if encoder is None:
-            target = self.compiled.target
-            raise RequestError(
-                f"images: {self.source.name} on target {target} takes text only; allowed: text"
-            )
+            raise self._no_images()
         processor = encoder.settings.processor
         chat, images = take_images(messages, ImageLimits(), processor.prepare, is_local=True)
         text = expand_markers(self.tokenizer.apply_chat_template(chat), processor)
         return insert_images(self.tokenizer.encode(text), images, processor.image_token)
+
+    def _no_images(self) -> RequestError:
+        """Return the refusal of images, with the names of model and target."""
+        target, mesh = self.compiled.target, self.compiled.executable.mesh
+        if mesh != "1x1":
+            target = f"{target} ({mesh} devices)"
+        return RequestError(
+            f"images: {self.source.name} on target {target} takes text only; allowed: text"
+        )
 
     def _run(self, prompts: Iterable[_Prompt], values: Mapping[str, Any]) -> list[Answer]:
         requests = [self._request(prompt, values) for prompt in prompts]

@@ -167,8 +167,10 @@ def test_a_compiled_folder_and_a_target_without_cross_layers(
     with LLM(out, max_seats=2) as llm:
         answer = llm.chat(chat_of(*CHATS["two_images"]), max_tokens=COUNT, stop_token_ids=())
         assert list(answer.tokens) == expected(model, llm, CHATS["two_images"])
-    with (
-        LLM(folder, target="n150", precision="bf16", use_cache=False) as board,
-        pytest.raises(RequestError, match="target n150 takes text only; allowed: text"),
-    ):
-        board.chat(chat_of(WIDE, "what?"))
+        prompt, images = llm._of_chat(chat_of(WIDE, "what?"))
+    refused = "images: tiny on target n150 takes text only; allowed: text"
+    with LLM(folder, target="n150", precision="bf16", use_cache=False) as board:
+        with pytest.raises(RequestError, match=refused):
+            board.chat(chat_of(WIDE, "what?"))
+        with pytest.raises(RequestError, match=refused):  # as `tilewright run --image` does
+            board.stream_tokens(prompt, images)
