@@ -214,7 +214,9 @@ def text_model(
 def takes_images(model: CompilableModel, backend: Target, parallel: ParallelConfig) -> bool:
     """Return whether the model's tower can run on a target."""
     vision: Any = getattr(model, "vision", None)
-    if vision is None or not backend.has_images or parallel.tensor > 1:
+    if vision is None or not backend.has_images:
+        return False
+    if parallel.tensor > 1 and not backend.has_images_on_ranks:
         return False
     if vision.text_module is not None:
         return backend.has_cross_layers
@@ -302,7 +304,7 @@ def compile_encoder(
     """Return the model's image encoder. Its weights are read with the first image.
 
     ``is_fast``: A GPU may use bfloat16.
-    None: the model has no tower, the target takes no images, or there are several ranks.
+    None: the model has no tower, or the target takes no images. Each rank has the whole tower.
     """
     from tilewright.compiler.targets.reference_tower import compile_tower
 

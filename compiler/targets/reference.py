@@ -93,7 +93,7 @@ class ReferenceTarget(Target):
 
     name = "reference"
     emits = ("program", "mlir")
-    has_images = True
+    has_images = has_images_on_ranks = True
     has_cross_layers = True
     has_bidirectional_images = True
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tilewright.compiler.artifacts.folder import open_folder
 from tilewright.compiler.artifacts.loading import load_encoder
 from tilewright.compiler.artifacts.manifest import Manifest
-from tilewright.compiler.artifacts.paths import digest_memory, is_compiled
+from tilewright.compiler.artifacts.paths import digest_memory, is_compiled, part_of
 from tilewright.compiler.artifacts.start import Start
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
 from tilewright.compiler.targets.interface.compiled import Compiled
@@ -197,7 +197,8 @@ def image_processor(source: ModelHandle) -> AnyProcessor:
         RequestError: The model takes no images.
     """
     if source.manifest is not None:
-        encoder = load_encoder(Path(str(source.path)))
+        folder = Path(str(source.path))
+        encoder = load_encoder(folder if source.manifest.group is None else part_of(folder, 0))
         if encoder is not None:
             return encoder.settings.processor
     elif (vision := source.checkpoint_model().vision) is not None:

@@ -304,6 +304,7 @@ class Target(ABC):
             context.
         block_axis: The only supported axis of weight blocks. Empty: both.
         has_images: Executables take images in prompts.
+        has_images_on_ranks: Executables of several ranks take images, too.
         has_cross_layers: Executables run cross-attention layers to images.
         has_bidirectional_images: Prompts have attention in both directions inside an image.
     """
@@ -316,6 +317,7 @@ class Target(ABC):
     reach_back: int | None = None
     block_axis: str = ""
     has_images: bool = False
+    has_images_on_ranks: bool = False
     has_cross_layers: bool = False
     has_bidirectional_images: bool = False
 

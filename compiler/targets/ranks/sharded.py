@@ -47,7 +47,7 @@ class ShardedExecutable(Executable):
         self.capabilities, self.contract = own.capabilities, own.contract
         self.vocab_size = own.vocab_size
         self.device_name, self.device_detail = own.device_name, own.device_detail
-        self.notes = own.notes
+        self.notes, self.encoder = own.notes, own.encoder
         self.mesh = f"1x{ranks.leader.size}"
         self._last: tuple[Slot, ...] | None = None
         self._trace, self._between = StepChecksum(), steps_between()
@@ -61,6 +61,10 @@ class ShardedExecutable(Executable):
     @num_tokens.setter
     def num_tokens(self, value: int | None) -> None:
         self.own.num_tokens = value
+
+    @property
+    def image_value_bytes(self) -> int:
+        return self.own.image_value_bytes
 
     def step(self, step: Step) -> StepOutput:
         if step.proposes:  # only the leader has a draft layer

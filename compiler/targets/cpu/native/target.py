@@ -40,7 +40,7 @@ class NativeTarget(Target):
 
     name = "cpu-native"
     is_cached = True
-    has_images = True
+    has_images = has_images_on_ranks = True
     has_bidirectional_images = True
     has_cross_layers = True
     wire = "bf16"
