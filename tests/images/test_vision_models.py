@@ -57,16 +57,23 @@ def chat_of(*parts: object) -> list[dict[str, Any]]:
 
 def expected(model: Any, llm: LLM, parts: tuple[object, ...], count: int) -> list[int]:
     """transformers' greedy tokens for the same chat."""
+    return scored(model, llm, parts, count)[0]
+
+
+@torch.no_grad()
+def scored(
+    model: Any, llm: LLM, parts: tuple[object, ...], count: int
+) -> tuple[list[int], torch.Tensor]:
+    """transformers' greedy tokens for the same chat, and log probabilities ``[count, tokens]``."""
     (tokens, placed) = llm._of_chat(chat_of(*parts))
     inputs = {"input_ids": torch.tensor([tokens])}
     if placed:
         found = processor_of_hf()([p for p in parts if not isinstance(p, str)], return_tensors="pt")
         kinds = torch.tensor([[int(token == 259) for token in tokens]])
         inputs |= {**found, "mm_token_type_ids": kinds}
-    with torch.no_grad():
-        made = model.generate(**inputs, max_new_tokens=count, do_sample=False, eos_token_id=None)
-    ids: list[int] = made[0, len(tokens) :].tolist()
-    return ids
+    how = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    made = model.generate(**inputs, max_new_tokens=count, output_logits=True, **how)
+    return made.sequences[0, len(tokens) :].tolist(), torch.cat(made.logits).log_softmax(-1)
 
 
 @pytest.mark.parametrize("size", [*SIZES, (200, 33), (5, 300)])
@@ -104,5 +111,14 @@ CHATS = {
 
 @pytest.mark.parametrize("name", CHATS)
 def test_chat_gives_the_tokens_of_transformers(name: str, model: Any, llm: LLM) -> None:
-    answer = llm.chat(chat_of(*CHATS[name]), max_tokens=8, stop_token_ids=())
-    assert list(answer.tokens) == expected(model, llm, CHATS[name], 8)
+    tokens, scores = scored(model, llm, CHATS[name], 8)
+    prompt, images = llm._of_chat(chat_of(*CHATS[name]))
+    sampling: dict[str, Any] = {"max_tokens": 8, "logprobs": 20, "stop_token_ids": ()}
+    with llm.stream_tokens(prompt, images, **sampling) as stream:
+        for _ in stream:
+            pass
+    assert stream._request.output == tokens
+    for position, row in zip(stream._request.logprobs, scores, strict=True):
+        assert len(position.top) == 20
+        for token, score in position.top:
+            assert abs(score - float(row[token])) < 1e-4
