@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,6 +18,7 @@ from tilewright.compiler.targets.null import NullExecutable
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
 from tilewright.runtime.grammar.matchers import grammars_of
+from tilewright.runtime.scheduling.request_state import SchedulerConfig
 from tilewright.runtime.service import EngineService, QueueTransport
 from tilewright.serve.prompt.template import read_template
 from tilewright.serve.tasks import Served
@@ -46,6 +48,7 @@ def null_engine(
     *,
     ignore_eos: bool = True,
     chat_template: str | None = None,
+    policy: SchedulerConfig | None = None,
 ) -> BatchEngine:
     """A batch engine on an executable that needs no weights; its tokens are bytes."""
     plain = byte_tokenizer(VOCABULARY, "null")
@@ -53,7 +56,8 @@ def null_engine(
     tokenizer.save(folder / "tokenizer")
     transport = QueueTransport()
     grammars = grammars_of(folder / "tokenizer", tokenizer.eos_ids, VOCABULARY)
-    service = EngineService(executable or null_executable(), transport, grammars=grammars)
+    how: dict[str, Any] = {"policy": policy, "grammars": grammars}
+    service = EngineService(executable or null_executable(), transport, **how)
     served = Served(
         ready=service.ready({}), coder=tokenizer, name="null", fingerprint="fp", defaults={}
     )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from tests.batch.rows import completion, null_engine, null_executable, record, run
 from tilewright.batch.figures import Meter
-from tilewright.batch.records import Item
+from tilewright.batch.records import Item, Record
 from tilewright.compiler.targets.interface.step import Step, StepOutput
 from tilewright.errors import CompileError
+from tilewright.runtime.scheduling.request_state import SchedulerConfig
+from tilewright.runtime.speculative.config import SpeculativeConfig
 
 
 def test_more_rows_than_slots_are_answered_each_once(tmp_path: Path) -> None:
@@ -49,6 +52,18 @@ def test_what_the_server_would_refuse_fails_alone(tmp_path: Path) -> None:
     assert "not valid JSON" in messages[3] and messages[4] == "of no row"
     assert "no chat template" in messages[5] and "token 999" in messages[6]
     assert found[2].error()["code"] == "context_length_exceeded" and "suffix" in messages[7]
+
+
+@pytest.mark.parametrize("stop", [[], ["x"]], ids=["decoded at the end", "watched"])
+def test_timings_of_a_row_have_its_drafts(tmp_path: Path, stop: list[str]) -> None:
+    config = SpeculativeConfig(max_lookup=2, min_lookup=1, schedule=((1, 9, 3),))
+    engine = null_engine(tmp_path, policy=SchedulerConfig(speculative=config))
+    body: dict[str, Any] = {"max_tokens": 20, "timings": True, "stop": stop}
+    items: list[Item | Record] = [completion(0, **body)]
+    items.append(completion(1, speculative=False, **body))
+    found = {each.record.row: each.record.said()["timings"] for each in run(engine, items)}
+    assert found[0]["draft_n"] >= found[0]["draft_n_accepted"] > 9
+    assert "draft_n" not in found[1]
 
 
 def test_stop_strings_choices_and_echo_are_as_the_servers(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ class _ActiveChoice:
         times: the request's times.
         tokens, scores: received tokens that are not decoded, with log probabilities.
         echo: log probabilities of the prompt, received with the first token.
+        drafts: verified draft tokens so far, and the accepted ones.
     """
 
     live: _ActiveRequest
@@ -71,6 +72,7 @@ class _ActiveChoice:
     tokens: list[int] = field(default_factory=list)
     scores: list[LogProbs] = field(default_factory=list)
     echo: tuple[LogProbs, ...] = ()
+    drafts: tuple[int, int] = (0, 0)
 
     @property
     def choice(self) -> ChoiceStream:
@@ -205,6 +207,7 @@ class BatchEngine:
         active.tokens += message.tokens
         active.scores += message.logprobs
         active.echo = active.echo or message.echo
+        active.drafts = message.num_draft_tokens, message.num_accepted_tokens
         if active.live.is_watched:  # a stop string or a call may end the answer
             self._push(active)
             if active.choice.finish_reason is not None:
@@ -218,7 +221,8 @@ class BatchEngine:
         if active.tokens:
             if choice.awaits_echo:
                 choice.score_prompt(active.echo)
-            choice.push(NewTokens(0, tuple(active.tokens), tuple(active.scores)))
+            tokens, scores = tuple(active.tokens), tuple(active.scores)
+            choice.push(NewTokens(0, tokens, scores, (), *active.drafts))
             active.tokens.clear()
             active.scores.clear()
 
