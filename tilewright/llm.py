@@ -130,6 +130,7 @@ class LLM:
     :class:`tilewright.compiler.sampling.params.SamplingParams` as keywords (``temperature``,
     ``top_p``, ``max_tokens``, ``seed`` ...). The default of ``stop_token_ids`` is the model's end
     tokens. The default of ``max_tokens`` is 512, or the free context if it is smaller.
+    ``speculative=False`` disables drafts for a call.
 
     Args:
         model: a directory, a file, a name on the Hugging Face hub, ``shape:NAME``, or a directory
@@ -348,8 +349,13 @@ class LLM:
         prompt, images = request
         room = max(1, self.max_context - len(prompt) + 1)
         defaults = {"max_tokens": min(MAX_TOKENS, room), "stop_token_ids": self.tokenizer.eos_ids}
+        has_drafts = values.get("speculative", True)
+        if not isinstance(has_drafts, bool):
+            raise RequestError(f"speculative {has_drafts!r}; allowed: True, False")
+        values = {name: value for name, value in values.items() if name != "speculative"}
         sampling = sampling_of(values, defaults)
-        return RequestState(next(self._numbers), prompt, sampling, images=images)
+        number = next(self._numbers)
+        return RequestState(number, prompt, sampling, images=images, has_drafts=has_drafts)
 
     def _pieces(self, request: RequestState) -> Iterator[str]:
         decoder, seen = self.tokenizer.stream(after=request.prompt), 0

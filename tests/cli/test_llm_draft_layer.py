@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.draft_layers import SHARED, tiny_layer
 from tests.images.tiny_vl import save_vl, tiny_vl
 from tilewright.cli.commands import bench
-from tilewright.errors import CheckpointError, ConfigError
+from tilewright.errors import CheckpointError, ConfigError, RequestError
 from tilewright.llm import LLM
 from tilewright.loading.draft import with_draft_layer
 from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
@@ -56,6 +56,10 @@ def test_drafts_of_the_layer_change_no_answer(folder: Path, target: str) -> None
         with LLM(folder, **how) as llm:
             answers.append(llm.generate("abcabc", max_tokens=20, end_tokens=()))
             layer = getattr(llm.compiled.executable, "draft_layer", None)
+            refused = llm.generate("abcabc", max_tokens=9, end_tokens=(), speculative=False)
+            assert not refused.num_draft_tokens and refused.tokens == answers[0].tokens[:9]
+            with pytest.raises(RequestError, match="speculative 0; allowed: True, False"):
+                llm.generate("a", speculative=0)
     assert layer is not None
     assert target == "reference" or layer.executable._engine is None, "closed with the model"
     plain, drafted = answers
