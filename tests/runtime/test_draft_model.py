@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.runtime.queued import QueuedExecutable
 from tests.runtime.test_scheduler import answer
 from tests.tiny import compiled, random_tokens, tiny_model
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.targets.host.batch import Batch
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 from tilewright.runtime.speculative.config import SpeculativeConfig
@@ -74,6 +77,40 @@ def test_a_draft_model_that_fails_costs_no_request(capsys: pytest.CaptureFixture
     assert model.num_calls == 1
     assert capsys.readouterr().err.count("no room); decoding goes on without them") == 1
     target.close()
+
+
+def test_logits_of_drafts_that_are_no_numbers_end_the_drafts_of_a_request(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The second step of each draft has NaN, and later the first step too."""
+    how: dict[str, Any] = {"compute": "exact"}
+    target = compiled(tiny_model(std=0.3), **how)
+    draft: Any = compiled(tiny_model(std=0.3), **how)
+    plain, drafted, forward = requests_of(4), requests_of(4), draft.forward
+    EngineLoop(target).generate(plain)
+    sizes = list[int]()
+
+    def with_nan(batch: Batch) -> np.ndarray:
+        logits = forward(batch)
+        return logits * np.nan if batch.decodes or len(sizes) > 4 else logits
+
+    draft.forward = with_nan
+    policy = SchedulerConfig(speculative=CONFIG)
+    model = DraftModel(draft)
+    loop = EngineLoop(target, policy=policy, draft_model=model)
+    propose = model.propose
+
+    def counted(counts: Mapping[RequestState, int]) -> dict[RequestState, tuple[int, ...]]:
+        drafts = propose(counts)
+        sizes.extend(map(len, drafts.values()))
+        return drafts
+
+    model.propose = counted  # type: ignore[method-assign]
+    loop.generate(drafted)
+    assert [request.output for request in drafted] == [request.output for request in plain]
+    assert set(sizes) == {0, 1} and sizes.count(0) == 4, "no request is asked again"
+    assert loop.scheduler.speculator.counts.without_drafts == {"not_a_number": 4}
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_paged_draft_model_follows_the_requests_in_small_steps() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 PENALTIES, GRAMMAR, OPT_OUT, IMAGES = "penalties", "grammar", "opt_out", "images"
-"""Reasons for a request without drafts."""
+NO_NUMBER = "not_a_number"
+"""Reasons for a request without drafts. The last one: the drafts' logits are NaN."""
 
 
 class SpeculationCounts(msgspec.Struct):

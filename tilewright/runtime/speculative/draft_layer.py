@@ -16,7 +16,10 @@ class DraftLayerClient:
         self._executable = executable
 
     def propose(self, counts: Mapping[RequestState, int]) -> dict[RequestState, tuple[int, ...]]:
-        """Return up to ``counts`` tokens after the request output. Wait for them."""
+        """Return up to ``counts`` tokens after the request output. Wait for them.
+
+        A draft ends before logits with NaN. Hence it may be empty.
+        """
         requests = {request.slot: request for request in counts if request.slot != NO_SLOT}
         if not requests:
             return {}
@@ -26,8 +29,7 @@ class DraftLayerClient:
         chosen = output.read()
         assert chosen.counts is not None
         for slot, count in zip(output.slots, chosen.counts, strict=True):
-            if count:
-                drafts[requests[slot]] = tuple(chosen.tokens[first : first + count])
+            drafts[requests[slot]] = tuple(chosen.tokens[first : first + count])
             first += count
         return drafts
 

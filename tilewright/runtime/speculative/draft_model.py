@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
+    NOT_A_NUMBER,
     AssignPages,
     CloseSlot,
     OpenSlot,
@@ -19,6 +20,9 @@ from tilewright.compiler.targets.interface.step import (
     StepOutput,
 )
 from tilewright.runtime.scheduling.request_state import RequestState
+
+_NO_TOKEN = -1
+"""In place of a token of logits with NaN."""
 
 
 @dataclass(slots=True)
@@ -57,7 +61,10 @@ class DraftModel:
         self._free = [Slot(number) for number in reversed(range(count))]
 
     def propose(self, counts: Mapping[RequestState, int]) -> dict[RequestState, tuple[int, ...]]:
-        """Return up to ``counts`` tokens after the request output. Wait for them."""
+        """Return up to ``counts`` tokens after the request output. Wait for them.
+
+        A draft ends before logits with NaN. Hence it may be empty.
+        """
         updates: list[StateUpdate] = []
         for request in [key for key in self._sequences if key.finish_reason is not None]:
             slot = self._sequences.pop(request).slot
@@ -83,6 +90,7 @@ class DraftModel:
         self._decode(lengths, drafts)
         self._read(drafts, 0)
         for slot, draft in drafts.items():
+            del draft[draft.index(_NO_TOKEN) if _NO_TOKEN in draft else len(draft) :]
             self._sequences[requests[slot]].draft += tuple(draft[:-1])
         return {requests[slot]: tuple(draft) for slot, draft in drafts.items()}
 
@@ -95,8 +103,9 @@ class DraftModel:
         """Read the oldest steps in flight, and leave ``num_left``."""
         while len(self._in_flight) > num_left:
             for sampled in self._in_flight.popleft().parts:
-                for slot, token in zip(sampled.slots, sampled.read().tokens, strict=True):
-                    drafts[slot].append(token)
+                chosen = sampled.read()
+                for slot, token, why in zip(sampled.slots, chosen.tokens, chosen.why, strict=True):
+                    drafts[slot].append(_NO_TOKEN if why == NOT_A_NUMBER else token)
 
     def _sequence(self, request: RequestState, updates: list[StateUpdate]) -> _DraftSequence | None:
         """Return a request's sequence. None: no slot is free."""

@@ -17,6 +17,7 @@ from tilewright.runtime.speculative.config import MTP, NGRAM, SpeculativeConfig
 from tilewright.runtime.speculative.counts import (
     GRAMMAR,
     IMAGES,
+    NO_NUMBER,
     OPT_OUT,
     PENALTIES,
     SpeculationCounts,
@@ -59,6 +60,7 @@ class Speculator:
         self._cost = cost
         self.is_warming_up = False
         self.seconds = 0.0
+        self._said = set[str]()
         self.forget()
 
     def facts(self) -> dict[str, Any] | None:
@@ -71,7 +73,8 @@ class Speculator:
             facts["prompt_lookup_min"] = self._config.min_lookup
         elif self._config.model is not None:
             facts["model"] = self._config.model
-        reasons = [PENALTIES, GRAMMAR, OPT_OUT] + ([] if self._model is None else [IMAGES])
+        reasons = [PENALTIES, GRAMMAR, OPT_OUT]
+        reasons += [] if self._model is None else [IMAGES, NO_NUMBER]
         return {**facts, "without_drafts": reasons}
 
     def forget(self) -> None:
@@ -95,9 +98,12 @@ class Speculator:
         elif request.images and self._model is not None:
             reason = IMAGES
         if reason:
-            request.has_drafts = False
-            counts = self.counts.without_drafts
-            counts[reason] = counts.get(reason, 0) + 1
+            self._exclude(request, reason)
+
+    def _exclude(self, request: RequestState, reason: str) -> None:
+        request.has_drafts = False
+        counts = self.counts.without_drafts
+        counts[reason] = counts.get(reason, 0) + 1
 
     def must_wait(self, request: RequestState) -> bool:
         """Return whether a step without the request is better than a step before its next token is
@@ -137,6 +143,10 @@ class Speculator:
             limit = self._choose(len(decoding), [*counts.values()], limit)
             short = {request: min(count, limit) for request, count in counts.items()}
             found = self._drafts_of(self._model, short) if limit else {}
+            for request in [request for request, draft in found.items() if not draft]:
+                self._exclude(request, NO_NUMBER)
+                del found[request]
+                self._say("logits of a draft are no numbers; its request goes on without drafts")
             return {request: _up_to_image(request, draft) for request, draft in found.items()}
         for request, count in counts.items():
             draft = (0,) * count if self.is_warming_up else self._draft(request, count)
@@ -153,10 +163,15 @@ class Speculator:
             return model.propose(counts)
         except Exception as error:
             self.max_drafts = 0
-            with contextlib.suppress(OSError):  # full disk
-                said = f"drafts failed ({one_line(error)}); decoding goes on without them"
-                print(f"tilewright: {said}", file=sys.stderr)
+            self._say(f"drafts failed ({one_line(error)}); decoding goes on without them")
             return {}
+
+    def _say(self, text: str) -> None:
+        """Write a line on standard error, the same line once."""
+        if text not in self._said:
+            self._said.add(text)
+            with contextlib.suppress(OSError):  # full disk
+                print(f"tilewright: {text}", file=sys.stderr)
 
     def _choose(self, num_rows: int, lengths: Sequence[int], limit: int) -> int:
         """Return the maximum draft length for drafts with these lengths."""
