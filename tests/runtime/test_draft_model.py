@@ -113,6 +113,13 @@ def test_logits_of_drafts_that_are_no_numbers_end_the_drafts_of_a_request(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_draft_model_drafts_only_tokens_of_the_target() -> None:
+    target, draft = (QueuedExecutable(page_size=4, num_pages=64) for _ in range(2))
+    target.vocab_size = 9
+    EngineLoop(target, draft_model=DraftModel(draft))
+    assert draft.num_choosable == 9
+
+
 def test_a_paged_draft_model_follows_the_requests_in_small_steps() -> None:
     limits: dict[str, Any] = {"page_size": 4, "num_pages": 64, "max_step_tokens": 3}
     model = DraftModel(QueuedExecutable(runs_ahead=True, max_prompts=1, **limits))

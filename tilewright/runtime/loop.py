@@ -92,6 +92,8 @@ class EngineLoop:
         speculative = None if policy is None else policy.speculative
         has_layer = speculative is not None and speculative.method == MTP
         self._draft_model = DraftLayerClient(executable) if has_layer else draft_model
+        if draft_model is not None:
+            draft_model.limit_tokens(executable.num_choosable)
         self.executable = executable
         self.masks = Masks(grammars)
         executable.reset()

@@ -52,6 +52,10 @@ class DraftModel:
         self.executable = executable
         self.forget()
 
+    def limit_tokens(self, num_tokens: int) -> None:
+        """Draft the first tokens only: a model may have fewer logits than its tokenizer tokens."""
+        self.executable.num_tokens = min(self.executable.num_choosable, num_tokens)
+
     def forget(self) -> None:
         """Discard all sequences."""
         self.executable.reset()
