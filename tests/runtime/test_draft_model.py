@@ -72,9 +72,11 @@ def test_a_draft_model_that_fails_costs_no_request(capsys: pytest.CaptureFixture
     plain, drafted, model = requests_of(4), requests_of(4), Failing()
     EngineLoop(target).generate(plain)
     policy = SchedulerConfig(speculative=CONFIG)
-    EngineLoop(target, policy=policy, draft_model=model).generate(drafted)  # type: ignore[arg-type]
+    loop = EngineLoop(target, policy=policy, draft_model=model)  # type: ignore[arg-type]
+    loop.generate(drafted)
     assert [request.output for request in drafted] == [request.output for request in plain]
-    assert model.num_calls == 1
+    speculator = loop.scheduler.speculator
+    assert model.num_calls == 1 and speculator.has_counts and not speculator.counts.length
     assert capsys.readouterr().err.count("no room); decoding goes on without them") == 1
     target.close()
 
@@ -118,6 +120,16 @@ def test_a_draft_model_drafts_only_tokens_of_the_target() -> None:
     target.vocab_size = 9
     EngineLoop(target, draft_model=DraftModel(draft))
     assert draft.num_choosable == 9
+
+
+def test_a_draft_model_reads_only_tokens_with_an_embedding() -> None:
+    draft = QueuedExecutable(page_size=4, num_pages=64)
+    draft.vocab_size = 9
+    model = DraftModel(draft)
+    requests = [RequestState(0, prompt, output=[1]) for prompt in ((1, 9), (1, 8))]
+    assert list(model.propose(dict.fromkeys(requests, 2))) == requests[1:]
+    requests[1].output += [2, 11]
+    assert model.propose({requests[1]: 2}) == {}
 
 
 def test_a_paged_draft_model_follows_the_requests_in_small_steps() -> None:

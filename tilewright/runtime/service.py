@@ -279,7 +279,7 @@ class EngineService:
             num_images=scheduler.images.num_images,
             num_image_hits=scheduler.images.num_hits,
             stats=self.loop.stats.found,
-            speculation=speculator.counts if speculator.max_drafts else None,
+            speculation=speculator.counts if speculator.has_counts else None,
         )
 
 

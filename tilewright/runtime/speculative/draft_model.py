@@ -84,6 +84,8 @@ class DraftModel:
             if count <= 0 or sequence is None:
                 continue
             tokens = _tokens_from(request, sequence.num_equal)
+            if max(tokens) >= self.executable.vocab_size:
+                continue  # a model may have fewer embeddings than its tokenizer tokens
             num_right = min(_num_equal(sequence.draft, tokens), len(tokens) - 1)
             start = sequence.num_equal + num_right
             chunks.append(PrefillChunk(sequence.slot, start, tokens[num_right:], chooses=True))

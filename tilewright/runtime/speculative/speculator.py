@@ -77,6 +77,11 @@ class Speculator:
         reasons += [] if self._model is None else [IMAGES, NO_NUMBER]
         return {**facts, "without_drafts": reasons}
 
+    @property
+    def has_counts(self) -> bool:
+        """Return whether requests could have drafts at the start, even if they failed later."""
+        return bool(self.counts.num_accepted)
+
     def forget(self) -> None:
         """Discard all observations."""
         drafted_ms = partial(self._cost.decode, has_drafts=True)
@@ -162,7 +167,7 @@ class Speculator:
         try:
             return model.propose(counts)
         except Exception as error:
-            self.max_drafts = 0
+            self.max_drafts = self.counts.length = 0
             self._say(f"drafts failed ({one_line(error)}); decoding goes on without them")
             return {}
 
