@@ -41,9 +41,7 @@ class MatrixPlan:
     @property
     def is_exact(self) -> bool:
         """Return whether every method rounds this matrix to nearest."""
-        assert self.recipe.format is not None
-        is_rounded = get_format(self.recipe.format).element_bits >= EXACT_BITS
-        return is_rounded or self.product is None
+        return self.product is None or _is_rounded(self.recipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +65,14 @@ class SegmentPlan:
 def plan_segments(graph_module: GraphModule, *, is_tied: bool) -> tuple[SegmentPlan, ...]:
     """Assign every model tensor to its first segment.
 
+    A tied head is a tensor of its own, unless both uses have the same codes.
+
     Raises:
         CompileError: for a weight with its file's own codes.
     """
     known: set[tuple[str, int]] = set()
     found = []
+    embedding = None
     for segment in segments_of(graph_module):
         matrices: list[MatrixPlan] = []
         floats: list[FloatPlan] = []
@@ -82,8 +83,11 @@ def plan_segments(graph_module: GraphModule, *, is_tied: bool) -> tuple[SegmentP
             reader = next(iter(weight.users))
             product = reader if reader.target in PRODUCTS and reader.args[1] is weight else None
             is_head = is_tied and product is not None and recipe.names == (EMBEDDING,)
-            name = HEAD if is_head else None
-            if product is None and reader.target is not ops.embedding.overload:
+            is_shared = is_head and _codes_of(recipe) == embedding and _is_rounded(recipe)
+            name = HEAD if is_head and not is_shared else None
+            if reader.target is ops.embedding.overload:
+                embedding = _codes_of(recipe)
+            elif product is None:
                 floats += [FloatPlan(s, s, None) for s in recipe.names]
                 continue
             if recipe.is_stored:
@@ -104,6 +108,15 @@ def plan_segments(graph_module: GraphModule, *, is_tied: bool) -> tuple[SegmentP
             )
         )
     return tuple(found)
+
+
+def _is_rounded(recipe: WeightRecipe) -> bool:
+    """Return whether every method rounds to nearest in the recipe's format."""
+    return recipe.format is not None and get_format(recipe.format).element_bits >= EXACT_BITS
+
+
+def _codes_of(recipe: WeightRecipe) -> tuple[str | None, str]:
+    return recipe.format, recipe.block_axis
 
 
 def _is_new(known: set[tuple[str, int]], key: tuple[str, int]) -> bool:

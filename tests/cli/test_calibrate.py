@@ -280,6 +280,27 @@ def test_calibrated_q40_codes_reach_gguf_and_dllama_unchanged(
     assert load_model(gguf).tokenizer.encode(chat) == load_model(folder).tokenizer.encode(chat)
 
 
+def test_calibrate_tied_head_in_equal_codes_stays_tied(
+    calibrated: Callable[..., Path],
+    tiny_gguf: Path,
+    tmp_path: Path,
+    run: Callable[..., str],
+) -> None:
+    original, gguf = in_parts(tiny_gguf, tmp_path / "parts"), tmp_path / "gguf"
+    folder = calibrated("--precision", "q50-head-q80", path=original)
+    run("convert", folder, "--to", "gguf", "--original", original, "-o", gguf)
+    found, written = load_model(folder), load_model(gguf).checkpoint
+    assert load_model(original).config.tie_embeddings and found.config.tie_embeddings
+    types = {name: found.checkpoint.stored_type(name) for name in found.checkpoint.names}
+    assert "lm_head.weight" not in types and types["model.embed_tokens.weight"] == "Q8_0"
+    assert {types[name] for name in types if "proj" in name} == {"Q5_0"}
+    assert {name: written.stored_type(name) for name in written.names} == types
+    (path,) = gguf.iterdir()
+    assert header_of(path).metadata["general.file_type"] == 8, "mostly Q5_0"
+    exact = logits(found, "q50-head-q80")
+    assert torch.allclose(logits(found, "q50-head-q80", "cpu"), exact, atol=2e-2)
+
+
 @pytest.mark.parametrize("kind", ["binary", "gguf"])
 def test_imatrix_of_llama_cpp_gives_the_importance(
     kind: str, tiny_gguf: Path, tmp_path: Path, run: Callable[..., str]

@@ -126,8 +126,9 @@ class CalibrationWriter:
                 formats = json.loads((file.metadata() or {}).get(_CODED, "{}"))
                 for key in file.keys():  # noqa: SIM118
                     self._list(tensors, key, formats.get(key), path.name, file)
-        untied = dataclasses.replace(config, tie_embeddings=False)
-        manifest = CalibrationManifest(facts, config_values(untied), tensors, notes)
+        is_tied = config.tie_embeddings and "lm_head.weight" not in tensors
+        config = dataclasses.replace(config, tie_embeddings=is_tied)
+        manifest = CalibrationManifest(facts, config_values(config), tensors, notes)
         self._guard(lambda: replace_file(self._folder / MANIFEST, manifest_json(manifest)))
         (self._folder / PARTIAL).unlink(missing_ok=True)
 

@@ -23,7 +23,7 @@ _VERSION = 3
 _U32_PAIR = 16
 """Bytes of a metadata pair with a 32-bit value, without its key."""
 _FILE_TYPE, _SPLIT = "general.file_type", "split."
-_FILE_TYPES = {"Q4_0": 2, "Q8_0": 7}
+_FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "Q5_0": 8}
 _HEAD, _OUTPUT = "lm_head.weight", "output.weight"
 
 
@@ -76,7 +76,7 @@ def _entry(name: str, source: str, calibrated: CalibratedCheckpoint) -> _GgufEnt
     if codes is not None and meta.dtype == "F32":
         raise CheckpointError(
             f"{calibrated.path}: {source} has codes of {codes[0]} along {codes[1]}; "
-            + allowed(("q40 and q80 along in, as precision all-q40",))
+            + allowed(("q40, q50 and q80 along in, as precision all-q40",))
         )
     _, block, block_bytes = TENSOR_TYPES[meta.dtype]
     nbytes = math.prod(meta.shape) // block * block_bytes

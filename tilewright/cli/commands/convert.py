@@ -48,7 +48,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 class _ConvertArgs:
     to: str = option(
         "dllama: a .m and a .t file. cache: the compiled program in the cache. gguf: a copy of the "
-        "original GGUF file with the q40 or q80 weights of a calibrated directory",
+        "original GGUF file with the q40, q50 or q80 weights of a calibrated directory",
         default="dllama",
         choices=("dllama", "cache", "gguf"),
     )
