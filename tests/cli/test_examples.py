@@ -27,7 +27,8 @@ DOCUMENTS = (
         for name in ("run", "python", "precision", "precision_yaml", "sweep", "measure")
     ),
 )
-MODEL = "path/to/model"
+MODELS = ("path/to/model", "smollm2")
+"""The placeholders of a checkpoint, which a tiny file replaces."""
 SMOLLM2_LAYERS = 30
 SHORT = "stream=True, max_tokens=4"
 
@@ -54,7 +55,7 @@ def commands_on_a_checkpoint(block: str) -> list[list[str]]:
         for words in lines
         if words[:1] == ["tilewright"]
         and (
-            {MODEL, "compiled"} & set(words)
+            {*MODELS, "compiled"} & set(words)
             or words[1] == "run"
             or (words[1] == "bench" and "--explain" in words)
         )
@@ -75,7 +76,9 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python(block: str, tiny_gguf: Path) -> None:
-    exec(compile(block.replace(MODEL, str(tiny_gguf)), "<example>", "exec"), {})
+    for model in MODELS:
+        block = block.replace(f'"{model}"', repr(str(tiny_gguf)))
+    exec(compile(block, "<example>", "exec"), {})
 
 
 @pytest.mark.parametrize("block", blocks("python", "docs/http_api.md"))
@@ -117,8 +120,8 @@ def test_yaml(block: str) -> None:
 def test_commands(block: str, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
     for words in commands_on_a_checkpoint(block):
-        argv = [str(tiny_gguf) if word == MODEL else word for word in words[1:]]
-        if not {MODEL, "compiled"} & set(words):
+        argv = [str(tiny_gguf) if word in MODELS else word for word in words[1:]]
+        if not {*MODELS, "compiled"} & set(words):
             argv = [*without_model(argv), "--model", str(tiny_gguf)]
         if argv[0] in ("run", "chat"):
             argv += ["--max-tokens", "4"]

@@ -108,7 +108,7 @@ class SafetensorsCheckpoint:
             ):
                 raise CheckpointError(
                     f"{path / shard}: tensor {shown(name)}, which {INDEX} lists, is missing; "
-                    "allowed: shards of one model with its own index"
+                    "allowed: the shards of a model with its index"
                 )
         self._views = self._make_views()
         self._settle_head(says="tie_word_embeddings" in values)

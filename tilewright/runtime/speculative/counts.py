@@ -6,7 +6,7 @@ import msgspec
 
 PENALTIES, GRAMMAR, OPT_OUT, IMAGES = "penalties", "grammar", "opt_out", "images"
 NO_NUMBER = "not_a_number"
-"""Reasons for a request without drafts. The last one: the drafts' logits are NaN."""
+"""Reasons for a request without drafts. The last: the drafts' logits are NaN."""
 
 
 class SpeculationCounts(msgspec.Struct):
