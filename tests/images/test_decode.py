@@ -114,6 +114,14 @@ def test_take_images_of_an_open_pillow_image_refuses_in_a_line(name: str) -> Non
     assert "; allowed: " in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_take_images_of_a_closed_pillow_image_refuses_in_a_line() -> None:
+    """A TIFF file is read for its number of frames."""
+    with Image.open(io.BytesIO(encoded("TIFF", (3, 4)))) as image:
+        content = [{"type": "image", "image": image}]
+    with pytest.raises(ImageError, match="cannot be decoded"):
+        take_images([{"role": "user", "content": content}], LIMITS, size_of, is_local=True)
+
+
 def test_take_images_replaces_parts_in_order(tmp_path: Path) -> None:
     (tmp_path / "a.bmp").write_bytes(encoded("BMP", (3, 4)))
     text = {"type": "text", "text": "what?"}

@@ -114,9 +114,11 @@ def as_rgb(image: Any, limits: ImageLimits, where: str) -> Image:
         ImageError: It is above a limit, of an unsupported mode, or cannot be decoded.
     """
     check_size(image, limits, where)
-    _check_mode(image, where)
     try:
+        _check_mode(image, where)  # reads a TIFF file
         result: Image = image.convert("RGB")
+    except ImageError:
+        raise
     except Exception as error:
         raise _damaged(where, error) from None
     return result
