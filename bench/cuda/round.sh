@@ -45,7 +45,7 @@ serve() { # more options of `serve`
     trap 'kill $server 2>/dev/null; wait $server' EXIT
     ready $OURS
 }
-load() { # PLAN, more options: of whichever server is at $port
+load() { # SCENARIO, more options: of whichever server is at $port
     tilewright bench --url "http://127.0.0.1:$port" --results "$out/served.jsonl" --json \
         --vocabulary "$VOCABULARY" --scenario "$@"
 }

@@ -161,7 +161,7 @@ def targets_text(model: str, rows: Sequence[BoardCandidate], *, users: int, prom
     sku_of = {board: sku for sku, board in reversed(SKUS.items())}
     lines = [
         f"version: {VERSION}",
-        "description: predicted by tilewright plan, not measured",
+        "description: by tilewright plan, speed predicted, top-1 emulated on a single chip",
         "targets:",
         f"  {model}:",
         "    aliases: []",

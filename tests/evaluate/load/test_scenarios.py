@@ -1,4 +1,4 @@
-"""Load plans against a server in separate processes."""
+"""Load scenarios against a server in separate processes."""
 
 from __future__ import annotations
 

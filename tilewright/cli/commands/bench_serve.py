@@ -86,4 +86,5 @@ async def _run(options: _BenchServeArgs) -> AsyncIterator[Figures]:
             await rows_of(streams(client, warm))
         for round_number in range(options.rounds):
             async for row in SCENARIOS[options.scenario](client, options):
+                # Recorded rows have this key.
                 yield {"plan": options.scenario, "round": round_number, **row}

@@ -56,7 +56,7 @@ async def schemas(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
 
 
 def keeps(text: str) -> bool:
-    """Whether an answer is what the plan's schema asks for."""
+    """Return whether an answer matches the scenario's schema."""
     try:
         found = json.loads(text)
     except ValueError:

@@ -29,7 +29,7 @@ class LoadConfig:
     )
     turns: int = option("turns per chat", default=8, type=integer(1, 1000))
     levels: tuple[int, ...] = option(
-        "contest: user counts, from the scenario's (default: all)",
+        "contest: user counts, from those of the scenario (default: all)",
         default=(),
         type=integer(1, 4096),
     )

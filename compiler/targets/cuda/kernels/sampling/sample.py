@@ -1,4 +1,4 @@
-"""Random sampling as defined by `sampling.draw`, without a sort.
+"""Random sampling as defined by `sampling.rng.draw`, without a sort.
 
 Greedy selection runs first. Greedy rows, and rows without a valid logit, keep their tokens. After
 the cutoff searches (``cutoff.py``), a last pass samples in token order.
