@@ -27,7 +27,7 @@ TILEWRIGHT = (*PYTHON, "-m", "tilewright.cli.main")
 """Begins the command line of a ``tilewright`` command in a child process."""
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16")
-_START_SECONDS = 300.0
+_START_SECONDS = 540.0
 
 
 @dataclass(frozen=True, slots=True)

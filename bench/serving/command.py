@@ -13,6 +13,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,14 +84,19 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"scenario {options.scenario!r}; allowed: streams, chat")
     keep, rows = keeper(options.results), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as logs:
-        if options.server:
-            rows = _measure(options, "", options.server, Path(logs))
-        for pair in () if options.server else options.pairs:
-            rows += _measure(options, str(pair), _defaults(options, pair), Path(logs), pair)
-    for row in rows:
-        keep(row)
+        for row in _measure_all(options, Path(logs)):
+            keep(row)  # at once: a run can be cut
+            rows.append(row)
     print(servers_table(rows).markdown(), end="")
     return 0
+
+
+def _measure_all(options: _Options, logs: Path) -> Iterator[dict[str, Any]]:
+    if options.server:
+        yield from _measure(options, "", options.server, logs)
+        return
+    for pair in options.pairs:
+        yield from _measure(options, str(pair), _defaults(options, pair), logs, pair)
 
 
 def _defaults(options: _Options, pair: Pair) -> tuple[Server, ...]:
@@ -111,21 +117,18 @@ def _measure(
     servers: tuple[Server, ...],
     logs: Path,
     pair: Pair | None = None,
-) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+) -> Iterator[dict[str, Any]]:
     for number in range(options.rounds):
         if pair is not None and options.scenario == "streams":
             rate = _offline(options, pair)
             row = {"server": "tilewright run", "users": 1, "output_tokens_per_second": rate}
-            rows.append({"pair": title, "round": number, **row})
+            yield {"pair": title, "round": number, **row}
         for server in servers:
             for found in _load(options, server, logs):
-                rows.append({"pair": title, "round": number, **found})
-    return rows
+                yield {"pair": title, "round": number, **found}
 
 
-def _load(options: _Options, server: Server, logs: Path) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def _load(options: _Options, server: Server, logs: Path) -> Iterator[dict[str, Any]]:
     began = time.perf_counter()
     with running(server, logs / f"{server.name}.log") as url:
         facts = {"start_s": time.perf_counter() - began}
@@ -144,8 +147,7 @@ def _load(options: _Options, server: Server, logs: Path) -> list[dict[str, Any]]
             row = asyncio.run(_ask(url, options.scenario, shape))
             if row.get("failed"):
                 raise TilewrightError(f"{server.name}: {row.get('why', 'a request failed')}")
-            rows.append({"server": server.name, "users": users, **facts, **row})
-    return rows
+            yield {"server": server.name, "users": users, **facts, **row}
 
 
 async def _ask(url: str, scenario: str, shape: LoadConfig) -> dict[str, float | str]:
