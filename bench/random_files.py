@@ -30,7 +30,7 @@ _ROUTER = ".mlp.gate"
 _DENSE = (".embed_tokens", ".lm_head", _ROUTER, ".mlp.router")
 """Ends of dense modules' names."""
 _RANDOM_BYTES = 1 << 26
-_BLOCK = 128
+_BLOCK, _GROUP = 128, 128
 
 
 class RandomCodes:
@@ -62,7 +62,35 @@ def _nvfp4(codes: RandomCodes, rows: int, columns: int) -> dict[str, Tensor]:
     }
 
 
-_WEIGHTS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+def _integers(bits: int) -> Callable[[RandomCodes, int, int], dict[str, Tensor]]:
+    def make(codes: RandomCodes, rows: int, columns: int) -> dict[str, Tensor]:
+        return {
+            "weight_packed": codes.get((rows, columns * bits // 8)).view(torch.int32),
+            "weight_scale": torch.full((rows, columns // _GROUP), 0.25 / (1 << bits)).bfloat16(),
+            "weight_shape": torch.tensor([rows, columns]),
+        }
+
+    return make
+
+
+def _compressed(form: str, **weights: object) -> dict[str, object]:
+    """Return the configuration of compressed-tensors for all linear layers but the head."""
+    weights |= {"symmetric": True, "dynamic": False}
+    return {
+        **{"quant_method": "compressed-tensors", "format": form},
+        **{"quantization_status": "compressed", "ignore": ["lm_head"]},
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "input_activations": None, "weights": weights}
+        },
+    }
+
+
+def _packed(bits: int) -> dict[str, object]:
+    groups = {"strategy": "group", "group_size": _GROUP}
+    return _compressed("pack-quantized", num_bits=bits, type="int", **groups)
+
+
+_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 _SCHEMES: dict[str, tuple[Callable[..., dict[str, Tensor]] | None, dict[str, object]]] = {
     "fp8": (
         _fp8,
@@ -71,19 +99,9 @@ _SCHEMES: dict[str, tuple[Callable[..., dict[str, Tensor]] | None, dict[str, obj
             **{"weight_block_size": [_BLOCK, _BLOCK], "modules_to_not_convert": ["lm_head"]},
         },
     ),
-    "nvfp4": (
-        _nvfp4,
-        {
-            **{"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-            **{"quantization_status": "compressed", "ignore": ["lm_head"]},
-            "config_groups": {
-                "group_0": {
-                    **{"targets": ["Linear"], "input_activations": None},
-                    "weights": {**_WEIGHTS, "symmetric": True, "dynamic": False},
-                }
-            },
-        },
-    ),
+    "int4": (_integers(4), _packed(4)),
+    "int8": (_integers(8), _packed(8)),
+    "nvfp4": (_nvfp4, _compressed("nvfp4-pack-quantized", **_NVFP4)),
     "mxfp4": (
         None,
         {
@@ -95,13 +113,16 @@ _SCHEMES: dict[str, tuple[Callable[..., dict[str, Tensor]] | None, dict[str, obj
         },
     ),
 }
-"""Codes of a matrix, and the configuration, by scheme. ``mxfp4`` has codes in experts only."""
+"""Codes of a matrix, and the configuration, by scheme. ``mxfp4`` has codes in experts only.
+
+``int4`` and ``int8`` are pack-quantized: q40 and q80 in memory.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
     shape: str = option("a shape, as llama-3.1-8b", "shape", default="", nargs="?")
-    scheme: str = option("fp8, nvfp4 or mxfp4", "scheme", default="", nargs="?")
+    scheme: str = option("fp8, int4, int8, nvfp4 or mxfp4", "scheme", default="", nargs="?")
     folder: Path | None = option("the folder to write", "folder", type=Path, nargs="?")
 
 

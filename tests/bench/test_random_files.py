@@ -19,11 +19,15 @@ SMALL = {
     **{"num_local_experts": 4, "num_attention_heads": 2, "num_key_value_heads": 1},
 }
 
+EVEN = {**shapes.SHAPES["tiny"], "hidden_size": 128, "num_attention_heads": 8}
+
 
 @pytest.mark.parametrize(
     ("shape", "scheme", "name", "label"),
     [
         ("tiny", "fp8", "layers.0.mlp.up_proj.weight", "FP8 128x128"),
+        ("even", "int4", "layers.0.mlp.up_proj.weight", "compressed-tensors int4"),
+        ("even", "int8", "layers.0.mlp.up_proj.weight", "compressed-tensors int8"),
         ("tiny-moe", "nvfp4", "layers.1.mlp.experts.7.gate_proj.weight", "NVFP4 1x16"),
         ("tiny", "nvfp4", "layers.1.self_attn.q_proj.weight", "NVFP4 1x16"),
         ("small", "mxfp4", "layers.0.mlp.experts.gate_proj.weight", "MXFP4"),
@@ -32,7 +36,7 @@ SMALL = {
 def test_folder_is_read(
     shape: str, scheme: str, name: str, label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {**shapes.SHAPES, "small": SMALL}
+    known = {**shapes.SHAPES, "small": SMALL, "even": EVEN}
     for module in (models, shapes, random_files):
         monkeypatch.setattr(module, "SHAPES", known)
     assert main(["random-files", shape, scheme, str(tmp_path / "m")]) == 0
@@ -53,7 +57,7 @@ def test_folder_is_read(
 @pytest.mark.parametrize(
     ("shape", "scheme", "words"),
     [
-        ("tiny", "int4", "scheme 'int4'; allowed: fp8"),
+        ("tiny", "int3", "scheme 'int3'; allowed: fp8, int4, int8"),
         ("tiny", "mxfp4", "mxfp4 files of llama; allowed: gpt_oss"),
     ],
 )
