@@ -297,11 +297,20 @@ def test_a_context_counts_by_the_work_it_makes() -> None:
 
 
 def logits_beside(
-    executable: Executable, num_rows: int, context: int, count: int, num_prompts: int = 3
+    executable: Executable,
+    num_rows: int,
+    context: int,
+    count: int,
+    num_prompts: int = 3,
+    *,
+    is_mixed: bool = True,
 ) -> torch.Tensor:
     """Decode known tokens without prompts, with two chunks per prompt, and again without prompts.
 
     Return all logits.
+
+    Args:
+        is_mixed: Whether rows and chunks share a step.
     """
     found: list[torch.Tensor] = []
     rows = tuple(take_slot(executable, context + 4) for _ in range(num_rows))
@@ -319,9 +328,15 @@ def logits_beside(
             for slot, tokens in others.items()
             if end
         )
-        output = executable.step(Step(decode=rows, prompts=chunks, forced=forced, want_logits=True))
-        assert output.is_mixed == bool(end and executable.capabilities.passes)
-        found.append(joined(output))
+        step = Step(decode=rows, prompts=chunks, forced=forced, want_logits=True)
+        steps = [step]
+        if chunks and not is_mixed:
+            steps = [replace(step, prompts=()), Step(prompts=chunks, want_logits=True)]
+        for each in steps:
+            output = executable.step(each)
+            assert output.is_mixed == bool(end and is_mixed and executable.capabilities.passes)
+            if output.parts:
+                found.append(joined(output))
     release(executable, (*rows, *others))
     return torch.cat(found)
 

@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.targets.cuda.sharing import set_sharing
 from tests.targets.cuda.test_invariance import run
 from tests.targets.cuda.test_ragged import check_alike, logits_beside, uncaptured
 from tests.targets.random_operations import random_operations
@@ -151,17 +150,16 @@ def test_rows_ride_along_with_pieces_of_prompts(
     """
     monkeypatch.setattr(MixedBatchRunner, "_uncaptured", uncaptured)
     model, found = shallow(tmp_path, shape, **changes), []
-    for is_on, exchange in ((False, "peers"), *((True, each) for each in EXCHANGES)):
-        set_sharing(monkeypatch, is_on)
-        given = "--tensor-parallel", "2", "--exchange", exchange
-        with engine(*given, model=model) as two:
-            assert bool(two.executable.capabilities.passes) == is_on
-            for _ in range(2):  # as captured, and replayed
-                found.append(logits_beside(two.executable, 5, context=200, count=300))
-    apart, again, *riding = found
-    assert torch.equal(again, apart)
-    assert all(torch.equal(each, riding[0]) for each in riding)
-    check_alike(apart, riding[0], most=most)
+    for exchange in EXCHANGES:
+        with engine("--tensor-parallel", "2", "--exchange", exchange, model=model) as two:
+            assert two.executable.capabilities.passes
+            for is_mixed in (True, True, False):  # captured, replayed, and in separate steps
+                logits = logits_beside(two.executable, 5, context=200, count=300, is_mixed=is_mixed)
+                found.append(logits)
+    mixed, again, separate, *others = found
+    assert torch.equal(mixed, again)
+    assert all(torch.equal(one, other) for one, other in zip(found, others, strict=False))
+    check_alike(separate, mixed, most=most)
 
 
 def test_a_row_s_bits_do_not_depend_on_its_company_or_on_a_prompt_s_cuts() -> None:

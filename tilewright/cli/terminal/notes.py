@@ -7,7 +7,7 @@ from collections.abc import Sequence
 _DETAILS = ("not merged: ", "whole on every rank: ")
 """Notes of compiler passes about single weights."""
 
-_FALLBACK = "backend auto: onnxruntime"
+_FALLBACKS = ("backend auto: onnxruntime", "ranks exchange through NCCL")
 
 RANDOM_NOTE = "{}: random weights; its text means nothing, its speed does"
 
@@ -18,7 +18,7 @@ def without_details(notes: Sequence[str], *, is_verbose: bool) -> tuple[str, ...
 
 
 def only_fallbacks(notes: Sequence[str], *, is_verbose: bool) -> tuple[str, ...]:
-    """Return the note that another backend than the fastest runs, or all notes with
+    """Return the notes that another backend than the fastest runs, or all notes with
     ``--verbose``.
     """
-    return tuple(each for each in notes if is_verbose or each.startswith(_FALLBACK))
+    return tuple(each for each in notes if is_verbose or each.startswith(_FALLBACKS))
