@@ -221,6 +221,24 @@ class ReadsParts(Protocol):
         """
 
 
+class LastTwoTensors:
+    """A tensor source with a cache for the last two tensors.
+
+    All experts may be rows of a tensor, or of a tensor for gate and another for up.
+    """
+
+    def __init__(self, get: Callable[[str], Tensor]) -> None:
+        self._get = get
+        self._tensors: dict[str, Tensor] = {}
+
+    def __call__(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            for oldest in list(self._tensors)[:-1]:
+                del self._tensors[oldest]
+            self._tensors[name] = self._get(name)
+        return self._tensors[name]
+
+
 def load_stored(recipe: WeightRecipe, get: ReadsStored, first: int, last: int) -> Tensor:
     """Return the bytes of rows ``[first, last)``, uint8 ``[rows, bytes]``, for an ``is_stored``
     recipe.

@@ -101,6 +101,23 @@ def test_one_scale_holds_all_experts() -> None:
     assert torch.equal(unpack(held), want)
 
 
+def test_stacks_of_gate_and_up_are_each_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are converted one at a time, and need rows of both tensors."""
+    monkeypatch.setattr(experts, "_TOGETHER", 1)
+    stacks, requested = {name: torch.randn(3, 16, 32) for name in ("gate", "up")}, []
+
+    def get(name: str) -> torch.Tensor:
+        requested.append(name)
+        return stacks[name]
+
+    segments = (
+        Segment(name, 16, (16 * expert, 16 * expert + 16)) for expert in range(3) for name in stacks
+    )
+    recipe = WeightRecipe(tuple(segments), (3, 32, 32), "bfp8")
+    place_experts(recipe, "bfp8", get, CPU, paired=True, check=lambda *_: None)
+    assert requested == ["gate", "up"]
+
+
 def test_an_expert_that_kernels_do_not_take_is_named() -> None:
     model = test_qwen3_moe.make()
     plan = lower_to_program(lowered(model, target="cuda", precision=precision_of("bfp4"))[0])

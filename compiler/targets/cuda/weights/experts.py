@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compiler.ir.recipe import ReadsParts, WeightRecipe, cut, load_dense
+from tilewright.compiler.ir.recipe import (
+    LastTwoTensors,
+    ReadsParts,
+    WeightRecipe,
+    cut,
+    load_dense,
+)
 from tilewright.compiler.targets.cuda.numerics import format_values
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import GROUP, hold, scale_of
@@ -86,9 +92,8 @@ def _source(get_weight: Callable[[str], Tensor], device: torch.device) -> Callab
     """Return a source of tensor parts if supported, so that a rank reads only its part of an expert
     stack.
     """
-    if isinstance(get_weight, ReadsParts):
-        return on_device(get_weight, device)
-    return _Last(get_weight, device)
+    get = on_device(get_weight, device)
+    return get if isinstance(get, ReadsParts) else LastTwoTensors(get)
 
 
 def on_device(get_weight: Callable[[str], Tensor], device: torch.device) -> Callable[[str], Tensor]:
@@ -112,23 +117,6 @@ class _PartsOnDevice(_OnDevice):
     ) -> Tensor:
         found: Tensor = self._get_weight.part(name, rows, columns).to(self._device)
         return found
-
-
-class _Last:
-    """A tensor source that caches the previous tensor on the device. All experts may be rows of a
-    tensor.
-    """
-
-    def __init__(self, get_weight: Callable[[str], Tensor], device: torch.device) -> None:
-        self._get_weight, self._device = get_weight, device
-        self._name, self._tensor = "", torch.empty(0)
-
-    def __call__(self, name: str) -> Tensor:
-        if name != self._name:
-            self._tensor = torch.empty(0)  # free the previous tensor first
-            self._tensor = self._get_weight(name).to(self._device)
-            self._name = name
-        return self._tensor
 
 
 def _some(recipe: WeightRecipe, first: int, last: int) -> WeightRecipe:

@@ -19,6 +19,7 @@ from tilewright.compiler.formats import (
     get_format,
 )
 from tilewright.compiler.ir.recipe import (
+    LastTwoTensors,
     ReadsParts,
     ReadsRows,
     ReadsStored,
@@ -155,7 +156,7 @@ def _parts(wanted: NativeTensorSpec, get: Callable[[str], Tensor]) -> Iterator[T
     if len(wanted.recipe.shape) > 2:
         keeps_format = wanted.recipe.is_stored and wanted.kind in BLOCK_KINDS
         reads_parts = keeps_format or isinstance(get, ReadsParts)
-        source = get if reads_parts else _LastTwoTensors(get)
+        source = get if reads_parts else LastTwoTensors(get)
         for expert in _experts(wanted.recipe):
             yield from _panels(dataclasses.replace(wanted, recipe=expert), source)
     else:
@@ -168,21 +169,6 @@ def _experts(recipe: WeightRecipe) -> Iterator[WeightRecipe]:
     for index in range(num_experts):
         segments = cut(recipe, index * num_rows, (index + 1) * num_rows)
         yield dataclasses.replace(recipe, segments=segments, shape=(num_rows, num_columns))
-
-
-class _LastTwoTensors:
-    """A tensor source with a cache for the last two tensors: all experts may share them."""
-
-    def __init__(self, get: Callable[[str], Tensor]) -> None:
-        self._get = get
-        self._tensors: dict[str, Tensor] = {}
-
-    def __call__(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            for oldest in list(self._tensors)[:-1]:
-                del self._tensors[oldest]
-            self._tensors[name] = self._get(name)
-        return self._tensors[name]
 
 
 def _panels(wanted: NativeTensorSpec, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
