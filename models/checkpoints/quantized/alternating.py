@@ -14,7 +14,7 @@ from torch import Tensor
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.base import row_range
 from tilewright.models.checkpoints.quantized.base import WHOLE, QuantizedTensor, RawModel, Read
-from tilewright.models.checkpoints.quantized.float4 import MXFP4, VALUES, label_of
+from tilewright.models.checkpoints.quantized.float4 import MXFP4, label_of, scaled_pairs
 
 _FLOATS = ("F32", "F16", "BF16")
 _EXPERTS = ".mlp.experts"
@@ -83,9 +83,7 @@ class _AlternatingBlocks(_ExpertTensor):
             raise CheckpointError(
                 f"tensor {self.names[1]} has a scale that is NaN; allowed: exponents below 255"
             )
-        pairs = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(2)
-        scales = torch.exp2(exponents.float() - 127).repeat_interleave(MXFP4, dim=2)
-        return (VALUES[pairs.long()] * scales)[..., columns]
+        return scaled_pairs(codes, torch.exp2(exponents.float() - 127))[..., columns]
 
     def stored_type(self, read: Read) -> str:
         return label_of(self.label, read(self.names[1], ()), lambda: read(self.names[0], ()))

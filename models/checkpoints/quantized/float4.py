@@ -17,9 +17,11 @@ from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.base import WHOLE, QuantizedTensor, RawModel, Read
 from tilewright.models.checkpoints.quantized.float8 import CODES, take_float8
 
-VALUES = torch.tensor(E2M1)
 NVFP4, MXFP4 = 16, 32
 """Columns per block."""
+_VALUES = torch.tensor(E2M1)
+_PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), dim=1)
+"""Values for a byte of codes, the low nibble first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,8 @@ class Float4Tensor(QuantizedTensor):
     divides: bool = False
 
     def values(self, read: Read, start: int, stop: int) -> Tensor:
-        codes = self._codes(read, slice(start, stop))
-        scales = self._scales(read, slice(start, stop))
-        return VALUES[codes.long()] * scales.repeat_interleave(self.block, dim=1)
+        rows = slice(start, stop)
+        return scaled_pairs(read(self.names[0], (rows, WHOLE)), self._scales(read, rows))
 
     def stored_type(self, read: Read) -> str:
         if self.block == MXFP4:
@@ -78,6 +79,17 @@ class Float4Tensor(QuantizedTensor):
                 f"tensor {self.names[1]} has a scale that is inf or NaN; allowed: finite scales"
             )
         return scales
+
+
+def scaled_pairs(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return float32 values ``[..., K]`` for bytes ``[..., K / 2]`` with two codes each.
+
+    Args:
+        scales: Float32 scales ``[..., K / block]``.
+    """
+    values = _PAIRS.index_select(0, codes.flatten().int())
+    values.view(scales.numel(), -1).mul_(scales.reshape(-1, 1))
+    return values.view(*scales.shape[:-1], -1)
 
 
 def label_of(label: str, exponents: Tensor, codes: Callable[[], Tensor]) -> str:
