@@ -127,9 +127,28 @@ def test_a_draft_model_reads_only_tokens_with_an_embedding() -> None:
     draft.vocab_size = 9
     model = DraftModel(draft)
     requests = [RequestState(0, prompt, output=[1]) for prompt in ((1, 9), (1, 8))]
-    assert list(model.propose(dict.fromkeys(requests, 2))) == requests[1:]
+    sizes = {each: len(draft) for each, draft in model.propose(dict.fromkeys(requests, 2)).items()}
+    assert sizes == {requests[0]: 0, requests[1]: 2}
     requests[1].output += [2, 11]
-    assert model.propose({requests[1]: 2}) == {}
+    assert model.propose({requests[1]: 2}) == {requests[1]: ()}
+    assert not any(model.can_read(request) for request in requests)
+
+
+def test_a_token_without_an_embedding_ends_the_drafts_of_a_request() -> None:
+    """The draft model's slot is free again for the second request."""
+    draft = QueuedExecutable(max_num_seqs=1, page_size=4, num_pages=64)
+    draft.vocab_size = 19
+    policy, limits = SchedulerConfig(speculative=CONFIG), {"max_drafts": 4}
+    loop = EngineLoop(QueuedExecutable(**limits), policy=policy, draft_model=DraftModel(draft))
+    sampling = SamplingParams(max_tokens=30)
+    requests = [RequestState(number, (1, token), sampling) for number, token in ((0, 20), (1, 8))]
+    loop.generate(requests)
+    assert [request.output for request in requests] == [answer(request) for request in requests]
+    assert not requests[0].num_draft_tokens and requests[1].num_draft_tokens
+    speculator, ends = loop.scheduler.speculator, max(requests[1].output) >= draft.vocab_size
+    assert speculator.counts.without_drafts == {"vocabulary": 1 + ends}
+    facts = speculator.facts()
+    assert facts is not None and "vocabulary" in facts["without_drafts"]
 
 
 def test_a_paged_draft_model_follows_the_requests_in_small_steps() -> None:

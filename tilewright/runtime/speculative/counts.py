@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 
 PENALTIES, GRAMMAR, OPT_OUT, IMAGES = "penalties", "grammar", "opt_out", "images"
-NO_NUMBER = "not_a_number"
-"""Reasons for a request without drafts. The last: the drafts' logits are NaN."""
+NO_NUMBER, VOCABULARY = "not_a_number", "vocabulary"
+"""Reasons for a request without drafts. The last two: the logits of a draft are NaN, and the draft
+model has no embedding for a token.
+"""
 
 
 class SpeculationCounts(msgspec.Struct):

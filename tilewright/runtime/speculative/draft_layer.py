@@ -33,5 +33,9 @@ class DraftLayerClient:
             first += count
         return drafts
 
+    def can_read(self, request: RequestState) -> bool:
+        """Return True: the layer has the model's vocabulary."""
+        return True
+
     def prepare(self) -> None:
         """Do nothing: the executable prepares its layer."""

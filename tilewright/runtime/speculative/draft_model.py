@@ -67,16 +67,18 @@ class DraftModel:
     def propose(self, counts: Mapping[RequestState, int]) -> dict[RequestState, tuple[int, ...]]:
         """Return up to ``counts`` tokens after the request output. Wait for them.
 
-        A draft ends before logits with NaN. Hence it may be empty.
+        A draft ends before logits with NaN. Hence it may be empty. It is also empty for a request
+        with an unreadable token.
         """
         updates: list[StateUpdate] = []
-        for request in [key for key in self._sequences if key.finish_reason is not None]:
+        for request in [key for key in self._sequences if key.finish_reason or not key.has_drafts]:
             slot = self._sequences.pop(request).slot
             self._free.append(slot)
             updates.append(CloseSlot(slot))
         lengths: dict[Slot, int] = {}
         chunks: list[PrefillChunk] = []
         requests: dict[Slot, RequestState] = {}
+        unreadable: dict[RequestState, tuple[int, ...]] = {}
         for request, count in counts.items():
             length = len(request.prompt) + len(request.output)
             count = min(count, self.executable.capabilities.max_context - length)
@@ -84,8 +86,9 @@ class DraftModel:
             if count <= 0 or sequence is None:
                 continue
             tokens = _tokens_from(request, sequence.num_equal)
-            if max(tokens) >= self.executable.vocab_size:
-                continue  # a model may have fewer embeddings than its tokenizer tokens
+            if not self.can_read(request):
+                unreadable[request] = ()
+                continue
             num_right = min(_num_equal(sequence.draft, tokens), len(tokens) - 1)
             start = sequence.num_equal + num_right
             chunks.append(PrefillChunk(sequence.slot, start, tokens[num_right:], chooses=True))
@@ -98,7 +101,13 @@ class DraftModel:
         for slot, draft in drafts.items():
             del draft[draft.index(_NO_TOKEN) if _NO_TOKEN in draft else len(draft) :]
             self._sequences[requests[slot]].draft += tuple(draft[:-1])
-        return {requests[slot]: tuple(draft) for slot, draft in drafts.items()}
+        return {requests[slot]: tuple(draft) for slot, draft in drafts.items()} | unreadable
+
+    def can_read(self, request: RequestState) -> bool:
+        """Return whether every new token has an embedding. A tokenizer may have more tokens."""
+        sequence = self._sequences.get(request)
+        tokens = _tokens_from(request, sequence.num_equal if sequence is not None else 0)
+        return max(tokens) < self.executable.vocab_size
 
     def _launch(self, step: Step, drafts: dict[Slot, list[int]]) -> None:
         """Launch a step while a step at most is in flight."""

@@ -13,13 +13,14 @@ from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.errors import one_line
 from tilewright.runtime.scheduling.request_state import RequestState
 from tilewright.runtime.scheduling.step_cost_model import StepCostModel
-from tilewright.runtime.speculative.config import MTP, NGRAM, SpeculativeConfig
+from tilewright.runtime.speculative.config import DRAFT_MODEL, MTP, NGRAM, SpeculativeConfig
 from tilewright.runtime.speculative.counts import (
     GRAMMAR,
     IMAGES,
     NO_NUMBER,
     OPT_OUT,
     PENALTIES,
+    VOCABULARY,
     SpeculationCounts,
 )
 from tilewright.runtime.speculative.draft_layer import DraftLayerClient
@@ -75,6 +76,7 @@ class Speculator:
             facts["model"] = self._config.model
         reasons = [PENALTIES, GRAMMAR, OPT_OUT]
         reasons += [] if self._model is None else [IMAGES, NO_NUMBER]
+        reasons += [VOCABULARY] if self._config.method == DRAFT_MODEL else []
         return {**facts, "without_drafts": reasons}
 
     @property
@@ -149,8 +151,11 @@ class Speculator:
             short = {request: min(count, limit) for request, count in counts.items()}
             found = self._drafts_of(self._model, short) if limit else {}
             for request in [request for request, draft in found.items() if not draft]:
-                self._exclude(request, NO_NUMBER)
                 del found[request]
+                if not self._model.can_read(request):
+                    self._exclude(request, VOCABULARY)
+                    continue
+                self._exclude(request, NO_NUMBER)
                 self._say("logits of a draft are no numbers; its request goes on without drafts")
             return {request: _up_to_image(request, draft) for request, draft in found.items()}
         for request, count in counts.items():
