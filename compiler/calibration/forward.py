@@ -82,6 +82,9 @@ class LayeredForward:
         tokens_ST: Token ids, a sequence a row.
         device: The arithmetic's device.
         weight_of: Values of a weight's recipe; by default the checkpoint's own.
+
+    Attributes:
+        num_tokens: Token count of all sequences.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class LayeredForward:
     ) -> None:
         self.segments = segments_of(graph_module)
         self._get, self._weight_of, self._device = get_weight, weight_of, device
-        self._length, self._num_tokens = tokens_ST.shape[1], tokens_ST.numel()
+        self._length, self.num_tokens = tokens_ST.shape[1], tokens_ST.numel()
         self._dtype = torch.float32 if exact else product_dtype(device)
         most = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
         step = max(1, most // self._length)
@@ -161,11 +164,6 @@ class LayeredForward:
     def num_groups(self) -> int:
         """Sequence group count."""
         return len(self.groups)
-
-    @property
-    def num_tokens(self) -> int:
-        """Token count of all sequences."""
-        return self._num_tokens
 
     def _product(self, node: Node, arguments: tuple[Any, ...]) -> Tensor:
         x, weight, *rest = arguments
