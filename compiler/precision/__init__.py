@@ -9,6 +9,7 @@ from tilewright.compiler.precision.hits import GroupedModule
 from tilewright.compiler.precision.names import (
     ALWAYS_HIGH,
     BLOCK_OUTPUTS,
+    DRAFT_SCOPE,
     EXPERT_GROUPS,
     FOLLOWS,
     MIXED,
@@ -35,6 +36,7 @@ __all__ = [
     "ALWAYS_HIGH",
     "AUTO",
     "BLOCK_OUTPUTS",
+    "DRAFT_SCOPE",
     "EXPERT_GROUPS",
     "FOLLOWS",
     "MIXED",

@@ -22,7 +22,8 @@ SEED_TENSOR_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "kv_cache", "activation")
 VISION_GROUPS = ("vision_wqkv", "vision_wo", "vision_ff", "vision_patch", "projector")
 # Groups of cross-attention to images. Keys and values are computed once per image.
 CROSS_GROUPS = ("cross_wq", "cross_wkv", "cross_wo", "cross_kv_cache")
-# A draft layer's groups. It has no layer index.
+# A draft layer's groups. It has no layer index. Rows of ``--explain`` have this scope.
+DRAFT_SCOPE = "draft layer"
 DRAFT_GROUPS = (
     *("draft_fc", "draft_wqkv", "draft_wo", "draft_kv_cache"),
     *("draft_ff1_3", "draft_ff2", "draft_lm_head"),

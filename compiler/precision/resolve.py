@@ -28,6 +28,7 @@ from tilewright.compiler.precision.hits import (
 from tilewright.compiler.precision.names import (
     CROSS_GROUPS,
     DRAFT_GROUPS,
+    DRAFT_SCOPE,
     FOLLOWS,
     GLOBAL_GROUPS,
     PHASES,
@@ -372,7 +373,7 @@ def _followers(
 ) -> Iterator[ExplainRow]:
     """Yield a row per group in ``present`` that follows ``key`` and is not ``configured``."""
     outside = dict.fromkeys((*VISION_GROUPS, *CROSS_GROUPS), "model")
-    outside |= dict.fromkeys(DRAFT_GROUPS, "draft layer")
+    outside |= dict.fromkeys(DRAFT_GROUPS, DRAFT_SCOPE)
     for follower, leader in FOLLOWS.items():
         if leader != key or follower in configured or follower not in present:
             continue

@@ -95,6 +95,7 @@ def test_explain_prints_the_effective_table(run: Run) -> None:
         assert word in out
     lines = [line for line in out.splitlines() if "ff2" in line]
     assert any("bf16" in line and "1" in line for line in lines), "the layer's own value"
+    assert "draft" not in out, "there is no draft layer"
 
 
 @pytest.mark.parametrize("target", ["reference", "null", "cpu"])

@@ -73,8 +73,11 @@ def test_bench_records_the_acceptance_of_the_layer(
     words = ["--model", str(folder), "--target", "reference", "--prompt", "abcabc", "--json"]
     words += ["--max-generated-tokens", "8", "--repeat-batches", "1", "--no-stop-at-eos"]
     words += ["--precision", "bf16", "--no-results", "--speculative-config", CONFIG, "--no-cache"]
+    words += ["--explain"]
     assert bench.main(words) == 0
-    found = json.loads(capsys.readouterr().out.strip().rpartition("\n")[2])["drafts"]
+    printed = capsys.readouterr()
+    found = json.loads(printed.out.strip().rpartition("\n")[2])["drafts"]
+    assert "draft_ff2" in printed.err
     assert (found["method"], found["precision"]) == ("mtp", "")
     assert found["num_drafts"] and len(found["num_accepted"]) == 3
     with pytest.raises(ConfigError, match="emulated board: it verifies no drafts; allowed: cpu"):

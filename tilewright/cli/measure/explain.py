@@ -11,7 +11,7 @@ from tilewright.compiler.driver import resolve_precision
 from tilewright.compiler.ir.cost import GroupCost, step_costs
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.ops import COLLECTIVES
-from tilewright.compiler.precision import EXPERT_GROUPS, PrecisionSummary
+from tilewright.compiler.precision import DRAFT_SCOPE, EXPERT_GROUPS, PrecisionSummary
 from tilewright.compiler.targets.table import get_target
 from tilewright.errors import CompileError
 from tilewright.evaluate.measure.roofline import TrafficShare, compiled_weight_bytes
@@ -85,9 +85,12 @@ class TextPrinter:
         self._screen.file.flush()
 
 
-def explain_precision(screen: Console, precision: PrecisionSummary) -> None:
+def explain_precision(
+    screen: Console, precision: PrecisionSummary, *, has_draft_layer: bool = False
+) -> None:
     """Print the settings with their origins, and the heading."""
-    table = Table.of(("where", "what", "is", "by"), precision.rows)
+    rows = [row for row in precision.rows if has_draft_layer or row.scope != DRAFT_SCOPE]
+    table = Table.of(("where", "what", "is", "by"), rows)
     print_table(screen, f"precision {precision.name}", table)
     screen.print(precision.heading)
 

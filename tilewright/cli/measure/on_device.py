@@ -22,6 +22,7 @@ from tilewright.evaluate.measure.timing import TimedRun, time_jobs
 from tilewright.evaluate.report.table import Table
 from tilewright.evaluate.results.record import Result
 from tilewright.evaluate.results.row import model_text
+from tilewright.loading.draft import has_draft_layer
 from tilewright.loading.program import settle_backend
 from tilewright.loading.source import ModelHandle, precision_title
 
@@ -47,7 +48,8 @@ def run_here(source: ModelHandle, options: RunOptions, screen: Console) -> int:
     is_verbose = options.verbose or options.explain
     console.note(console.err(), *only_fallbacks(compiled.notes, is_verbose=is_verbose))
     if options.explain:
-        explain_precision(screen, compiled.precision)
+        has_layer = has_draft_layer(options.model)
+        explain_precision(screen, compiled.precision, has_draft_layer=has_layer)
         explain_contract(screen, compiled.executable.contract)
         explain_places(screen, compiled)
         explain_cost(screen, compiled, plan.context)
