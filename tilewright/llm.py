@@ -353,7 +353,7 @@ class LLM:
         if not isinstance(has_drafts, bool):
             raise RequestError(f"speculative {has_drafts!r}; allowed: True, False")
         values = {name: value for name, value in values.items() if name != "speculative"}
-        sampling = sampling_of(values, defaults)
+        sampling = sampling_of(values, defaults, caller_names=("speculative",))
         number = next(self._numbers)
         return RequestState(number, prompt, sampling, images=images, has_drafts=has_drafts)
 

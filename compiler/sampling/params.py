@@ -7,7 +7,7 @@ command line options are made from these fields. Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -160,9 +160,14 @@ def plain_names() -> tuple[str, ...]:
 
 
 def sampling_of(
-    values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    caller_names: Iterable[str] = (),
 ) -> SamplingParams:
     """Return sampling parameters by name. ``logit_bias`` may be a mapping.
+
+    ``caller_names``: Parameters of the caller, for the message about an unknown name.
 
     Raises:
         RequestError: An unknown name, a bad type or a value out of range.
@@ -172,7 +177,9 @@ def sampling_of(
     named = {**(defaults or {}), **renamed}
     for name in named:
         if name not in known:
-            raise RequestError(f"unknown sampling parameter {name!r}; {allowed(known, name)}")
+            raise RequestError(
+                f"unknown sampling parameter {name!r}; {allowed((*known, *caller_names), name)}"
+            )
     if isinstance(named.get("logit_bias"), Mapping):
         named["logit_bias"] = tuple(named["logit_bias"].items())
     if "stop_token_ids" in named:

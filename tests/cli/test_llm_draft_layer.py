@@ -60,6 +60,8 @@ def test_drafts_of_the_layer_change_no_answer(folder: Path, target: str) -> None
             assert not refused.num_draft_tokens and refused.tokens == answers[0].tokens[:9]
             with pytest.raises(RequestError, match="speculative 0; allowed: True, False"):
                 llm.generate("a", speculative=0)
+            with pytest.raises(RequestError, match="did you mean 'speculative'"):
+                llm.generate("a", speculatif=False)
     assert layer is not None
     assert target == "reference" or layer.executable._engine is None, "closed with the model"
     plain, drafted = answers
