@@ -359,18 +359,15 @@ class LLM:
 
     def _pieces(self, request: RequestState) -> Iterator[str]:
         decoder, seen = self.tokenizer.stream(after=request.prompt), 0
-        ends = request.sampling.stop_token_ids
         self._loop.add(request)
         try:
             while request.finish_reason is None or seen < len(request.output):
                 if seen == len(request.output):
                     self._loop.step()
-                    continue
-                token = request.output[seen]
-                piece = "" if token in ends else decoder.push(token)
-                seen += 1
-                if piece:
-                    yield piece
+                tokens, seen = request.text_tokens(seen), len(request.output)
+                for token in tokens:
+                    if piece := decoder.push(token):
+                        yield piece
             if request.finish_reason == FAILED:
                 raise RequestError(request.error)
             if piece := decoder.flush():
@@ -384,10 +381,8 @@ def _answer(request: RequestState, tokenizer: Tokenizer) -> Answer:
     if request.finish_reason == FAILED:
         raise RequestError(request.error)
     times = request.token_times or [request.arrived_at]
-    ends = request.sampling.stop_token_ids
-    shown = [token for token in request.output if token not in ends]
     return Answer(
-        text=tokenizer.decode(shown, after=request.prompt),
+        text=tokenizer.decode(request.text_tokens(), after=request.prompt),
         tokens=tuple(request.output),
         finish_reason=request.finish_reason or "",
         num_prompt_tokens=len(request.prompt),

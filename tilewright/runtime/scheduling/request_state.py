@@ -197,6 +197,11 @@ class RequestState:
             images=request.images,
         )
 
+    def text_tokens(self, start: int = 0) -> list[int]:
+        """Return output tokens from ``start`` on, without end tokens."""
+        ends = self.sampling.stop_token_ids
+        return [token for token in self.output[start:] if token not in ends]
+
     @property
     def image_tokens(self) -> frozenset[int]:
         """Return the placeholder ids. They may be outside the logits."""
