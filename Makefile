@@ -99,7 +99,7 @@ test: $(WITH_TEST)
 # quiet cores. PERF_PRECISIONS='all-q40' PERF_CASES='ci-1' PERF_RESULTS=/tmp/cpu.jsonl is a short one,
 # ARGS='--backend native' measures the other backend, whose rows stand beside these.
 PERF_RESULTS := results/cpu.jsonl
-PERF_DOCUMENTS := README.md docs/benchmarks.md docs/cli.md PERF.md
+PERF_DOCUMENTS := README.md docs/benchmarks.md docs/cli.md docs/speculative.md PERF.md
 RENDER = "$(BIN)/python" -m bench perf --also $(PERF_DOCUMENTS)
 PERF_PRECISIONS := bf16 accuracy performance all-bfp8 all-bfp4 all-q80 all-q40
 PERF_CASES := ci-1 token-matching ci-32 long-context-2k

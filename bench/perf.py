@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.cuda.draft_costs import render_costs
 from tilewright.cli.main import VERBS, usage
 from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.report.comparisons import render_blocks
@@ -28,7 +29,8 @@ def render_document(text: str, folder: Path, results: Sequence[Result] = ()) -> 
         return BLOCKS[name](results)
 
     own = {"tilewright": tables} if results else {}
-    return render_blocks(text, folder, usage=_usage, images=render_images, **own)
+    more = {"usage": _usage, "images": render_images, "drafts": render_costs, **own}
+    return render_blocks(text, folder, **more)
 
 
 def _usage(results: Path, name: str) -> str:

@@ -12,12 +12,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.common import keeper
 from bench.cuda.auto_drafts import MIN_RATIO, measure_auto, show_auto
+from bench.cuda.draft_costs import ACCEPTANCE, COST, PROMPT, costs_table
 from tilewright.cli.arguments.bench import read_options
 from tilewright.cli.terminal.console import compile_progress, err, note, out, print_table
 from tilewright.errors import ConfigError
@@ -30,9 +31,7 @@ if TYPE_CHECKING:
     from tilewright.compiler.targets.interface.compiled import Compiled
     from tilewright.compiler.targets.interface.step import Slot, StateUpdate, StepOutput
 
-ACCEPTANCE = (0.8, 0.7, 0.6)
-"""Published acceptance by position, for MTP heads."""
-_PROMPT, _WARM_UP, _STEPS, _ROUNDS, _SPARE = 128, 4, 24, 2, 16
+_WARM_UP, _STEPS, _ROUNDS, _SPARE = 4, 24, 2, 16
 _WIDTH = 160
 
 
@@ -110,9 +109,15 @@ def main(argv: Sequence[str]) -> int:
         "strict_rows": options.strict_rows,
         "invariant": limits.invariant,
     }
+    measured = list[Mapping[str, Any]]()
+
+    def keep_cost(values: Mapping[str, Any]) -> None:
+        measured.append({**facts, **values})
+        keep(measured[-1])
+
     try:
-        costs = _measure_costs(executable, options, lambda values: keep({**facts, **values}))
-        print_table(screen, "cost of verification", _show_costs(costs, options), numbers=True)
+        costs = _measure_costs(executable, options, keep_cost)
+        print_table(screen, "cost of verification", costs_table(measured), numbers=True)
         sizes = _byte_ratios(compiled, options.rows)
         runs = _measure_oracle(
             executable, options, costs, sizes, lambda values: keep({**facts, **values})
@@ -150,7 +155,7 @@ def _compile(options: _Options) -> Compiled:
     steps = max((_WARM_UP + _STEPS) * (1 + num_drafts), options.auto_tokens)
     choices = CompileOptions(
         max_batch=max(1, *options.users),
-        max_context=_PROMPT + max(steps, options.tokens + _SPARE),
+        max_context=PROMPT + max(steps, options.tokens + _SPARE),
         strict_rows=options.strict_rows,
         max_drafts=num_drafts,
     )
@@ -191,7 +196,7 @@ class _Slots:
             pages = tuple(range(slot * size, (slot + 1) * size))
             updates: list[StateUpdate] = [OpenSlot(slot, SamplingParams())]
             updates += [AssignPages(slot, 0, pages)] if limits.page_size else []
-            prompt = tuple(generator.randrange(executable.num_choosable) for _ in range(_PROMPT))
+            prompt = tuple(generator.randrange(executable.num_choosable) for _ in range(PROMPT))
             chunk = PrefillChunk(slot, 0, prompt, chooses=True)
             output = executable.step(Step(edits=tuple(updates), prompts=(chunk,)))
             _read(output)
@@ -234,7 +239,7 @@ def _measure_costs(
         for rows in (1, *options.rows):
             ms, plain_ms = 1e3 * costs[users, rows], 1e3 * costs[users, 1]
             ratio = ms / plain_ms
-            keep({"figure": "cost", "users": users, "rows": rows, "ms": ms, "ratio": ratio})
+            keep({"figure": COST, "users": users, "rows": rows, "ms": ms, "ratio": ratio})
     return costs
 
 
@@ -249,28 +254,6 @@ def _verified_step(slots: _Slots, rows: int) -> float:
         _read(slots.launch(drafts))
         times.append(time.perf_counter() - began)
     return statistics.median(times[_WARM_UP:])
-
-
-def _show_costs(costs: Mapping[tuple[int, int], float], options: _Options) -> Table:
-    counts = (1, *options.rows)
-    titles = ["users", "plain step (ms)", *(f"{rows} rows (ratio)" for rows in options.rows)]
-    gained = [rows for rows in counts[1:] if rows - 1 <= len(ACCEPTANCE)]
-    titles += [f"predicted gain, {rows - 1} drafts (x)" for rows in gained]
-    lines = []
-    for users in options.users:
-        plain = costs[users, 1]
-        ratios = {rows: costs[users, rows] / plain for rows in options.rows}
-        sums = (0.0, *accumulate(ACCEPTANCE))
-        gains = [(1 + sums[rows - 1]) / ratios[rows] for rows in gained]
-        cells = [*ratios.values(), *gains]
-        lines.append([str(users), f"{1e3 * plain:.3f}", *(f"{cell:.2f}" for cell in cells)])
-    shares = ", ".join(map(str, ACCEPTANCE))
-    return Table.of(
-        titles,
-        lines,
-        f"A plain step starts before the previous output is read. Context from {_PROMPT} tokens.",
-        f"Predicted: acceptance by position {shares}, without the time to draft.",
-    )
 
 
 def _oracle_run(

@@ -14,7 +14,7 @@ from tilewright.evaluate.results.record import Repeat, medians
 from tilewright.evaluate.results.result_file import append
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("PERF.md", "README.md", "docs/benchmarks.md")
+DOCUMENTS = ("PERF.md", "README.md", "docs/benchmarks.md", "docs/speculative.md")
 README_BLOCK = (
     "<!-- tilewright:begin configurations -->\n{}\n<!-- tilewright:end configurations -->\n"
 )

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 
 from bench.cuda import drafts
+from bench.cuda.draft_costs import costs_table
+from bench.perf import render_document
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.null import NullExecutable
+
+BLOCK = "<!-- drafts:begin x -->\n\n<!-- drafts:end x -->"
 
 
 def test_speculative_writes_costs_and_gains(
@@ -23,7 +27,9 @@ def test_speculative_writes_costs_and_gains(
         return SimpleNamespace(executable=NullExecutable(300, sizes, NumericContract((), ())))
 
     monkeypatch.setattr(drafts, "_compile", compiled)
-    results = tmp_path / "results.jsonl"
+    assert "No results yet." in render_document(BLOCK, tmp_path)
+    results = tmp_path / "speculative" / "x.jsonl"
+    results.parent.mkdir()
     words = ["--users", "1", "2", "--rows", "2", "4", "--rates", "0", "1", "--tokens", "24"]
     words += ["--auto-rates", "0", "1", "--auto-tokens", "40"]
     monkeypatch.setattr(drafts, "MIN_RATIO", 0.0)
@@ -40,6 +46,20 @@ def test_speculative_writes_costs_and_gains(
     assert [(row["users"], row["rate"]) for row in loads] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert all(row["acceptance"] in (None, row["rate"]) for row in loads)
     assert "predicted gain, 3 drafts" in capsys.readouterr().out
+    made = render_document(BLOCK, tmp_path)
+    lines = [line for line in made.splitlines() if line.startswith("| shape:llama-3.1-8b")]
+    assert [line.split()[5] for line in lines] == ["1", "2"]
+    assert "Random weights. " in made
+
+
+def test_the_predicted_gain_has_the_measured_cost() -> None:
+    facts = {"model": "m", "precision": "bf16", "users": 1}
+    costs = {1: (2.0, 1.0), 2: (2.5, 1.25), 4: (3.1, 1.55), 8: (5.0, 2.5)}
+    records = [
+        {**facts, "rows": rows, "ms": ms, "ratio": ratio} for rows, (ms, ratio) in costs.items()
+    ]
+    (line,) = costs_table(records).rows
+    assert line == ("m", "bf16", "1", "2.000", "1.25", "1.55", "2.50", "1.44", "2.00")
 
 
 def test_expected_tokens_follow_the_rate() -> None:
