@@ -23,7 +23,7 @@ NEEDS = Needs(
     max_delta_dim=128,  # channels of a key and of a value that the rule's kernels keep in registers
     has_cross_layers=True,
 )
-"""What its kernels ask of a plan."""
+"""Requirements of the CUDA kernels for a kernel program."""
 
 
 _ATTENTION_RATE = 0.28
@@ -41,23 +41,23 @@ def lower_to_program(graph_module: GraphModule) -> KernelProgram:
     return lowering.lower_to_program(graph_module, NEEDS)
 
 
-def has_mixers(plan: KernelProgram) -> bool:
-    """Whether a plan has experts or linear attention."""
-    return any(isinstance(each, Mixer) for each in plan.instructions)
+def has_mixers(program: KernelProgram) -> bool:
+    """Return whether a program has experts or linear attention."""
+    return any(isinstance(each, Mixer) for each in program.instructions)
 
 
-def num_multiplied(plan: KernelProgram) -> int:
+def num_multiplied(program: KernelProgram) -> int:
     """Return the number of weights multiplied per text token, without the output head."""
-    own = (linear for linear in plan.products[:-1] if not linear.is_cross)
+    own = (linear for linear in program.products[:-1] if not linear.is_cross)
     return sum(math.prod(linear.weight.shape) for linear in own)
 
 
-def far_of(plan: KernelProgram) -> int:
+def far_of(program: KernelProgram) -> int:
     """Positions before a prompt's token whose attention takes as long as all of its products; 0
     where experts or linear attention make a token something else.
     """
-    attends = [each for each in plan.instructions if isinstance(each, AttentionOp)]
-    if has_mixers(plan) or not attends or any(each.window for each in attends):
+    attends = [each for each in program.instructions if isinstance(each, AttentionOp)]
+    if has_mixers(program) or not attends or any(each.window for each in attends):
         return 0
     a_position = sum(2 * each.num_heads * each.state.shape[-1] for each in attends)
-    return max(1, int(_ATTENTION_RATE * num_multiplied(plan) / a_position))
+    return max(1, int(_ATTENTION_RATE * num_multiplied(program) / a_position))
