@@ -197,7 +197,7 @@ class BoardTarget(Target):
 
         chunk = lowered(PREFILL, 1, min(length or PROMPT_CHUNK, PROMPT_CHUNK, options.max_context))
         decode = lowered(DECODE, options.max_batch, 1)
-        check_memory(decode, chunk)
+        check_memory(chunk, decode)
         if length is not None and length > chunk.length:
             return lowered(PREFILL, 1, length), decode
         return chunk, decode

@@ -85,7 +85,7 @@ def test_emulation_is_near_the_reference(name: str) -> None:
 
 def test_a_model_without_room_is_refused_by_bytes() -> None:
     model = tiny_model(hidden_size=64, num_layers=1)
-    _, decode = programs(model, name="p100")
+    prefill, decode = programs(model, name="p100")
     large = replace(decode, device="P100", batch=32, context=2**20)
     cache = large.caches[0]
     wide = {each: replace(each, num_pages=32 * 2**20) for each in large.caches}
@@ -99,4 +99,4 @@ def test_a_model_without_room_is_refused_by_bytes() -> None:
     )
     assert cache.num_bytes < get_device("p100").dram_bytes
     with pytest.raises(CompileError, match=r"exceeded by \d+ bytes; allowed: \d+ positions"):
-        check_memory(replace(large, instructions=instructions))
+        check_memory(prefill, replace(large, instructions=instructions))

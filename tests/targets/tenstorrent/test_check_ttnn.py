@@ -260,7 +260,7 @@ def test_whole_models_fit_and_take_what_the_plan_says(
     name: str, device: str, scratch: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = shaped_programs(name, device, num_layers=SHAPES[name][-1])
-    plan = check_memory(made[1])
+    plan = check_memory(*made)
     found = validated(emit_ttnn(*made), device, scratch)
     assert errors(found) == []
     planned = plan.weight_bytes + plan.cache_bytes
@@ -276,7 +276,7 @@ def test_whole_models_fit_and_take_what_the_plan_says(
 def test_a_model_too_large_is_refused_by_the_plan_and_by_the_allocator(scratch: Path) -> None:
     made = shaped_programs("Llama-3.1-8B", "n150", precision="bf16", num_layers=32)
     with pytest.raises(CompileError, match="GB a chip"):
-        check_memory(made[1])
+        check_memory(*made)
     assert plan_memory(made[1]).dram_bytes > 12_870_000_000
     found = validated(emit_ttnn(*made), "n150", scratch)
     (error,) = errors(found)

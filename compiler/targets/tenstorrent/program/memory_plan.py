@@ -85,26 +85,23 @@ def run_memory(prefill: DeviceProgram, decode: DeviceProgram) -> MemoryPlan:
     )
 
 
-def check_memory(program: DeviceProgram, prefill: DeviceProgram | None = None) -> MemoryPlan:
-    """Check the memory usage against the board's DRAM and L1, and return it.
-
-    Args:
-        prefill: The prefill program, if ``program`` is the decode program.
+def check_memory(prefill: DeviceProgram, decode: DeviceProgram) -> MemoryPlan:
+    """Check the memory usage of both steps against the board's DRAM and L1, and return it.
 
     Raises:
         CompileError: Includes the required bytes and fitting changes.
     """
-    usage = plan_memory(program) if prefill is None else run_memory(prefill, program)
-    device = get_device(program.device)
+    usage = run_memory(prefill, decode)
+    device = get_device(decode.device)
     assert device.dram_bytes is not None and device.l1_bytes is not None
     if usage.dram_bytes > device.dram_bytes:
         raise CompileError(
             f"{usage.dram_bytes / 1e9:.2f} GB a chip of {device.name} ("
             f"{usage.weight_bytes / 1e9:.2f} of weights, {usage.cache_bytes / 1e9:.2f} of caches "
-            f"for {program.batch} x {program.context} positions) of "
+            f"for {decode.batch} x {decode.context} positions) of "
             f"{device.dram_bytes / 1e9:.2f}, exceeded by "
             f"{usage.dram_bytes - device.dram_bytes} bytes; allowed: "
-            f"{_what_fits(program, usage, device.dram_bytes)}"
+            f"{_what_fits(decode, usage, device.dram_bytes)}"
         )
     if usage.l1_bytes > device.l1_bytes:
         raise CompileError(
