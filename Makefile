@@ -156,7 +156,7 @@ docs: $(WITH_DOCS)
 	@echo "site/index.html"
 
 test-gpu: $(WITH_TEST)
-	"$(BIN)/python" -m pytest --quiet -m 'gpu or multigpu' $(ARGS)
+	"$(BIN)/python" -m pytest --verbose -m 'gpu or multigpu' $(ARGS)
 
 # A minute of two cores; all of it is in test-slow. What the compiler cannot do is skipped, and said.
 sanitize-cpu: $(WITH_TEST)
