@@ -1,8 +1,8 @@
 """Integer arithmetic of Tenstorrent's block floating point, on float32 rows.
 
 Host packing is the conversion of weights by ``ttnn.from_torch``. Device packing is the conversion
-of kernel outputs by the packer. They differ in rounding only. Names, files and memory layouts are
-not defined here.
+of kernel outputs by the packer. A cast on the device packs in its own way. The three differ in
+rounding only. Names, files and memory layouts are not defined here.
 """
 
 from __future__ import annotations
@@ -85,6 +85,23 @@ def encode_device(x_RK: torch.Tensor, mantissa_bits: int) -> tuple[torch.Tensor,
     shared = _block_max(exponents)
     shift = exponents.neg_().add_(shared).clamp_(max=15)
     magnitudes = (significands << 1).bitwise_right_shift_(shift).add_(1).bitwise_right_shift_(1)
+    magnitudes.clamp_(max=127).bitwise_right_shift_(7 - mantissa_bits)
+    return _signed(bits, magnitudes, shared)
+
+
+def encode_cast(x_RK: torch.Tensor, mantissa_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode a chunk with the rounding of a device's cast. Shapes are as in :func:`encode_host`.
+
+    The packer truncates to bf16, aligns to the block exponent and rounds to a 7-bit magnitude,
+    with ties away from zero. Narrower formats truncate this magnitude.
+    """
+    bits = _block_bits(x_RK)
+    exponents = (bits >> 23).bitwise_and_(0xFF)
+    shared = _block_max(exponents)
+    significands = (bits >> 16).bitwise_and_(0x7F).bitwise_or_(0x80)
+    significands.masked_fill_(exponents == 0, 0)
+    shift = exponents.neg_().add_(shared).clamp_(max=15)
+    magnitudes = significands.bitwise_right_shift_(shift).add_(1).bitwise_right_shift_(1)
     magnitudes.clamp_(max=127).bitwise_right_shift_(7 - mantissa_bits)
     return _signed(bits, magnitudes, shared)
 

@@ -76,6 +76,12 @@ class BlockFloat(DataFormat):
 
         return self._round_trip(x, -1, block_codec.encode_device)
 
+    def cast_round_trip(self, x: torch.Tensor) -> torch.Tensor:
+        """Encode and decode with the rounding of a cast on a board, which has a single step."""
+        from tilewright.compiler.formats import block_codec
+
+        return self._round_trip(x, -1, block_codec.encode_cast)
+
     def _round_trip(self, x: torch.Tensor, axis: int, encoder: RowEncoder) -> torch.Tensor:
         from tilewright.compiler.formats import block_codec
         from tilewright.compiler.formats.rows import as_rows

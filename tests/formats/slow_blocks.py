@@ -53,6 +53,19 @@ def slow_device_pack(words: list[int], mantissa_bits: int) -> tuple[int, list[in
     return shared, signed
 
 
+def slow_cast_pack(words: list[int], mantissa_bits: int) -> tuple[int, list[int]]:
+    """One block as a cast on the device packs it, from the 8 upper bits of a significand."""
+    shared = max((word >> 23) & 0xFF for word in words)
+    signed = []
+    for word in words:
+        exponent = (word >> 23) & 0xFF
+        significand = 0 if exponent == 0 else 128 + ((word >> 16) & 0x7F)
+        aligned = Fraction(significand, 2 ** (shared - exponent + 1))
+        magnitude = min(floor(aligned + Fraction(1, 2)), 127) // 2 ** (7 - mantissa_bits)
+        signed.append(-magnitude if word >> 31 else magnitude)
+    return shared, signed
+
+
 def _six_bits(word: int) -> tuple[int, int]:
     """Biased exponent and the significand 1.xxxxxx as an integer, rounded half away from zero."""
     exponent, fraction = (word >> 23) & 0xFF, word & 0x7FFFFF

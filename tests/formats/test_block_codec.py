@@ -11,7 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.formats.slow_blocks import slow_device_pack, slow_pack, slow_unpack
+from tests.formats.slow_blocks import (
+    slow_cast_pack,
+    slow_device_pack,
+    slow_pack,
+    slow_unpack,
+)
 from tilewright.compiler.formats import FORMATS, BlockEncoded, BlockFloat, block_codec
 
 BLOCK_FORMATS = ("bfp8", "bfp4", "bfp2")
@@ -75,6 +80,7 @@ def check(blocks: list[list[int]], encoder: block_codec.RowEncoder, slow: SlowPa
 PACKINGS = [
     pytest.param(block_codec.encode_host, slow_pack, id="host"),
     pytest.param(block_codec.encode_device, slow_device_pack, id="device"),
+    pytest.param(block_codec.encode_cast, slow_cast_pack, id="cast"),
 ]
 
 
