@@ -140,29 +140,32 @@ def test_attention_is_close_to_float64(first: int, window: int) -> None:
     torch.testing.assert_close(got.double(), expected, atol=0.03, rtol=0)
 
 
-def test_what_comes_later_changes_no_bit() -> None:
+@pytest.mark.parametrize("accurate", [False, True])
+def test_what_comes_later_changes_no_bit(accurate: bool) -> None:
     """A row of a prompt is as that row alone with its own past, and hidden keys are never seen."""
     q, k, v = (normal(*shape).bfloat16() for shape in ((40, 4, 32), (40, 2, 32), (40, 2, 32)))
     attention = an_attention("hifi2")
-    whole = attend(q, k, v, 0, attention)
+    whole = attend(q, k, v, 0, attention, accurate=accurate)
     for row in (0, 5, 31, 32, 39):
         past = slice(row + 1)
         assert torch.equal(
-            attend(q[row : row + 1], k[past], v[past], row, attention)[0], whole[row]
+            attend(q[row : row + 1], k[past], v[past], row, attention, accurate=accurate)[0],
+            whole[row],
         )
 
 
 @pytest.mark.parametrize(("window", "first"), [(0, 0), (0, 70), (50, 0), (33, 70)])
 @pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("accurate", [False, True])
 def test_blocks_of_rows_skip_hidden_chunks_without_a_change(
-    window: int, first: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    window: int, first: int, has_sinks: bool, accurate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three blocks equal one block bit for bit."""
     length = first + 90
     q, k, v = (normal(*size).bfloat16() for size in ((90, 4, 32), (length, 2, 32), (length, 2, 32)))
     sinks = normal(4).bfloat16() if has_sinks else None
     attention = an_attention(window=window)
-    whole = attend(q, k, v, first, attention, sinks=sinks)
+    whole = attend(q, k, v, first, attention, accurate=accurate, sinks=sinks)
     monkeypatch.setattr(arithmetic, "_QUERY_ROWS", 40)
     shapes = []
     attend_rows = arithmetic._attend_rows
@@ -172,7 +175,8 @@ def test_blocks_of_rows_skip_hidden_chunks_without_a_change(
         return attend_rows(q, k, *rest, **named)
 
     monkeypatch.setattr(arithmetic, "_attend_rows", recorded)
-    assert torch.equal(attend(q, k, v, first, attention, sinks=sinks), whole)
+    again = attend(q, k, v, first, attention, accurate=accurate, sinks=sinks)
+    assert torch.equal(again, whole)
     assert [rows for rows, _ in shapes] == [40, 40, 10]
     assert sum(rows * positions for rows, positions in shapes) < 90 * length
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ast
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.targets.tenstorrent.boards import board_precision, emulated, programs
-from tests.tiny import compiled, prefill, random_tokens, tiny_model
+from tests.tiny import compiled, prefill, random_tokens, step, take_slot, tiny_model
 from tilewright.compiler.devices import BOARDS, get_device
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.tenstorrent.emit_ttnn.emit import emit_ttnn
 from tilewright.compiler.targets.tenstorrent.emit_ttnn.weights import constants
+from tilewright.compiler.targets.tenstorrent.emulate import arithmetic
 from tilewright.compiler.targets.tenstorrent.perf.model import predict
 from tilewright.compiler.targets.tenstorrent.program.instructions import Matmul
 from tilewright.compiler.targets.tenstorrent.program.memory_plan import check_memory
@@ -81,6 +83,33 @@ def test_emulation_is_near_the_reference(name: str) -> None:
     other = prefill(emulated(model, precision=precision, name=wormhole), tokens, [9, 1])
     assert (found - other).std() < 0.03 * expected.std()
     assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "fidelity", "expected"),
+    [
+        ("p100", "hifi4", [True, False]),
+        ("p100", "hifi2na", [False, False]),
+        ("n150", "hifi4", [False, False]),
+    ],
+)
+def test_prompts_with_an_fp32_dst_have_accurate_attention(
+    name: str, fidelity: str, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of a single sequence, then a step."""
+    found, attend = [], arithmetic.attend
+
+    def recorded(*args: Any, accurate: bool, **named: Any) -> torch.Tensor:
+        found.append(accurate)
+        return attend(*args, accurate=accurate, **named)
+
+    monkeypatch.setattr(arithmetic, "attend", recorded)
+    model = tiny_model(hidden_size=64, num_layers=1)
+    executable = emulated(model, precision=board_precision("bf16", fidelity), name=name)
+    slot, tokens = take_slot(executable), random_tokens(4)
+    step(executable, [(slot, tokens[:3], 0)])
+    step(executable, [(slot, tokens[3:4], 3)])
+    assert found == expected
 
 
 def test_a_model_without_room_is_refused_by_bytes() -> None:

@@ -1,4 +1,4 @@
-"""Small operators in a Wormhole kernel's precision, and the packer.
+"""Small operators in a board kernel's precision, and the packer.
 
 Matmuls are exact (``matrix_unit.py``). This module is approximate if the vendor's functions are not
 published: sums and special functions are fp32 inside a kernel, and inputs and outputs have their
@@ -7,13 +7,15 @@ formats. Shape letters: T rows, H query heads, G key/value heads, D head size, L
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tilewright.compiler.formats import BlockFloat, get_format
 from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.targets.tenstorrent.emulate.accurate_softmax import softmax_sums
 from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit import (
     MatmulSettings,
     matmul,
@@ -32,6 +34,12 @@ def pack(x: Tensor, format_: str) -> Tensor:
     """
     assert format_ in ("bf16", "bfp8", "bfp4"), f"boards do not write {format_}"
     return packed(x.float().contiguous(), format_).bfloat16()
+
+
+def cast(x: Tensor, format_: str) -> Tensor:
+    """Return bfloat16 ``x`` after a cast on the board. Its rounding to blocks has a single step."""
+    form = get_format(format_)
+    return form.cast_round_trip(x.float()).bfloat16() if isinstance(form, BlockFloat) else x
 
 
 def rms_norm(x: Tensor, weight: Tensor, mean_square: Tensor, eps: float, format_: str) -> Tensor:
@@ -120,6 +128,7 @@ def attend(
     attention: TtAttention,
     *,
     sign_error: bool = True,
+    accurate: bool = False,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention ``[T, H, D]`` of T rows to cached positions, in the output's format.
@@ -130,6 +139,7 @@ def attend(
 
     Args:
         first: First row's position.
+        accurate: Use float32 scores and sums, with the functions of Blackhole's kernel.
         sinks: Logits ``[H]`` that enter the maximum and the sum.
     """
     blocks = []
@@ -137,7 +147,8 @@ def attend(
         rows = q_THD[start : start + _QUERY_ROWS]
         seen = _visible(first + start, len(rows), attention)
         block = rows, keys_LGD[seen], values_LGD[seen], first + start - seen.start
-        blocks.append(_attend_rows(*block, attention, sign_error=sign_error, sinks=sinks))
+        how = {"sign_error": sign_error, "accurate": accurate, "sinks": sinks}
+        blocks.append(_attend_rows(*block, attention, **how))  # type: ignore[arg-type]
     return torch.cat(blocks)
 
 
@@ -156,49 +167,78 @@ def _attend_rows(
     attention: TtAttention,
     *,
     sign_error: bool,
+    accurate: bool,
     sinks: Tensor | None,
 ) -> Tensor:
     """Return the attention of a block of rows to all of the keys; see `attend`."""
     num_rows, num_heads, head_dim = q_THD.shape
     num_positions, num_kv_heads, _ = keys_LGD.shape
     group = num_heads // num_kv_heads
-    chunk = attention.k_chunk
 
-    def settings(depth: int) -> MatmulSettings:
-        return _single_block(attention, depth, sign_error=sign_error)
+    def multiply(act: Tensor, weight: Tensor) -> Tensor:
+        settings = _single_block(attention, act.shape[-1], accurate, sign_error=sign_error)
+        return matmul(act, weight, settings)
 
     # [G, group * T, D]: the query rows for each key head.
     q = q_THD.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     q = q.reshape(num_kv_heads, group * num_rows, head_dim)
-    scores = matmul(q, keys_LGD.permute(1, 2, 0), settings(head_dim))
+    scores = multiply(q, keys_LGD.permute(1, 2, 0))
     scores = scores.view(num_kv_heads, group, num_rows, num_positions)
     scores = scores.masked_fill(_hidden(scores, first, attention.window), -torch.inf)
     scores = scores.view(num_kv_heads, group * num_rows, num_positions)
-    best = torch.full_like(scores[..., :1], -torch.inf)
-    total, out = torch.zeros_like(best), torch.zeros_like(q, dtype=torch.float32)
-    if sinks is not None:
-        best = _sinks(sinks / attention.scale, num_kv_heads, num_rows)
-        total = torch.ones_like(best)
-    for start in range(0, num_positions, chunk):
-        part = scores[..., start : start + chunk]
+    extra = None if sinks is None else _sinks(sinks / attention.scale, num_kv_heads, num_rows)
+    how = {"scale": attention.scale, "chunk": attention.k_chunk, "sinks_GR1": extra}
+    sums = softmax_sums if accurate else _bfloat16_sums
+    out = sums(scores, values_LGD, multiply, **how)  # type: ignore[arg-type]
+    out = out.view(num_kv_heads, group, num_rows, head_dim).permute(2, 0, 1, 3)
+    out = out.reshape(num_rows, num_heads, head_dim)
+    # The accurate kernel writes bfloat16, and a cast follows.
+    format_ = attention.out.format
+    return cast(pack(out, "bf16"), format_) if accurate else pack(out, format_)
+
+
+def _bfloat16_sums(
+    scores_GRL: Tensor,
+    values_LGD: Tensor,
+    multiply: Callable[[Tensor, Tensor], Tensor],
+    *,
+    scale: float,
+    chunk: int,
+    sinks_GR1: Tensor | None,
+) -> Tensor:
+    """Return the values weighted by the softmax, with weights and sums in bfloat16.
+
+    See `softmax_sums`.
+    """
+    best = torch.full_like(scores_GRL[..., :1], -torch.inf)
+    total, out = torch.zeros_like(best), torch.zeros(())
+    if sinks_GR1 is not None:
+        best, total = sinks_GR1, torch.ones_like(best)
+    for start in range(0, scores_GRL.shape[-1], chunk):
+        part = scores_GRL[..., start : start + chunk]
         values = values_LGD[start : start + chunk].permute(1, 0, 2)
         top = torch.maximum(best, part.amax(-1, keepdim=True))
         shift = torch.where(top.isinf(), 0.0, top)
-        weights = _round(((part - shift) * attention.scale).exp())
-        kept = _round(((best - shift) * attention.scale).exp())
-        product = matmul(weights.bfloat16(), values, settings(chunk))
+        weights = _round(((part - shift) * scale).exp())
+        kept = _round(((best - shift) * scale).exp())
+        product = multiply(weights.bfloat16(), values)
         total = _round(total * kept + weights.sum(-1, keepdim=True))
         out, best = _round(out * kept + product), top
     # A head with zeros only still attends uniformly, so every row has a weight.
-    out = (out / total).view(num_kv_heads, group, num_rows, head_dim).permute(2, 0, 1, 3)
-    return pack(out.reshape(num_rows, num_heads, head_dim), attention.out.format)
+    return out / total
 
 
-def _single_block(attention: TtAttention, depth: int, *, sign_error: bool) -> MatmulSettings:
-    """Return the settings for a matmul with one K block. Dst is packed to bfloat16."""
+def _single_block(
+    attention: TtAttention, depth: int, accurate: bool, *, sign_error: bool
+) -> MatmulSettings:
+    """Return the settings for a matmul with one K block.
+
+    Dst is packed to bfloat16, or to float32 if ``accurate``, which has four phases.
+    """
     k_block = -(-depth // TILE) * TILE
-    found = MatmulSettings.of(attention.compute.name, k_block=k_block, out_format="bf16")
-    return replace(found, out_format="bf16", sign_error=sign_error)
+    name = "hifi4" if accurate else attention.compute.name
+    found = MatmulSettings.of(name, k_block=k_block, out_format="bf16")
+    return replace(found, out_format="fp32" if accurate else "bf16", sign_error=sign_error)
 
 
 def _sinks(best_H: Tensor, num_kv_heads: int, num_rows: int) -> Tensor:

@@ -107,8 +107,7 @@ class Emulator:
     @torch.no_grad()
     def run(self, program: DeviceProgram, work: EmulatorBatch) -> Tensor:
         """Run a step. Return float32 logits ``[R, vocab]`` for ``work.logit_rows``."""
-        sign_error = get_device(program.device).architecture == WORMHOLE
-        step = _StepValues(program, work, sign_error)
+        step = _StepValues(program, work)
         last = program.instructions[-1].out
         for instruction in program.instructions:
             self._run_of[type(instruction)](instruction, step)
@@ -196,13 +195,14 @@ class Emulator:
             for slot, start, first, last in step.sequences():
                 stored = (slot, slice(start + last - first))
                 here = q[first:last], keys[chip][stored], values[chip][stored]
-                of_chip = None if sinks is None else sinks[chip]
-                sign_error = step.sign_error
+                how = {
+                    "sign_error": step.sign_error,
+                    "accurate": step.has_accurate_attention and op.compute.fp32_dst,
+                    "sinks": None if sinks is None else sinks[chip],
+                }
                 # A few rows run faster on a single thread.
                 with single_torch_thread() if last - first < _SMALL_ROWS else nullcontext():
-                    parts.append(
-                        arithmetic.attend(*here, start, op, sign_error=sign_error, sinks=of_chip)
-                    )
+                    parts.append(arithmetic.attend(*here, start, op, **how))  # type: ignore[arg-type]
             step.put(op.out, chip, torch.cat(parts).flatten(-2))
 
     def _concat_heads(self, op: ConcatHeads, step: _StepValues) -> None:
@@ -308,8 +308,11 @@ class Emulator:
 class _StepValues:
     """Values in a running step."""
 
-    def __init__(self, program: DeviceProgram, work: EmulatorBatch, sign_error: bool) -> None:
-        self.mesh, self.work, self.sign_error = program.mesh, work, sign_error
+    def __init__(self, program: DeviceProgram, work: EmulatorBatch) -> None:
+        self.mesh, self.work = program.mesh, work
+        self.sign_error = get_device(program.device).architecture == WORMHOLE
+        # Blackhole's kernel for prompts. Steps have another operator.
+        self.has_accurate_attention = not self.sign_error and program.phase == "prefill"
         self._values: dict[str, PerChip] = {}
 
     def chips(self, value: TtValue, *, without: str = "") -> list[Chip]:
