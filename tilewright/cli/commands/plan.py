@@ -15,6 +15,17 @@ from tilewright.models import check_header, find_model_or_shape
 from tilewright.options.arguments import integer, option, parse
 from tilewright.utils.json_lines import check_writable
 
+_CONTEXT = 2048
+"""Default positions per user."""
+_SPEED_COLUMNS = (
+    *("model", "board", "length", "CI target (t/s/u)", "predicted (t/s/u)"),
+    *("CI target (ms)", "predicted (ms)"),
+)
+_ACCURACY_COLUMNS = (
+    *("model", "board", "CI target, top-1 (%)", "emulated top-1 (%)"),
+    *("CI target, top-5 (%)", "emulated top-5 (%)"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EstimateArgs:
@@ -28,7 +39,11 @@ class _EstimateArgs:
         metavar="LIST",
     )
     users: int = option("concurrent users", default=1, type=integer(1, 32))
-    context: int = option("positions per user", default=2048, type=integer(32), metavar="N")
+    context: int | None = option(
+        "positions per user (default: 2048, or all positions of a smaller model)",
+        type=integer(32),
+        metavar="N",
+    )
     prompt: int = option("prompt tokens", default=128, type=integer(1), metavar="N")
     accuracy: int = option(
         "positions to emulate for top-1 (0: none)", default=0, type=integer(0, 4096), metavar="N"
@@ -59,8 +74,8 @@ def main(argv: list[str]) -> int:
     )
     found = find_model_or_shape(options.model)
     check_header(found)
-    if options.prompt > options.context:
-        raise ConfigError(f"--prompt {options.prompt}; allowed: up to --context {options.context}")
+    if options.context is not None:
+        _check_prompt(options.prompt, options.context)
     from tilewright.evaluate.board_comparison import read_boards
     from tilewright.evaluate.model_targets import read_targets
 
@@ -78,12 +93,15 @@ def main(argv: list[str]) -> int:
     from tilewright.models import load_model
 
     model = load_model(found)
-    if options.context > (most := model.config.max_positions):
-        raise ConfigError(f"--context {options.context}; allowed by {model.name}: up to {most}")
+    most = model.config.max_positions
+    context = min(_CONTEXT, most) if options.context is None else options.context
+    if context > most:
+        raise ConfigError(f"--context {context}; allowed by {model.name}: up to {most}")
+    _check_prompt(options.prompt, context)
     targets = None if options.targets is None else read_targets(Path(options.targets), model.name)
     if options.accuracy and model.weights == "random":
         raise ConfigError(f"--accuracy of {model.name}: random weights; allowed: a checkpoint")
-    size = Workload(users=options.users, context=options.context, prompt=options.prompt)
+    size = Workload(users=options.users, context=context, prompt=options.prompt)
     with compile_progress(err()) as progress:
         rows = compare_boards(model, list(precisions.values()), boards, size, progress)
         if options.accuracy:
@@ -93,8 +111,13 @@ def main(argv: list[str]) -> int:
     if options.as_json:
         print(json.dumps([_as_json(candidate, targets) for candidate in rows]))
     else:
-        _print(rows, targets, options.users)
+        _print(rows, targets, size)
     return 0
+
+
+def _check_prompt(prompt: int, context: int) -> None:
+    if prompt > context:
+        raise ConfigError(f"--prompt {prompt}; allowed: up to --context {context}")
 
 
 def _as_json(candidate: Any, targets: Any) -> dict[str, Any]:
@@ -107,12 +130,13 @@ def _as_json(candidate: Any, targets: Any) -> dict[str, Any]:
     return result
 
 
-def _print(rows: Any, targets: Any, users: int) -> None:
+def _print(rows: Any, targets: Any, size: Any) -> None:
     """Print the candidates, their notes, and the CI targets."""
     from tilewright.cli.terminal.console import err, note, out
     from tilewright.evaluate.board_comparison import markdown_of
 
     out().print(markdown_of(rows), soft_wrap=True, markup=False)
+    note(err(), f"users {size.users}, context {size.context}, prompt {size.prompt}")
     note(err(), "speed is predicted, accuracy is emulated on a single chip; prices are left out")
     if any(candidate.tsu is not None and candidate.tsu_error is None for candidate in rows):
         words = "without an error bar: an extrapolation, no published speed of its kind was fitted"
@@ -124,7 +148,7 @@ def _print(rows: Any, targets: Any, users: int) -> None:
         note(
             err(), "top-1 is an estimate from a shallow copy, usually too high for the whole model"
         )
-    _print_targets(targets, rows, users)
+    _print_targets(targets, rows, size.users)
 
 
 def _write_files(options: _EstimateArgs, model: Any, precisions: Any, rows: Any) -> None:
