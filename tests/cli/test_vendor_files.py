@@ -50,6 +50,9 @@ targets:
               prefill_time_to_first_token: 75
               prefill_time_to_first_token_tolerance: 0.2
               tolerance: 0.1
+            accuracy:
+              top1: 91
+              top5: 98.5
           - batch_size: 32
             status: TODO
 """
@@ -113,6 +116,7 @@ def test_targets_are_compared_and_written(tiny_gguf: Path, tmp_path: Path, run: 
     name = load_model(tiny_gguf).name
     given.write_text(TARGETS.replace("aliases: []", f"aliases: [{name}-Instruct]"))
     (target,) = read_targets(given, name)
+    assert (target.top1, target.top5) == (91.0, 98.5)
     assert (target.board, target.users, target.tsu, target.tolerance) == ("p150", 1, 20.3, 0.1)
     assert (target.length, target.ttft_ms, target.ttft_tolerance) == (128, 75.0, 0.2)
     argv = ("plan", tiny_gguf, "--boards", "p150", "--context", "64", "--prompt", "32")
@@ -120,7 +124,7 @@ def test_targets_are_compared_and_written(tiny_gguf: Path, tmp_path: Path, run: 
     files = ("--targets", given, "--write-targets", made, "--write-overrides", overrides)
     out = run(*argv, *files, "--precision", "performance")
     assert "CI targets, not measurements" in out and "20.3" in out
-    assert "other" not in out and "75.0" in out
+    assert "other" not in out and "75.0" in out and "91.0" in out
     assert read_targets(made, name) == [], "predictions have the status TODO"
     assert "bh_p150" in made.read_text() and "predicted" in made.read_text()
     assert "top1" not in made.read_text(), "nothing was emulated"
@@ -131,16 +135,35 @@ def test_targets_are_compared_and_written(tiny_gguf: Path, tmp_path: Path, run: 
 def test_written_targets_have_tolerances_and_the_whole_model_s_top1(
     layers: int, exported: bool, tmp_path: Path
 ) -> None:
-    accuracy = BoardAccuracy(0.785, (0.7, 0.8), 512, layers, 2)
+    accuracy = BoardAccuracy(0.785, 0.979, (0.7, 0.8), 512, layers, 2)
     row = BoardCandidate("qb2", 4, "performance", 1, 40.0, 0.159, 90.0, 0.122, accuracy)
     text = targets_text("tiny", [row], users=1, prompt=128)
-    assert ("accuracy:\n              top1: 78.5\n" in text) is exported
+    assert ("accuracy:\n              top1: 78.5\n              top5: 97.9\n" in text) is exported
     path = tmp_path / "targets.yaml"
     path.write_text(text.replace("TODO", "active"))
     (target,) = read_targets(path, "tiny")
     assert (target.board, target.tsu, target.ttft_ms) == ("qb2", 40.0, 90.0)
     assert (target.users, target.length) == (1, 128)
     assert (target.tolerance, target.ttft_tolerance) == (0.159, 0.122)
+    assert (target.top1, target.top5) == ((78.5, 97.9) if exported else (None, None))
+
+
+def test_an_accuracy_target_is_compared_with_a_wholly_emulated_model(
+    tiny_gguf: Path, tmp_path: Path, run: Run
+) -> None:
+    """The entry has no speed."""
+    path, name = tmp_path / "targets.yaml", load_model(tiny_gguf).name
+    speed = TARGETS[TARGETS.index("            perf:\n              dec") :]
+    speed = speed[: speed.index("            accuracy:")]
+    path.write_text(TARGETS.replace(speed, "").replace("aliases: []", f"aliases: [{name}]"))
+    (target,) = read_targets(path, name)
+    assert (target.tsu, target.ttft_ms, target.top1) == (None, None, 91.0)
+    argv = ("plan", tiny_gguf, "--boards", "p150", "--prompt", "32", "--targets", path)
+    argv = (*argv, "--precision", "performance", "--accuracy", "8", "--layers")
+    for layers, is_compared in ((0, True), (1, False)):
+        speeds, _, table = run(*argv, layers).partition("CI targets of accuracy")
+        row = next(line for line in table.splitlines() if "98.5" in line)
+        assert ("-" not in row) is is_compared and "CI targets, not" not in speeds
 
 
 @pytest.mark.parametrize(
@@ -154,6 +177,8 @@ def test_written_targets_have_tolerances_and_the_whole_model_s_top1(
         ("batch_size: 1", "batch_size: inf", "batch_size: 'inf' is no number"),
         ("batch_size: 1", "batch_size: 1.5", "batch_size: 1.5; allowed: a whole number"),
         ("decode_t/s/u", "decode_tps", "unknown key 'decode_tps'; allowed: decode_t/s/u"),
+        ("top1: 91", "top1: 910", "top1: 910; allowed: percent, up to 100"),
+        ("top1: 91", "top-1: 91", "unknown key 'top-1'; allowed: top1, top5"),
         ("status: TODO", "status: off", "status off; allowed: active, TODO"),
         ("  tiny:", "  teeny:", "no model 'tiny'; allowed: other, teeny; did you mean 'teeny'?"),
     ],

@@ -22,7 +22,7 @@ from tilewright.compiler.driver import (
     lower_model,
     resolve_precision,
 )
-from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.compiler.targets.interface.base import CompileOptions, Progress
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tenstorrent import BoardTarget
@@ -51,15 +51,19 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class BoardAccuracy:
-    """Emulated top-1 on a single chip, with its 95 % interval. ``layers`` < ``all_layers``: the
-    estimate comes from a shallow copy.
-    """
+    """Emulated top-1 and top-5 on a single chip, with the 95 % interval of top-1."""
 
     top1: float
+    top5: float
     interval: tuple[float, float]
     positions: int
     layers: int
     all_layers: int
+
+    @property
+    def is_estimate(self) -> bool:
+        """Return whether a shallow copy was emulated."""
+        return self.layers < self.all_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +147,25 @@ def with_accuracy(
     """
     copy = shallow_copy(model, layers)
     options = CompileOptions(max_context=len(tokens))
-    wanted = _argmax(copy, precisions[rows[0].precision], "reference", tokens, options, progress)
+    of_reference = load_precision("reference")
+    best = _best_five(copy, of_reference, "reference", tokens, options, progress)
     known: dict[tuple[str, str], BoardAccuracy] = {}
     result = []
     for candidate in rows:
         key = _OF_ONE_CHIP[get_device(candidate.board).architecture], candidate.precision
         if not candidate.refused and key not in known:
-            got = _argmax(copy, precisions[candidate.precision], key[0], tokens, options, progress)
-            right, count = int((got == wanted).sum()), len(tokens)
+            precision = precisions[candidate.precision]
+            got = _best_five(copy, precision, key[0], tokens, options, progress)[:, :1]
+            right, count = int((got == best[:, :1]).sum()), len(tokens)
+            top5 = int((got == best).any(dim=-1).sum()) / count
             counts = count, copy.config.num_layers, model.config.num_layers
-            known[key] = BoardAccuracy(right / count, wilson_interval(right, count), *counts)
+            known[key] = BoardAccuracy(right / count, top5, wilson_interval(right, count), *counts)
         accuracy = None if candidate.refused else known[key]
         result.append(dataclasses.replace(candidate, accuracy=accuracy))
     return result
 
 
-def _argmax(
+def _best_five(
     model: Any,
     precision: PrecisionConfig,
     target: str,
@@ -166,13 +173,11 @@ def _argmax(
     options: CompileOptions,
     progress: Progress,
 ) -> torch.Tensor:
-    from tilewright.compiler.precision import load_precision
-
-    chosen = load_precision("reference") if target == "reference" else precision
-    compiled = compile_model(model, chosen, target=target, options=options, progress=progress)
+    """Return the likeliest five tokens at each position, in order."""
+    compiled = compile_model(model, precision, target=target, options=options, progress=progress)
     logits = prefill_logits(compiled.executable, list(tokens))
     compiled.executable.close()
-    return logits.argmax(-1)
+    return logits.topk(5).indices
 
 
 def shallow_copy(model: CompilableModel, layers: int) -> Any:
@@ -237,10 +242,6 @@ def _value(value: float | None, error: float | None, digits: int) -> str:
 def _accuracy(result: BoardAccuracy | None) -> str:
     if result is None:
         return ""
-    suffix = (
-        ""
-        if result.layers == result.all_layers
-        else f", {result.layers} of {result.all_layers} layers"
-    )
+    suffix = f", {result.layers} of {result.all_layers} layers" if result.is_estimate else ""
     low, high = (f"{100 * bound:.1f}" for bound in result.interval)
     return f"{100 * result.top1:.1f} ({low}-{high}, {result.positions} positions{suffix})"

@@ -27,6 +27,7 @@ SKUS = {
 _TOLERANCE = 0.15
 _METRICS = ("decode_t/s/u", "prefill_time_to_first_token")
 _IGNORED_METRICS = ("decode_t/s", "prefill_t/s")
+_ACCURACY = ("top1", "top5")
 _STATUS = ("active", "TODO")
 
 
@@ -45,13 +46,14 @@ _PERF = (
 
 @dataclass(frozen=True, slots=True)
 class ModelTarget:
-    """A CI target: decode t/s/u and milliseconds to the first token, with tolerances.
+    """A CI target: decode t/s/u and milliseconds to the first token, with tolerances, and accuracy.
 
     Attributes:
         users: Batch size. None: not in the file.
         length: Prompt tokens. None: not in the file.
         tolerance: Allowed deviation of decode, as a share.
         ttft_tolerance: Allowed deviation of the first token, as a share.
+        top1, top5: Accuracy in percent. None: not in the file.
     """
 
     model: str
@@ -62,6 +64,8 @@ class ModelTarget:
     ttft_ms: float | None
     tolerance: float
     ttft_tolerance: float
+    top1: float | None
+    top5: float | None
 
 
 def read_targets(path: Path, model: str) -> list[ModelTarget]:
@@ -91,7 +95,7 @@ def read_targets(path: Path, model: str) -> list[ModelTarget]:
 
 
 def _targets(model: str, skus: Mapping[str, Any], where: str) -> list[ModelTarget]:
-    """Return a model's active entries with a speed."""
+    """Return a model's active entries with a speed or an accuracy."""
     result = []
     for sku, entry in skus.items():
         location = f"{where}: {model}: {sku}"
@@ -113,19 +117,36 @@ def _target(model: str, sku: str, entry: Mapping[str, Any], where: str) -> Model
     numbers = {name: _number(perf, name, where) for name in _PERF}
     users, length = (_count(entry, name, where) for name in ("batch_size", "seq_len"))
     tsu, ttft = (numbers[name] for name in _METRICS)
-    if status != "active" or (tsu is None and ttft is None):
+    top1, top5 = _accuracy(entry, where)
+    if status != "active" or all(value is None for value in (tsu, ttft, top1, top5)):
         return None
     shared = numbers["tolerance"] or _TOLERANCE
-    tolerances = (numbers[_tolerance_key(name)] or shared for name in _METRICS)
-    return ModelTarget(model, SKUS[sku], users, length, tsu, ttft, *tolerances)
+    tolerance, ttft_tolerance = (numbers[_tolerance_key(name)] or shared for name in _METRICS)
+    speeds = tsu, ttft, tolerance, ttft_tolerance
+    return ModelTarget(model, SKUS[sku], users, length, *speeds, top1, top5)
+
+
+def _accuracy(entry: Mapping[str, Any], where: str) -> tuple[float | None, float | None]:
+    """Return top-1 and top-5 in percent."""
+    accuracy = _map(entry.get("accuracy", {}), where)
+    check_keys(accuracy, _ACCURACY, where=f"{where}: accuracy")
+    top1, top5 = (_number(accuracy, name, where) for name in _ACCURACY)
+    for name, value in zip(_ACCURACY, (top1, top5), strict=True):
+        if value is not None and value > 100:
+            raise ConfigError(f"{where}: {name}: {value:g}; allowed: percent, up to 100")
+    return top1, top5
 
 
 def _accuracy_lines(candidate: BoardCandidate) -> list[str]:
-    """Return the emulated top-1 in percent. An estimate from a shallow copy is left out."""
+    """Return the emulated accuracy in percent. An estimate from a shallow copy is left out."""
     result = candidate.accuracy
-    if result is None or result.layers < result.all_layers:
+    if result is None or result.is_estimate:
         return []
-    return ["            accuracy:", f"              top1: {100 * result.top1:.1f}"]
+    values = zip(_ACCURACY, (result.top1, result.top5), strict=True)
+    return [
+        "            accuracy:",
+        *(f"              {name}: {100 * value:.1f}" for name, value in values),
+    ]
 
 
 def _map(raw: object, where: str) -> Mapping[str, Any]:
@@ -161,7 +182,7 @@ def targets_text(model: str, rows: Sequence[BoardCandidate], *, users: int, prom
     sku_of = {board: sku for sku, board in reversed(SKUS.items())}
     lines = [
         f"version: {VERSION}",
-        "description: by tilewright plan, speed predicted, top-1 emulated on a single chip",
+        "description: by tilewright plan, speed predicted, accuracy emulated on a single chip",
         "targets:",
         f"  {model}:",
         "    aliases: []",

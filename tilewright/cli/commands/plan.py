@@ -141,10 +141,7 @@ def _print(rows: Any, targets: Any, size: Any) -> None:
     if any(candidate.tsu is not None and candidate.tsu_error is None for candidate in rows):
         words = "without an error bar: an extrapolation, no published speed of its kind was fitted"
         note(err(), words)
-    if any(
-        candidate.accuracy and candidate.accuracy.layers < candidate.accuracy.all_layers
-        for candidate in rows
-    ):
+    if any(candidate.accuracy and candidate.accuracy.is_estimate for candidate in rows):
         note(
             err(), "top-1 is an estimate from a shallow copy, usually too high for the whole model"
         )
@@ -177,24 +174,38 @@ def _print_targets(targets: Any, rows: Any, users: int) -> None:
 
     if targets is None:
         return
-    predicted = {
+    candidates = {
         candidate.board: candidate for candidate in reversed(rows) if not candidate.refused
     }
-    cells = []
+    speeds, accuracies = [], []
     for target in targets:
-        candidate = predicted.get(target.board)
-        if candidate is not None and target.users == users:
+        candidate = candidates.get(target.board)
+        if candidate is None:
+            continue
+        where = target.model, target.board
+        has_speed = target.tsu is not None or target.ttft_ms is not None
+        if has_speed and target.users == users:
             decode = _compared(target.tsu, target.tolerance, candidate.tsu)
             first = _compared(target.ttft_ms, target.ttft_tolerance, candidate.ttft_ms)
-            cells.append((target.model, target.board, str(target.length or "-"), *decode, *first))
-    if not cells:
+            speeds.append((*where, str(target.length or "-"), *decode, *first))
+        if target.top1 is not None or target.top5 is not None:  # equal for any number of users
+            found = candidate.accuracy
+            is_whole = found is not None and not found.is_estimate
+            top1 = _percent(target.top1), _percent(100 * found.top1 if is_whole else None)
+            top5 = _percent(target.top5), _percent(100 * found.top5 if is_whole else None)
+            accuracies.append((*where, *top1, *top5))
+    if not speeds and not accuracies:
         note(err(), f"no active CI target of these boards with {users} users")
-        return
-    columns = (
-        *("model", "board", "length", "CI target (t/s/u)", "predicted (t/s/u)"),
-        *("CI target (ms)", "predicted (ms)"),
-    )
-    print_table(out(), "CI targets, not measurements", Table.of(columns, cells), numbers=True)
+    for title, columns, cells in (
+        ("CI targets, not measurements", _SPEED_COLUMNS, speeds),
+        ("CI targets of accuracy", _ACCURACY_COLUMNS, list(dict.fromkeys(accuracies))),
+    ):
+        if cells:
+            print_table(out(), title, Table.of(columns, cells), numbers=True)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def _compared(target: float | None, tolerance: float, predicted: float) -> tuple[str, str]:
