@@ -85,10 +85,15 @@ def assert_same_bits(got: torch.Tensor, expected: np.ndarray) -> None:
     assert np.array_equal(values.view(np.uint32)[~nan], expected.view(np.uint32)[~nan])
 
 
-def write_llama(path: Path, types: Mapping[str, str], *, embedding: str) -> Path:
-    """Write a Llama with a single layer and random matrices in these types, by `SHAPES` names."""
+def write_llama(
+    path: Path, types: Mapping[str, str], *more: Mapping[str, str], embedding: str
+) -> Path:
+    """Write a Llama with random matrices in a layer's types, by `SHAPES` names.
+
+    ``more``: types of further layers.
+    """
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
+    writer.add_block_count(1 + len(more))
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)
@@ -108,10 +113,11 @@ def write_llama(path: Path, types: Mapping[str, str], *, embedding: str) -> Path
 
     add("model.embed_tokens.weight", embedding, VOCAB, HIDDEN, seed=99)
     writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
-    for seed, (name, shape) in enumerate(SHAPES.items()):
-        add(f"model.layers.0.{name}.weight", types[name], *shape, seed)
-    for norm in ("attn_norm", "ffn_norm"):
-        writer.add_tensor(f"blk.0.{norm}.weight", np.ones(HIDDEN, np.float32))
+    for layer, own in enumerate((types, *more)):
+        for seed, (name, shape) in enumerate(SHAPES.items(), start=len(SHAPES) * layer):
+            add(f"model.layers.{layer}.{name}.weight", own[name], *shape, seed)
+        for norm in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{norm}.weight", np.ones(HIDDEN, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

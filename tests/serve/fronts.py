@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ def running_front(
     waits: bool = True,
     send_buffer: int = 0,
     load: LoadCoder = load_bytes,
+    command: Sequence[str] = (str(FAKE), "{}"),
 ) -> Iterator[Running]:
     """A front, its engine, and their end. ``send_buffer``: bytes the kernel takes for a client."""
     settings = settings or ServerConfig()
@@ -79,7 +80,6 @@ def running_front(
     faults: list[BaseException] = []
 
     async def live(bound: socket.socket) -> None:
-        command = [str(FAKE), "{}"]
         async with serving(settings, command, load, bound) as front:
             loop = asyncio.get_running_loop()
             found.append(Running(bound.getsockname()[1], front, loop))
