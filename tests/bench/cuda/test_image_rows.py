@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from bench.cuda import images
 from bench.cuda.images import PROGRAMS, main
+from bench.cuda.rows import BenchRow
 from bench.perf import render_document
 from tilewright.errors import TilewrightError
+from tilewright.evaluate.measure import ceilings
+from tilewright.evaluate.results.record import Ceilings
 from tilewright.evaluate.results.result_file import read
 from tilewright.models import load_model
 
@@ -17,8 +22,12 @@ BLOCK = "<!-- images:begin x -->\n\n<!-- images:end x -->"
 
 
 def test_rows_and_records_of_a_tiny_shape(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rates = Ceilings("made up", (1e9,), (1e12,), "fp32")
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda target: rates)
+    monkeypatch.setattr(images, "_GENERATED", 4)
+    monkeypatch.setattr(images, "BenchRow", partial(BenchRow, num_generated=4))
     assert "No results yet." in render_document(BLOCK, tmp_path)
     rows, records = tmp_path / "images" / "x.jsonl", tmp_path / "text.jsonl"
     rows.parent.mkdir()
