@@ -74,10 +74,10 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def task(model: Path, prompts: Path) -> Path:
-    """The folder that a task writes. Its partial sums travel in fp32."""
+    """The folder that a task writes. Its partial sums travel in Q80."""
     out = prompts.parent / "out"
     more = ("--task", "2", "--prompts", str(prompts), "-o", str(out), "--steps", "36")
-    more = (*more, "--nodes", "2")  # a task's own four are another test's
+    more = (*more, "--nodes", "2", "--buffer-float-type", "q80")  # another test has four nodes
     with contextlib.chdir(model.parent):
         assert main(["run", *command(Path(model.name), *more)]) == 0
     return out / "task_2"
@@ -100,7 +100,7 @@ def test_a_task_leaves_what_the_competition_wants(task: Path, prompts: Path) -> 
     done = subprocess.run(asked, cwd="/", capture_output=True, text=True, check=True)
     first = (repeats / "output.txt").read_text()
     assert text(first) == (prompts / "long.txt").read_text() + text(done.stdout)
-    assert counts(done.stdout) == counts(first) and "2 ranks" in done.stderr
+    assert counts(done.stdout) == counts(first) and "2 ranks, q80 in" in done.stderr
 
 
 def test_a_task_has_its_own_nodes_and_steps(
@@ -154,6 +154,11 @@ def test_what_makes_no_difference_is_said(model: Path, capfd: pytest.CaptureFixt
         assert words in said.err.splitlines()
 
 
+def sent(said: str) -> float:
+    """Return the kB that a token of a prediction sends."""
+    return float(re.findall(r"sent: ([\d.]+) kB", said)[-1])
+
+
 @pytest.fixture
 def worker(model: Path) -> Iterator[str]:
     """Another machine's command, here: where it waits."""
@@ -174,8 +179,14 @@ def worker(model: Path) -> Iterator[str]:
 
 
 def test_a_worker_follows_whoever_knows_the_token(
-    model: Path, worker: str, run: Run, refused: Refused, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    worker: str,
+    task: Path,
+    run: Run,
+    refused: Refused,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A worker's sums travel in fp32, and a task's named format sends fewer bytes."""
     asked = command(model, "--steps", "20", "--prompt", PROMPT)
     alone = text(run("run", *asked))
     monkeypatch.setenv("TILEWRIGHT_TOKEN", "another")
@@ -188,7 +199,7 @@ def test_a_worker_follows_whoever_knows_the_token(
         assert re.search(r"rank 0 has kernels x and rank 1 \w+; allowed: the same", said)
     said = run("run", *asked, "--workers", worker, "--shares", "3,1")
     assert text(said) == alone
-    assert re.search(r"sent: [\d.]+ kB/tok", said)
+    assert sent((task / "short" / "output.txt").read_text()) < sent(said) / 2
 
 
 def test_a_worker_that_is_not_there_is_named(
@@ -215,21 +226,6 @@ def test_sums_travel_as_named_else_as_the_arithmetic_is(smollm2_path: Path, tmp_
         config = EngineConfig(compute=compute)
         options = ResolvedConfig(config=config, path=path, target="cpu", precision=None)
         assert nodes._wire(options, named) == wire
-
-
-def sent(said: str) -> float:
-    """Return the kB that a token of a prediction sends."""
-    return float(re.findall(r"sent: ([\d.]+) kB", said)[-1])
-
-
-def test_a_named_format_travels_in_exact_arithmetic_too(
-    model: Path, task: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    more = ("--nodes", "2", "--buffer-float-type", "q80", "--steps", "20", "--prompt", PROMPT)
-    assert main(["run", *command(model, *more)]) == 0
-    said = capfd.readouterr()
-    assert "2 ranks, q80 in" in said.err
-    assert sent(said.out) < sent((task / "short" / "output.txt").read_text()) / 2
 
 
 def test_what_cannot_be_run_is_said_in_one_line(
