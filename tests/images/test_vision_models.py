@@ -122,3 +122,10 @@ def test_chat_gives_the_tokens_of_transformers(name: str, model: Any, llm: LLM) 
         assert len(position.top) == 20
         for token, score in position.top:
             assert abs(score - float(row[token])) < 1e-4
+
+
+def test_a_batch_of_text_and_images_gives_the_tokens_of_each(model: Any, llm: LLM) -> None:
+    chats = [chat_of(*parts) for parts in CHATS.values()]
+    answers = llm.chat(chats, max_tokens=4, stop_token_ids=())
+    for answer, parts in zip(answers, CHATS.values(), strict=True):
+        assert list(answer.tokens) == expected(model, llm, parts, 4)
