@@ -106,6 +106,19 @@ def test_trace_on_a_board_finds_one_head_in_bfp4_in_the_first_row(
     assert found["rows"][0]["kl_gain"] > 0
 
 
+@pytest.mark.parametrize(("activation", "are_equal"), [("mixed", True), ("bf16", False)])
+def test_keys_gain_nothing_if_their_activations_have_the_cache_format(
+    activation: str, are_equal: bool, tiny_gguf: Path, run: Run
+) -> None:
+    """Rotated keys of a prompt are bfp8 in ``mixed``. Values come from the matmul in bf16."""
+    heading = _heading("bfp8").replace("activation: bf16", f"activation: {activation}")
+    argv = ("trace", tiny_gguf, "--precision", heading, "--tokens", "48")
+    found = json.loads(run(*argv, "--target", "p150", "--fast", "--json"))
+    gains = {item["operation"]: item["kl_gain"] for item in found["rows"] if item["place"] == "all"}
+    assert (gains["kv_cache"] == gains["v_cache"]) is are_equal
+    assert gains["v_cache"] != 0
+
+
 def test_an_unusual_head_differs_from_the_median_head() -> None:
     exact = {f"model.layers.{layer}.kv.k": torch.ones(3, 4, 2) for layer in (0, 5)}
     cached = {name: values * 1.01 for name, values in exact.items()}
