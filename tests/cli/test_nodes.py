@@ -74,7 +74,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def task(model: Path, prompts: Path) -> Path:
-    """The folder that a task writes. Its partial sums travel in Q80."""
+    """The folder written by a task with partial sums in Q80."""
     out = prompts.parent / "out"
     more = ("--task", "2", "--prompts", str(prompts), "-o", str(out), "--steps", "36")
     more = (*more, "--nodes", "2", "--buffer-float-type", "q80")  # another test has four nodes
@@ -155,7 +155,7 @@ def test_what_makes_no_difference_is_said(model: Path, capfd: pytest.CaptureFixt
 
 
 def sent(said: str) -> float:
-    """Return the kB that a token of a prediction sends."""
+    """Return the kB per predicted token."""
     return float(re.findall(r"sent: ([\d.]+) kB", said)[-1])
 
 
@@ -186,7 +186,7 @@ def test_a_worker_follows_whoever_knows_the_token(
     refused: Refused,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker's sums travel in fp32, and a task's named format sends fewer bytes."""
+    """Sums of a worker are fp32: more bytes than a task with Q80."""
     asked = command(model, "--steps", "20", "--prompt", PROMPT)
     alone = text(run("run", *asked))
     monkeypatch.setenv("TILEWRIGHT_TOKEN", "another")

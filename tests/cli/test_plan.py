@@ -36,15 +36,15 @@ def test_plan_prints_boards_as_json_and_as_a_table(
     assert "±" not in table and "without an error bar: an extrapolation" in notes
 
 
-@pytest.mark.parametrize(("most", "context"), [(1024, 1024), (4096, 2048)])
+@pytest.mark.parametrize(("max_positions", "context"), [(1024, 1024), (4096, 2048)])
 def test_the_default_context_is_within_the_model(
-    most: int,
+    max_positions: int,
     context: int,
     run: Run,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    change_shape(monkeypatch, "tiny", max_position_embeddings=most)
+    change_shape(monkeypatch, "tiny", max_position_embeddings=max_positions)
     assert main(["plan", "shape:tiny", "--boards", "p150", "--precision", "performance"]) == 0
     assert f"users 1, context {context}, prompt 128" in capfd.readouterr().err
 

@@ -93,10 +93,10 @@ def main(argv: list[str]) -> int:
     from tilewright.models import load_model
 
     model = load_model(found)
-    most = model.config.max_positions
-    context = min(_CONTEXT, most) if options.context is None else options.context
-    if context > most:
-        raise ConfigError(f"--context {context}; allowed by {model.name}: up to {most}")
+    max_positions = model.config.max_positions
+    context = min(_CONTEXT, max_positions) if options.context is None else options.context
+    if context > max_positions:
+        raise ConfigError(f"--context {context}; allowed by {model.name}: up to {max_positions}")
     _check_prompt(options.prompt, context)
     targets = None if options.targets is None else read_targets(Path(options.targets), model.name)
     if options.accuracy and model.weights == "random":
