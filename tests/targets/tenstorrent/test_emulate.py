@@ -13,6 +13,7 @@ from tests.targets.tenstorrent.boards import board_precision, emulated
 from tests.tiny import QWEN2, compiled, prefill, random_tokens, tiny_model
 from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.tenstorrent.emulate import arithmetic
 
 TOKENS = random_tokens(11)
 CHUNKS = [5, 3, 1, 1]
@@ -186,3 +187,21 @@ def test_each_phase_has_its_own_fidelity(group: str, usual: Tensor) -> None:
     found = prefill(emulated(_WIDE, precision=other), TOKENS, [10, 1])
     assert torch.equal(found[:10], usual[:10])
     assert not torch.equal(found[10], usual[10])
+
+
+def test_the_inputs_of_a_sum_are_cast_to_its_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a prompt with mixed activations, ff2 writes bfloat16 and the links transfer bfp8."""
+    found: list[tuple[str, list[Tensor]]] = []
+    ring_sum = arithmetic.ring_sum
+
+    def recorded(parts: list[Tensor], format_: str) -> Tensor:
+        found.append((format_, parts))
+        return ring_sum(parts, format_)
+
+    monkeypatch.setattr(arithmetic, "ring_sum", recorded)
+    executable = emulated(exact_model((4, 2)), Mesh(2), precision=PRECISION)
+    prefill(executable, TOKENS, [9, 1, 1])
+    for format_, parts in found:
+        for part in parts:
+            assert torch.equal(arithmetic.cast(part, format_), part)
+    assert {format_ for format_, _ in found} == {"bfp8", "bf16"}

@@ -283,11 +283,15 @@ class Emulator:
             step.put(op.out, chip, step.get(op.x, chip)[step.work.logit_rows])
 
     def _reduce(self, op: ReduceScatter | TtAllReduce, step: _StepValues) -> None:
-        """Add the values on a ring. After a scatter, a chip stores its shard."""
+        """Cast the values to the sum's format and add them on a ring.
+
+        After a scatter, a chip stores its shard.
+        """
         out = op.out
         for chip in step.chips(op.x, without=op.axis):
             line = along(step.mesh, op.axis, chip)
-            total = arithmetic.ring_sum([step.get(op.x, peer) for peer in line], out.format)
+            parts = [arithmetic.cast(step.get(op.x, peer), out.format) for peer in line]
+            total = arithmetic.ring_sum(parts, out.format)
             if isinstance(op, TtAllReduce):
                 step.put(out, chip, total)
                 continue
