@@ -27,7 +27,7 @@ HEADINGS = (Path(__file__).parents[1] / "goldens" / "seed_headings.txt").read_te
 def test_names() -> None:
     expected = ("accuracy", "base", "bf16", "performance", "reference")
     expected += ("all-bfp4", "all-bfp8", "all-fp8", "all-q40", "all-q80", "dllama")
-    expected += ("q50-head-q80",)
+    expected += ("pure-q40", "pure-q80", "q50-head-q80")
     expected += ("smollm2-cpu-top1-95", "stored", "stored-float-head", "stored-float-prefill")
     assert tuple(list_precisions()) == tuple(sorted((*expected, *PUBLISHED)))
 

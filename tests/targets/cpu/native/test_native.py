@@ -25,7 +25,7 @@ from tests.targets.cpu.native.native_checks import (
     native,
     written,
 )
-from tests.targets.test_conformance import SHAPES, shaped, tokens_of
+from tests.targets.test_conformance import SHAPES, assert_near, shaped, tokens_of
 from tests.tiny import (
     compiled,
     leave_slot,
@@ -248,6 +248,25 @@ def test_a_cache_larger_than_memory_is_refused_with_what_fits() -> None:
         check_room(states, 1, 64, slot - 1)
     windowed = [64] * len(states)  # 1,088 positions are stored for any context
     check_room(states, 1, 100_000, kept_bytes(states) + 1088 * position_bytes(states), windowed)
+
+
+@pytest.mark.parametrize("name", ["q40", "q80", "bfp4"])
+def test_a_tied_embedding_in_the_format_of_the_head_is_stored_once(
+    name: str, tmp_path: Path
+) -> None:
+    """Embedding rows are read from the head's codes."""
+    model, sizes = shaped("grouped"), []
+    tokens = tokens_of(model, 19)
+    for embedding in (name, "bf16"):
+        precision = precision_of(name, **WIDER | {"embedding": embedding})
+        executable = native(model, precision, tmp_path, compute="exact")
+        expected = prefill(compiled(model, precision=precision), tokens)
+        assert_near(prefill(executable, tokens), expected)
+        sizes.append(executable.memory().weights)
+        executable.close()
+    config = model.config
+    padded_rows = -(-config.vocab_size // 32) * 32
+    assert sizes[1] - sizes[0] == padded_rows * config.hidden_size * 2
 
 
 @pytest.mark.parametrize("precision", ["bfp4", "bf16"])

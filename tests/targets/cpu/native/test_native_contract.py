@@ -14,12 +14,14 @@ from tests.targets.cpu.native.native_checks import WIDER, check_every_batch, nat
 from tests.targets.cpu.native.native_contract import promised
 from tests.tiny import compiled, leave_slot, precision_of, prefill, random_tokens, take_slot
 from tests.tiny import tiny_model as made
+from tilewright.compiler.formats import get_format
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.cpu.native import memory as room
 from tilewright.compiler.targets.cpu.native.library import binding as library
 from tilewright.compiler.targets.cpu.native.library import build
 from tilewright.compiler.targets.cpu.native.program.assembly import Assembly, place_of
-from tilewright.compiler.targets.cpu.native.program.panels import value_panels
+from tilewright.compiler.targets.cpu.native.program.panels import code_panels, value_panels
+from tilewright.compiler.targets.cpu.onnxruntime.codes import signed_codes
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import PrefillChunk, Step
 from tilewright.compiler.targets.program.instructions import BufferView
@@ -83,17 +85,32 @@ def test_every_float16_is_itself() -> None:
     table = every[every.isfinite()].view(62, 1024)
     panels = value_panels(pad(table.float(), (0, 0, 0, 2)), "fp16").contiguous()
     assert panels.nbytes == 2 * 64 * 1024
+    check_lookup(panels, "fp16", table.float())
+
+
+@pytest.mark.parametrize("name", ["q40", "q80", "bfp4", "bfp8"])
+def test_an_embedding_in_blocks_has_the_values_of_its_format(name: str) -> None:
+    """Lookups decode a table's codes bit for bit, except that a negative zero becomes positive."""
+    table = torch.randn(62, 1024, generator=torch.Generator().manual_seed(5)) * 0.1
+    codes = signed_codes(pad(table, (0, 0, 0, 2)), name)
+    expected = get_format(name).round_trip(table) + 0.0
+    check_lookup(code_panels(codes, name, "table"), name, expected)
+
+
+def check_lookup(panels: torch.Tensor, kind: str, expected: torch.Tensor) -> None:
+    """Compare a table's rows with ``expected [62, 1024]`` on every instruction set."""
     assembly = Assembly(exact=False)
     places = [BufferView(at, 1024) for at in range(3)]
     assembly.append("embed", places[0], weight=0)
     assembly.append("gather", places[1], x=place_of(places[0]))
     times = library.FUNCTIONS.index("mul")
     assembly.append("elementwise", places[2], x=place_of(places[1]), number=1.0, function=times)
+    panels = panels.contiguous()
     data, size = panels.data_ptr(), panels.nbytes
-    tensor = library.TwTensor(library.KINDS.index("fp16"), 62, 1024, data, size)
+    tensor = library.TwTensor(library.KINDS.index(kind), 62, 1024, data, size)
     for isa in range(library.library().tw_best_isa() + 1):
         found = looked_up(assembly, tensor, isa)
-        assert torch.equal(found.view(torch.int32), table.float().view(torch.int32))
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 def looked_up(assembly: Assembly, tensor: library.TwTensor, isa: int) -> torch.Tensor:
