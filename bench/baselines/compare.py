@@ -48,7 +48,7 @@ BASELINES = ("llama.cpp", *ENGINES)
 _OWN_NAMES = {"native": "tilewright native", "onnxruntime": "tilewright"}
 _PACKAGES = ("onnxruntime-genai", "openvino-genai")
 _OPENVINO_KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16")
-_PAIRS = "all-q40=Q4_0 all-q80=Q8_0 all-bfp4=Q4_0 all-bfp8=Q8_0 bf16=BF16"
+_PAIRS = "pure-q40=Q4_0 pure-q80=Q8_0 all-bfp4=Q4_0 all-bfp8=Q8_0 bf16=BF16"
 _WARM_UP, _IDLE_SECONDS = 8, 0.3
 
 

@@ -258,8 +258,8 @@ class ServedRun:
     users: tuple[int, ...]
 
 
-CPU_RESULTS = (("all-q40", 1), ("all-q40", 8), ("all-q80", 1), ("bf16", 1), ("bf16", 8))
-"""Precision and users for results in ``compare.json``."""
+CPU_RESULTS = (("q40", 1), ("q40", 8), ("q80", 1), ("bf16", 1), ("bf16", 8))
+"""Last part of a precision's name, and users, for results in ``compare.json``."""
 
 CPU_RECORDS = ("avx512", "avx2")
 
@@ -286,9 +286,9 @@ def _baselines(results: Path, name: str) -> str:
     served = results / "serving" / "h200.jsonl"
     rows = [row for row in read_rows(served, "bench --url") if row.get("plan") == "streams"]
     lines = [
-        _cpu_line(path, record, precision, users)
+        _cpu_line(path, record, format_name, users)
         for record in records
-        for precision, users in CPU_RESULTS
+        for format_name, users in CPU_RESULTS
     ]
     captions = [
         f"{_cpu_name(record)}: `make compare`, decode after 128 tokens, {record['num_threads']} "
@@ -312,14 +312,14 @@ def _cpu_name(record: Record) -> str:
     return ", ".join(filter(None, (record["device"], record.get("instruction_set"))))
 
 
-def _cpu_line(path: Path, record: Record, precision: str, users: int) -> tuple[str, ...]:
+def _cpu_line(path: Path, record: Record, format_name: str, users: int) -> tuple[str, ...]:
     measure = "decode-128" + (f"-x{users}" if users > 1 else "")
     ratio = _only(
-        f"{path}: {{}} rows for the ratio of {precision} to {_CPU_BASELINE} at {measure}",
+        f"{path}: {{}} rows for the ratio of {format_name} to {_CPU_BASELINE} at {measure}",
         record["ratios"],
         lambda item: (
             item["measure"] == measure
-            and item["ours"].endswith(f" {precision}")
+            and item["ours"].endswith((f" {format_name}", f"-{format_name}"))
             and item["peer"].startswith(_CPU_BASELINE)
         ),
     )
@@ -328,7 +328,8 @@ def _cpu_line(path: Path, record: Record, precision: str, users: int) -> tuple[s
         for item in record["contestants"]
         if measure in item["rates"]
     }
-    cells = _cpu_name(record), record["model"], precision, str(users), _rate(rates[ratio["ours"]])
+    precision, own_rate = ratio["ours"].rpartition(" ")[2], _rate(rates[ratio["ours"]])
+    cells = _cpu_name(record), record["model"], precision, str(users), own_rate
     peer = ratio["peer"]
     return (*cells, peer, _rate(rates[peer]), f"{statistics.median(ratio['repeats']):.2f}")
 
