@@ -95,6 +95,19 @@ def test_every_instruction_set_has_the_same_bits(name: str, fidelity: str, tmp_p
     check_instruction_sets(model, tokens, precision, tmp_path)
 
 
+def test_many_rows_in_bfp8_have_the_bits_of_some_rows(tmp_path: Path) -> None:
+    """AVX2 has another kernel from 24 rows on. bfp8 has two scales per block of columns."""
+    model, tokens = tiny_model(std=0.2, hidden_size=48, head_dim=24), random_tokens(140)
+    precision, first = precision_of("bfp8", "lofi"), None
+    for isa in range(library.library().tw_best_isa() + 1):
+        executable = native(model, precision, tmp_path, isa=isa, context=144)
+        for cuts in ([], [23, 24, 80]):
+            whole = prefill(executable, tokens, cuts)
+            first = whole if first is None else first
+            assert torch.equal(whole, first)
+        executable.close()
+
+
 @pytest.fixture(scope="module", params=[("bfp4", "lofi"), ("q80", "hifi4")], ids=str)
 def many(request: pytest.FixtureRequest) -> Executable:
     name, fidelity = request.param

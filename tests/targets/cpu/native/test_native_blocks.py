@@ -71,11 +71,12 @@ def on(
     isa: int,
     batch: int = 1,
     kv_cache: str = "bf16",
+    context: int = 64,
 ) -> NativeExecutable:
     """The model on one instruction set, and as many threads as that is far from plain C++."""
     resolved = resolve_precision(model, precision_of("stored", fidelity, kv_cache=kv_cache))
     isa_threads = 2 if isa < 0 else 1 + isa
-    target, options = NativeTarget(), CompileOptions(batch, 64, num_threads=isa_threads)
+    target, options = NativeTarget(), CompileOptions(batch, context, num_threads=isa_threads)
     graph_module, _ = lower_model(model, resolved, target.stages(), silent)
     plan = lower_to_program(graph_module, Needs(target="cpu", others="reference"))
     packed = written(plan, weight_source(model), folder)
@@ -100,6 +101,23 @@ def test_every_instruction_set_has_the_same_bits(dtype: str, fidelity: str, tmp_
         executable.close()
     assert first is not None
     assert float((first - expected).abs().max()) < 0.05 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("dtype", ["Q8_0", "IQ4_XS", "NVFP4 1x16"])
+def test_many_rows_have_the_bits_of_some_rows(dtype: str, tmp_path: Path) -> None:
+    """AVX2 has another kernel from 24 rows on, in chunks of 128 rows.
+
+    Random Q8_0 blocks contain codes of -128, which has no negative byte.
+    """
+    model, tokens = of_type(tmp_path, dtype), random_tokens(150, vocab_size=VOCAB)
+    first = None
+    for isa in range(library.library().tw_best_isa() + 1):
+        executable = on(model, "lofi", tmp_path, isa, context=160)
+        for cuts in ([], [23, 24, 80, 20]):
+            whole = prefill(executable, tokens, cuts)
+            first = whole if first is None else first
+            assert torch.equal(whole, first)
+        executable.close()
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -232,7 +232,7 @@ void run_experts(Worker& worker, const TwInstruction& each) {
     const int32_t arithmetic = each.arithmetic[worker.step.decodes ? 1 : 0];
     const ExpertRows rows(weight, each, worker.num_rows);
     const ExpertScratch scratch(worker.scratch(), rows);
-    const Prepared prepared(worker.kernels(), rows.is_small() ? scratch.rows : worker.engine.operand.data(), rows.num_slots, rows.padded, arithmetic, weight.kind);
+    const Prepared prepared(worker.kernels(), rows.is_small() ? scratch.rows : worker.engine.operand.data(), rows.num_slots, rows.padded, arithmetic, weight.kind, false);
     auto prepare = [&](int64_t token) { prepare_token(worker, each, rows, prepared, arithmetic, token); };
     if (rows.is_small()) {
         for (int64_t token = 0; token < rows.num_tokens; token++) prepare(token);

@@ -5,6 +5,7 @@
 #include "math.inl"
 #include "codes.inl"
 #include "products.inl"
+#include "signed_avx2.inl"
 #include "attention.inl"
 #include "mixers.inl"
 

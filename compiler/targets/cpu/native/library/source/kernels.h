@@ -21,6 +21,7 @@ struct Operand {
     int64_t row_bytes;
     const BlockTerms* terms;  // int8 only, per block
     int64_t num_blocks;   // with 32 columns
+    bool is_signed;       // values are blocks of quantise_signed, without terms
 };
 
 // Destination of a panel pair's results: in row m, the first panel's lanes, then of the second.
@@ -88,7 +89,9 @@ struct Kernels {
     int32_t isa;
     int32_t bf16_bytes;   // of a value in prepared rows and queries; 4: as float
     int32_t byte_words;   // 32-bit words of a prepared row per four 8-bit codes
+    int32_t signed_rows;  // fewest rows for quantise_signed, which takes 64 bytes per 32 columns; 0: never
     void (*quantise)(const float* x, int64_t columns, int32_t kind, void* q, BlockTerms* terms);
+    void (*quantise_signed)(const float* x, int64_t columns, int32_t kind, void* rows, int64_t row, int64_t num_rows);
     void (*to_bf16)(const float* x, int64_t count, uint16_t* out);
     void (*round_bf16)(float* x, int64_t count);
     void (*norm)(const float* x, const float* weight, float eps, int64_t count, float* out);

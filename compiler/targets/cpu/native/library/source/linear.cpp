@@ -71,7 +71,7 @@ void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& 
     uint8_t* own = worker.scratch();
     uint8_t* normed = own + rounded(kMaxLocalRows * padded * 4, 64) + rounded(kMaxLocalRows * padded, 64);
     uint8_t* scratch = normed + rounded(padded * 4, 64);
-    Prepared rows(kernels, is_small ? own : worker.engine.operand.data(), num_rows, padded, arithmetic, weight.kind);
+    Prepared rows(kernels, is_small ? own : worker.engine.operand.data(), num_rows, padded, arithmetic, weight.kind, true);
     const float* norm = each.norm >= 0 ? worker.vector(each.norm) : nullptr;
     auto make = [&](int64_t row) {
         prepare(kernels, worker.at(each.x, row), each.x.width, norm, each.eps, each.flags & TW_NORM_ROUNDED, rows, arithmetic, row, (float*)normed);
@@ -82,7 +82,7 @@ void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& 
         worker.share(num_rows, make);
         worker.meet();
     }
-    const Operand x{rows.values, rows.row_bytes, rows.terms, rows.num_blocks};
+    const Operand x{rows.values, rows.row_bytes, rows.terms, rows.num_blocks, rows.is_signed};
     const Panels panels(worker.engine, each), next(worker.engine, following);
     worker.share_evenly(panels.num_pairs, [&](int64_t pair, bool is_last) {
         const PanelPair both = pair_of(worker, weight, panels, next, pair, is_last);

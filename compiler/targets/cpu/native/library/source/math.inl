@@ -101,29 +101,33 @@ inline int32_t start_of(int32_t kind, int32_t sum) {
 }
 
 // int8 in blocks of 16 or 32, as in the weight: scale = largest magnitude / 127, ties to even. A
-// value that is not finite makes the block's scale not finite.
+// value that is not finite makes the block's scale not finite. `count` values are left at `x`. Call
+// `put(half, codes)` for every 16 values.
+template <class Put> inline void codes_of_block(const float* x, int64_t count, int64_t length, float* scales, Put put) {
+    vf v[2] = {load_some(x, (int)(count < 16 ? count : 16)), zeros()};
+    if (count > 16) v[1] = load_some(x + 16, (int)(count < 32 ? count - 16 : 16));
+    const vi magnitude = ispread(0x7fffffff);
+    const vi first = iand(bits(v[0]), magnitude), second = iand(bits(v[1]), magnitude);
+    float most[2];
+    most[0] = most_of(length == kBlock ? imax(first, second) : first);
+    most[1] = length == kBlock ? most[0] : most_of(second);
+    for (int half = 0; half < 2; half++) {
+        int8_t codes[16];
+        scales[half] = most[half] / 127.0f;
+        vf inverse = spread(most[half] > 0.0f ? 127.0f / most[half] : 0.0f);
+        store_bytes(codes, nearest(mul(v[half], inverse)));
+        put(half, codes);
+    }
+}
+
 void quantise(const float* x, int64_t columns, int32_t kind, void* q, BlockTerms* terms) {
     const int64_t length = scale_length(kind);
-    const vi magnitude = ispread(0x7fffffff);
     for (int64_t block = 0; block * kBlock < columns; block++) {
-        const float* from = x + block * kBlock;
-        int64_t left_over = columns - block * kBlock;
-        vf v[2] = {load_some(from, (int)(left_over < 16 ? left_over : 16)), zeros()};
-        if (left_over > 16) v[1] = load_some(from + 16, (int)(left_over < 32 ? left_over - 16 : 16));
-        const vi first = iand(bits(v[0]), magnitude), second = iand(bits(v[1]), magnitude);
-        float most[2];
-        int32_t sums[2];
-        most[0] = most_of(length == kBlock ? imax(first, second) : first);
-        most[1] = length == kBlock ? most[0] : most_of(second);
-        for (int half = 0; half < 2; half++) {
-            int8_t codes[16];
-            terms[block].scales[half] = most[half] / 127.0f;
-            vf inverse = spread(most[half] > 0.0f ? 127.0f / most[half] : 0.0f);
-            store_bytes(codes, nearest(mul(v[half], inverse)));
-            sums[half] = 0;
+        int32_t sums[2] = {0, 0};
+        codes_of_block(x + block * kBlock, columns - block * kBlock, length, terms[block].scales, [&](int half, const int8_t* codes) {
             for (int i = 0; i < 16; i++) sums[half] += codes[i];
             put_codes(q, 2 * block + half, codes, has_byte_codes(kind));
-        }
+        });
         for (int half = 0; half < 2; half++)
             terms[block].starts[half] = start_of(kind, length == kBlock ? sums[0] + sums[1] : sums[half]);
     }

@@ -9,14 +9,17 @@ namespace tw {
 struct Prepared {
     uint8_t* values;
     BlockTerms* terms;
-    int64_t row_bytes, num_blocks;
-    int32_t kind;  // of the weight
+    int64_t row_bytes, num_blocks, num_rows;
+    int32_t kind;    // of the weight
+    bool is_signed;  // all rows are multiplied together, by 8-bit codes
 
-    Prepared(const Kernels& kernels, uint8_t* memory, int64_t num_rows, int64_t padded, int32_t arithmetic, int32_t kind) {
+    Prepared(const Kernels& kernels, uint8_t* memory, int64_t num_rows, int64_t padded, int32_t arithmetic, int32_t kind, bool is_whole) {
         int64_t widths[] = {4, kernels.bf16_bytes, has_byte_codes(kind) ? kernels.byte_words : 1};
         row_bytes = padded * widths[arithmetic];
         num_blocks = padded / kBlock;
+        this->num_rows = num_rows;
         this->kind = kind;
+        is_signed = is_whole && arithmetic == TW_AS_INT8 && has_byte_codes(kind) && kernels.signed_rows && num_rows >= kernels.signed_rows;
         values = memory;
         terms = (BlockTerms*)(memory + rounded(num_rows * row_bytes, 64));
     }
@@ -31,6 +34,7 @@ inline void prepare(const Kernels& kernels, const float* x, int64_t width, const
         if (rounds) kernels.round_bf16(normed, width);
         x = normed;
     }
+    if (to.is_signed) return kernels.quantise_signed(x, width, to.kind, to.values, row, to.num_rows);
     uint8_t* values = to.values + row * to.row_bytes;
     if (arithmetic == TW_AS_INT8) {
         kernels.quantise(x, width, to.kind, values, to.terms + row * to.num_blocks);

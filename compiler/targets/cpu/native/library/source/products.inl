@@ -22,7 +22,11 @@ using PairWord = int32_t;
 inline vf dot_second(vf acc, vi, const int32_t*) { return acc; }
 inline vf dot_first(vf acc, vi w, const int32_t* x) { return dot_pair(acc, w, *x); }
 inline void store_pair_words(void* p, int i, vf, vi halves) { store_halves((uint16_t*)p + 16 * i, halves); }
+
+constexpr int32_t kSignedRows = 0;
+constexpr void (*quantise_signed)(const float*, int64_t, int32_t, void*, int64_t, int64_t) = nullptr;
 #endif
+template <int KIND> inline void product_signed(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result);
 
 // Panels per sweep over the columns, for M rows.
 template <int M> constexpr int panels() { return M > kPairRows ? 1 : 2; }
@@ -347,6 +351,8 @@ struct ProductInt8 {
     int64_t num_rows;
     const Result& result;
     template <int KIND> void kind() {
+        if constexpr (kSignedRows && has_byte_codes(KIND) && !has_float_codes(KIND))
+            if (x.is_signed) return product_signed<KIND>(pair, x, num_rows, result);
         if constexpr (!has_float_codes(KIND)) by_tiles<has_byte_codes(KIND) ? kByteRows : kCodeRows>(num_rows, MakeInt8<KIND>{pair, x, result});
     }
 };

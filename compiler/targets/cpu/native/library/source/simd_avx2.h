@@ -131,6 +131,7 @@ template <int BITS> inline vi end_dot(vi sum) {
 
 // bfloat16 rows are stored as float: a broadcast from memory costs no conversion. The second of a
 // pair is added first, each with one rounding, as in AVX-512's instruction.
+constexpr int32_t kSignedRows = 24;  // fewest rows that pay for the tables of signed_avx2.inl
 constexpr int kPairRows = 2, kPairWords = 2, kCodeRows = 6, kByteRows = 4, kCodePanels = 1;
 using PairWord = float;
 inline vf dot_second(vf acc, vi w, const float* x) { return fma(of_bits(iand(w, ispread((int32_t)0xffff0000))), spread(x[1]), acc); }
