@@ -1,40 +1,51 @@
 """``python -m tests.fuzz.campaign``: mutations of every checkpoint reader, with counts per reader.
 
-``TILEWRIGHT_MUTATIONS`` is the number of mutations of all readers. ``TILEWRIGHT_SEED`` is the first
-seed. A defect is printed with its reader and seed, and the campaign continues.
+A defect is printed with its reader and seed, and the campaign continues. The slow tests run
+`MUTATIONS` too.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tests.fuzz.limits import OvertimeError, limit_memory
+from tilewright.cli.main import report_errors
+from tilewright.options.arguments import integer, option, parse
 
+_STORY = "Mutate files of every checkpoint reader, and count refusals and defects."
+
+MUTATIONS, SEED = 1_000_000, 1000
 _SECONDS = 5
 """CPU time of a mutation."""
 _ROUNDS = 20
 _MOST_PRINTED = 20
 
 
-def num_mutations(num_readers: int) -> range:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    mutations: int = option(
+        "mutations of all readers (default: 1000000)", default=MUTATIONS, type=integer(1, 1 << 40)
+    )
+    seed: int = option("first seed (default: 1000)", default=SEED, type=integer(0, 1 << 40))
+
+
+def seeds_of(num_readers: int, *, mutations: int = MUTATIONS, seed: int = SEED) -> range:
     """Return the seeds for each of several readers."""
-    count = int(os.environ.get("TILEWRIGHT_MUTATIONS", "1000000")) // num_readers
-    first = int(os.environ.get("TILEWRIGHT_SEED", "1000"))
-    return range(first, first + count)
+    return range(seed, seed + mutations // num_readers)
 
 
 def run_many(run: Callable[[int], bool], name: str, num_readers: int) -> None:
     """Run a reader's share of the mutations."""
-    for seed in num_mutations(num_readers):
+    for seed in seeds_of(num_readers):
         try:
             run(seed)
         except Exception as error:
@@ -87,8 +98,9 @@ def _stop(number: int, frame: object) -> None:
     raise OvertimeError(f"more than {_SECONDS} seconds")
 
 
-def main() -> None:
-    """Run the campaign in rounds, and print the counts."""
+def main(argv: Sequence[str]) -> int:
+    """Run the campaign in rounds, and print the counts. Return 1 after a defect."""
+    options = parse(_Options, argv, prog="python -m tests.fuzz.campaign", description=_STORY)
     import torch
 
     from tests.fuzz import test_fuzz_gguf_types as ggufs
@@ -102,7 +114,8 @@ def main() -> None:
         }
         signal.signal(signal.SIGPROF, _stop)
         limit_memory(1 << 30)
-        campaign, seeds, start = Campaign(readers), num_mutations(len(readers)), time.monotonic()
+        campaign, start = Campaign(readers), time.monotonic()
+        seeds = seeds_of(len(readers), mutations=options.mutations, seed=options.seed)
         size = -(-len(seeds) // _ROUNDS)
         for round_ in range(_ROUNDS):
             campaign.run(seeds[round_ * size : (round_ + 1) * size])
@@ -110,8 +123,8 @@ def main() -> None:
             elapsed = time.monotonic() - start
             print(f"{total} mutations, {defects} defects, {elapsed:.0f} s", flush=True)
         print(campaign.table())
-        sys.exit(bool(sum(campaign.defects.values())))
+        return int(bool(sum(campaign.defects.values())))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(report_errors(lambda: main(sys.argv[1:])))
