@@ -57,7 +57,10 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "gpt-oss MXFP4": of_gpt_oss,
 }
 PACKAGES = together()
-REPEATED = (*("GPTQ int2", "GPTQ int4", "GPTQ int8", "NVFP4 1x16", "bitsandbytes nf4 nested"),)
+REPEATED = (
+    *("GPTQ int2", "GPTQ int3", "GPTQ int4", "GPTQ int8", "GPTQ v2 int4", "GPTQ sym int4"),
+    *("NVFP4 1x16", "bitsandbytes nf4 nested"),
+)
 """Models whose readers other models have too."""
 CASES = [
     pytest.param(name, marks=[WHOLE_GRID] if name in REPEATED else [])

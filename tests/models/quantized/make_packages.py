@@ -7,17 +7,33 @@
     python -m tests.models.quantized.make_packages bitsandbytes mlx compressed-tensors torchao \\
         awq gptq modelopt
 
+An old version packs columns out of order::
+
+    pip install --no-deps --target old compressed-tensors==0.10.2
+    PYTHONPATH=old:. python -m tests.models.quantized.make_packages act-order
+
+The module of gptqmodel runs without the package's imports::
+
+    pip download --no-deps --no-binary :all: gptqmodel==7.7.0
+    tar xzf gptqmodel-*.gz && rm gptqmodel-*.gz && mv gptqmodel-* source
+    PYTHONPATH=source:. python -m tests.models.quantized.make_packages gptqmodel
+
 torchao needs a GPU's package for int4: its class has codes at random, with values by its formula.
 compressed-tensors converts random AWQ codes. auto-round packs GPTQ codes.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
@@ -191,15 +207,134 @@ def of_gptq() -> Tensors:
     return found
 
 
+def of_act_order() -> Tensors:
+    """Pack columns in the order of activations, which newer versions do not read."""
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        QuantizationStatus,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args: Any = QuantizationArgs(num_bits=4, group_size=32, actorder="group", strategy="group")
+    dense, order = weight(16, 128).bfloat16().float(), group_order(128)
+    groups = dense[:, order.argsort(stable=True)].view(16, 4, 32)
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    scale = scale.bfloat16().float()
+    compressor: Any = PackedQuantizationCompressor()
+    packed = compressor.compress_weight(dense, scale, args, zero_point=zero.int(), g_idx=order)
+    packed |= {"weight_scale": scale, "weight_g_idx": order}
+    value = compressor.decompress_weight(packed, args)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    status = QuantizationStatus.COMPRESSED
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, format="pack-quantized", quantization_status=status
+    )
+    stored = packed | {"weight_scale": scale.bfloat16()}
+    return with_config("compressed-tensors W4A16 act-order", stored, value, config.to_dict())
+
+
+def group_order(columns: int) -> torch.Tensor:
+    """Return each column's group of 32, shuffled."""
+    groups = np.arange(columns, dtype=np.int32) // 32
+    return torch.from_numpy(np.random.default_rng(columns).permutation(groups))
+
+
+class _BarePackage(ModuleType):
+    """A package without its own imports. An attribute is read from the module that defines it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            for path in sorted(Path(self.__path__[0]).glob("[!_]*.py")):
+                text = path.read_text()
+                if any(
+                    f"\n{start}" in text
+                    for start in (f"def {name}(", f"class {name}(", f"{name} =")
+                ):
+                    return getattr(importlib.import_module(f"{self.__name__}.{path.stem}"), name)
+        raise AttributeError(name)
+
+
+def import_gptqmodel() -> Any:
+    """Import the packing module of gptqmodel, without kernels and models."""
+    spec = find_spec("gptqmodel")
+    assert spec is not None and spec.submodule_search_locations
+    root = Path(spec.submodule_search_locations[0])
+    for name in ("", ".models", ".utils", ".nn_modules", ".quantization"):
+        package = _BarePackage(f"gptqmodel{name}")
+        package.__path__ = [str(root.joinpath(*name.split(".")))]
+        sys.modules[package.__name__] = package
+    sys.modules.setdefault("pcre", re)
+    for name in ("logbar", "threadpoolctl"):
+        absent = MagicMock()
+        absent.__name__ = name
+        sys.modules.setdefault(name, absent)
+    return importlib.import_module("gptqmodel.nn_modules.qlinear.torch")
+
+
+PACKED_GPTQ: dict[str, dict[str, Any]] = {
+    "GPTQ v2 int4": {"bits": 4, "sym": False, "format": "gptq_v2"},
+    "GPTQ v2 int3": {"bits": 3, "sym": False, "format": "gptq_v2"},
+    "GPTQ sym int4": {"bits": 4, "sym": True, "format": "gptq"},
+    "GPTQ act-order int4": {"bits": 4, "sym": True, "format": "gptq", "desc_act": True},
+}
+"""Settings of gptqmodel."""
+
+
+def of_gptqmodel() -> Tensors:
+    """Pack GPTQ codes in both versions. The package packs the second and converts."""
+    module = import_gptqmodel()
+    dequant = importlib.import_module("gptqmodel.utils.model_dequant")
+    config_of = importlib.import_module("gptqmodel.quantization.config").QuantizeConfig
+    formats = importlib.import_module("gptqmodel.quantization.config").FORMAT
+    from torch import nn
+
+    found: Tensors = {}
+    for name, settings in PACKED_GPTQ.items():
+        bits, is_symmetric = settings["bits"], settings["sym"]
+        rng = np.random.default_rng(bits)
+        codes = torch.from_numpy(rng.integers(0, 1 << bits, (32, 64))).float()
+        zeros = torch.from_numpy(rng.integers(1, 1 << bits, (32, 2))).float()
+        zeros = torch.full_like(zeros, 1 << bits - 1) if is_symmetric else zeros
+        scales = torch.from_numpy(rng.uniform(0.01, 0.02, (32, 2))).half().float()
+        order = group_order(64) if settings.get("desc_act") else torch.arange(64).int() // 32
+        linear = nn.Linear(64, 32, bias=False)
+        dense = (codes - zeros[:, order]) * scales[:, order]
+        linear.weight = nn.Parameter(dense, requires_grad=False)
+        own = {"group_size": 32, "desc_act": False} | settings
+        config = config_of(**own | {"format": formats(settings["format"])})
+        sizes = {"in_features": 64, "out_features": 32, "bias": False, "register_buffers": True}
+        layer: Any = module.TorchLinear(
+            **{"bits": bits, "group_size": 32, "desc_act": config.desc_act, "sym": is_symmetric},
+            **{**sizes, "pack_dtype": torch.int32, "adapter": None, "format": config.format},
+            backend=module.BACKEND.TORCH,
+        )
+        layer.pack_original(linear, scales, zeros, order)
+        stored = {key: part.clone() for key, part in layer.state_dict().items()}
+        if settings["format"] == "gptq":
+            stored["qzeros"] = dequant._revert_gptq_v1_qzeros_correction(stored["qzeros"], bits)
+        layer.scales = layer.scales.float()
+        said = {key: each for key, each in config.to_dict().items() if key != "meta"}
+        found |= with_config(name, stored, layer.dequantize_weight().T, said)
+    return found
+
+
 def of_modelopt() -> Tensors:
-    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
 
     dense = weight(8, 64)
     codes, scale, second = NVFP4QTensor.quantize(dense.clone(), 16)
     value = codes.dequantize(torch.float32, scale=scale, double_scale=second, block_sizes={-1: 16})
     stored = {"weight": codes._quantized_data, "weight_scale": scale, "weight_scale_2": second}
     config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    return with_config("ModelOpt NVFP4", stored, value, config)
+    found = with_config("ModelOpt NVFP4", stored, value, config)
+    kept, scale = FP8QTensor.quantize(dense.clone())
+    value = kept.dequantize(torch.float32, scale=scale)
+    stored = {"weight": kept._quantized_data, "weight_scale": scale}
+    config = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    return found | with_config("ModelOpt FP8", stored, value, config)
 
 
 def of_nvfp4() -> Tensors:
@@ -287,6 +422,8 @@ MAKERS = {
     "torchao": of_torchao,
     "awq": of_awq,
     "gptq": of_gptq,
+    "act-order": of_act_order,
+    "gptqmodel": of_gptqmodel,
     "modelopt": of_modelopt,
 }
 

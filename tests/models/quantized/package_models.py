@@ -19,7 +19,14 @@ from tests.models.quantized.test_float4 import NV
 from tests.models.quantized.test_packages import BNB, SCHEMES, TORCHAO
 
 _SHARED = (
-    *("g_idx", "weight_global_scale", "weight_scale_2", "input_scale", "weight_shape"),
+    *(
+        "g_idx",
+        "weight_g_idx",
+        "weight_global_scale",
+        "weight_scale_2",
+        "input_scale",
+        "weight_shape",
+    ),
     *("weight.quant_map", "weight.nested_quant_map"),
 )
 """Tensors of a matrix that do not have its rows."""

@@ -63,6 +63,7 @@ HAVE_FORMATS = (
     *("torchao float8", "torchao int8", "torchao bytes int4", "torchao int4"),
     *(f"compressed-tensors {name}" for name in PACKED if name != "W8A8 zeros"),
     *("AWQ", "GPTQ int2", "GPTQ int3", "GPTQ int4", "ModelOpt NVFP4"),
+    *("GPTQ v2 int3", "GPTQ v2 int4", "GPTQ sym int4", "ModelOpt FP8"),
 )
 LABELS = {
     "torchao float8": "FP8 per channel",
@@ -70,13 +71,19 @@ LABELS = {
     "torchao int4 minimums": "torchao int4 with minimums",
     "AWQ": "AWQ int4 with zeros",
     **{f"GPTQ int{bits}": f"GPTQ int{bits} with zeros" for bits in (2, 3, 4, 8)},
+    "GPTQ v2 int3": "GPTQ int3 with zeros",
+    "GPTQ v2 int4": "GPTQ int4 with zeros",
+    "GPTQ sym int4": "GPTQ int4",
+    "GPTQ act-order int4": "GPTQ int4, act-order",
     "ModelOpt NVFP4": "NVFP4 1x16",
+    "ModelOpt FP8": "FP8 per tensor",
     **{
         f"compressed-tensors {name}": label
         for name, label in {
             "W4A16 zeros": "compressed-tensors int4 with zeros",
             "W4A16": "compressed-tensors int4",
             "W3A16": "compressed-tensors int3",
+            "W4A16 act-order": "compressed-tensors int4, act-order",
             "W8A16": "compressed-tensors int8",
             "W8A8": "compressed-tensors int8",
             "W8A8 zeros": "compressed-tensors int8 with zeros",
