@@ -361,6 +361,6 @@ def _default_model() -> Path:
     if not files:
         raise CheckpointError(
             f"the default model is not installed (no package {_DEFAULT_PACKAGE} with a .gguf "
-            f"file); install it with: {_DEFAULT_INSTALL}"
+            f"file); allowed: {_DEFAULT_INSTALL}"
         )
     return find_model(files[0])

@@ -101,7 +101,9 @@ def fetch(name: HubName) -> Path:
     if name.file is None:
         _check_complete(found, name)
     elif not (found / name.file).is_file():
-        raise CheckpointError(f"{name}: {name.file} is neither in the repository nor in {found}")
+        raise CheckpointError(
+            f"{name}: {name.file} is neither in the repository nor in {found}; allowed: its files"
+        )
     return found / (name.file or "")
 
 
@@ -132,9 +134,14 @@ def _reason(error: Exception, name: HubName) -> str:
 
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError):
-        return "the repository is gated; accept its terms there and log in with `hf auth login`"
+        return (
+            "the repository is gated; allowed: an account with its terms accepted there, after "
+            "`hf auth login`"
+        )
     if isinstance(error, errors.RepositoryNotFoundError) or status == 401:
-        return "no such repository (or a private one; log in with `hf auth login`)"
+        return (
+            "no such repository; allowed: a public repository, or `hf auth login` for a private one"
+        )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"the repository has no revision {name.revision!r}; allowed: a branch, tag or commit"
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
@@ -143,6 +150,7 @@ def _reason(error: Exception, name: HubName) -> str:
             "network, or the path of a local copy"
         )
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _FULL in str(error):
-        return "the disk is full; make room and run again, which goes on from there"
+        return "the disk is full; allowed: the same command after making room, which continues"
     shown = " ".join(str(error).split())[:200]
-    return f"the download failed and can be run again: {type(error).__name__}: {shown}"
+    failed = f"the download failed: {type(error).__name__}: {shown}"
+    return f"{failed}; allowed: the same command again, which continues"

@@ -144,7 +144,7 @@ def unknown_tensor(path: Path, name: str, names: Iterable[str]) -> CheckpointErr
     """Return the error for an unknown name in ``get``."""
     if name == "lm_head.weight":
         return CheckpointError(
-            f"{path}: lm_head.weight is tied to the embedding; read model.embed_tokens.weight"
+            f"{path}: lm_head.weight is tied to the embedding; allowed: model.embed_tokens.weight"
         )
     return CheckpointError(
         f"{path}: no tensor {shown(name)}; {allowed(map(shown, sorted(names)[:8]))}"

@@ -19,9 +19,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(read_regular(path))
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        raise CheckpointError(
+            f"{path}: cannot be read: {error.strerror}; allowed: a readable file"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON: {one_line(error)}") from None
+        raise CheckpointError(
+            f"{path}: not JSON: {one_line(error)}; allowed: a JSON object"
+        ) from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: holds a {type(values).__name__}; allowed: a JSON object")
     return values

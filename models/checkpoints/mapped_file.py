@@ -20,7 +20,9 @@ def map_file(path: Path) -> mmap.mmap:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is empty"
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from None
+        raise CheckpointError(
+            f"{path}: cannot be read: {reason}; allowed: a readable file with content"
+        ) from None
 
 
 def release(mapped: mmap.mmap, start: int, nbytes: int) -> None:

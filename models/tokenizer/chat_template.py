@@ -44,7 +44,9 @@ class ChatTemplate:
         # Constant parts are computed here, and the rest becomes Python code: both can raise any
         # exception.
         except Exception as error:
-            raise CheckpointError(f"{where}: chat template: {one_line(error)}") from None
+            raise CheckpointError(
+                f"{where}: chat template: {one_line(error)}; allowed: a Jinja template"
+            ) from None
 
     def render(
         self,

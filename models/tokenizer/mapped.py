@@ -108,7 +108,9 @@ def read_mapped(path: Path, where: Path) -> Vocabulary:
         parts = TokenizerParts(header.splitter, header.ignore_merges, header.vocab_size, sections)
         backend: Any = MappedBackend(parts, where)
     except (msgspec.MsgspecError, ValueError, KeyError, IndexError) as error:
-        raise CheckpointError(f"{path}: not a mapped tokenizer: {one_line(error)}") from None
+        raise CheckpointError(
+            f"{path}: not a mapped tokenizer: {one_line(error)}; allowed: the file of this version"
+        ) from None
     return Vocabulary(
         where=where,
         backend=backend if header.splitter is not None else backend.whole(),

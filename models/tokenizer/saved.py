@@ -24,7 +24,9 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     try:
         (folder / MAPPED).write_bytes(tokenizer.mapped_bytes())
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from None
+        raise CheckpointError(
+            f"{folder}: cannot be written: {error.strerror}; allowed: a writable folder"
+        ) from None
 
 
 def read_saved(folder: Path) -> Tokenizer:

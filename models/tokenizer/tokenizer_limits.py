@@ -100,4 +100,6 @@ def _check_charsmap(encoded: object, path: Path) -> None:
     except (binascii.Error, ValueError):
         return  # rejected by the library
     if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
-        raise CheckpointError(f"{path}: precompiled_charsmap is cut short or corrupt")
+        raise CheckpointError(
+            f"{path}: precompiled_charsmap is cut short or corrupt; allowed: a complete table"
+        )

@@ -135,7 +135,9 @@ def write_folder(vocabulary: Vocabulary, folder: Path) -> None:
                 path.unlink(missing_ok=True)
         if isinstance(error, OSError):
             reason = error.strerror or type(error).__name__
-            raise CheckpointError(f"{folder}: cannot be written: {reason}") from None
+            raise CheckpointError(
+                f"{folder}: cannot be written: {reason}; allowed: a writable folder"
+            ) from None
         raise
 
 
@@ -173,13 +175,15 @@ def _add_listed_tokens(
     """Add tokens in ``added_tokens_decoder`` that are missing in tokenizer.json."""
     listed = config.get("added_tokens_decoder", {})
     if not isinstance(listed, Mapping):
-        raise CheckpointError(f"{where}: added_tokens_decoder is not an object")
+        raise CheckpointError(
+            f"{where}: added_tokens_decoder is no object; allowed: id: {{content: ...}}"
+        )
     try:
         found = {int(index): (str(entry["content"]), entry) for index, entry in listed.items()}
         entries = [(index, *found[index]) for index in sorted(found)]
     except (ValueError, TypeError, KeyError):
         raise CheckpointError(
-            f"{where}: added_tokens_decoder has an entry that is not id: {{content: ...}}"
+            f"{where}: added_tokens_decoder has another entry; allowed: id: {{content: ...}}"
         ) from None
     for index, content, entry in entries:
         if backend.token_to_id(content) is None:
@@ -189,7 +193,7 @@ def _add_listed_tokens(
         if backend.token_to_id(content) != index:
             raise CheckpointError(
                 f"{where}: added token {content!r} has id {index}; "
-                f"tokenizer.json makes it {backend.token_to_id(content)}"
+                f"tokenizer.json makes it {backend.token_to_id(content)}; allowed: equal ids"
             )
 
 
@@ -211,7 +215,7 @@ def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         try:
             return read_regular(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+            raise CheckpointError(f"{path}: cannot be read: {error}; allowed: UTF-8 text") from None
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {

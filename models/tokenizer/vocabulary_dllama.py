@@ -66,7 +66,9 @@ class _VocabularyCursor:
         self.at = 0
 
     def error(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {what}; the tokenizer is cut short or corrupt")
+        return CheckpointError(
+            f"{self.path}: {what}; the tokenizer is cut short or corrupt; allowed: a complete file"
+        )
 
     def take(self, num_bytes: int, what: str) -> bytes:
         left = len(self.data) - self.at
@@ -89,7 +91,9 @@ def read_tokenizer(path: Path) -> Vocabulary:
     try:
         found = _parse(_VocabularyCursor(read_regular(path), path))
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        raise CheckpointError(
+            f"{path}: cannot be read: {error.strerror}; allowed: a readable file"
+        ) from None
     ids = _ids(found, path)
     special = _special_ids(found, ids)
     names = _token_names(found, special, path)
@@ -229,7 +233,8 @@ def _header(cursor: _VocabularyCursor) -> dict[int, int]:
     magic, nbytes = _PREFIX.unpack(cursor.take(_PREFIX.size, "magic"))
     if magic != MAGIC:
         raise CheckpointError(
-            f"{cursor.path}: not a dllama tokenizer (it does not begin with {MAGIC:#x})"
+            f"{cursor.path}: not a dllama tokenizer (it does not begin with {MAGIC:#x}); allowed: "
+            "a .t file of dllama"
         )
     if nbytes % _PAIR.size or not _PREFIX.size <= nbytes <= 1 << 10:
         raise cursor.error(f"the header says it has {nbytes} bytes")
@@ -302,7 +307,9 @@ def _token_names(found: _DllamaVocabulary, special: frozenset[int], path: Path) 
         try:
             text = token.decode() if index in special else None
         except UnicodeDecodeError:
-            raise CheckpointError(f"{path}: special token {index} is not UTF-8") from None
+            raise CheckpointError(
+                f"{path}: special token {index} is not UTF-8; allowed: UTF-8 text"
+            ) from None
         names.append("".join(alphabet[byte] for byte in token) if text is None else text)
     if len(set(names)) != len(names):
         raise CheckpointError(

@@ -143,7 +143,11 @@ def test_pull_says_what_it_has(
     [
         (KeyboardInterrupt(), 130, "interrupted; the same command continues"),
         (errors.LocalEntryNotFoundError("x"), 2, "no network"),
-        (OSError(errno.ENOSPC, "No space left on device"), 2, "the disk is full; make room"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            2,
+            "the disk is full; allowed: the same command",
+        ),
     ],
     ids=["interrupted", "no network", "full disk"],
 )

@@ -222,7 +222,7 @@ def test_frequency_factors_of_a_gguf_file_are_recognised(
         ({"attention_bias": True}, "attention_bias = True cannot be said in a dllama model; allow"),
         ({"mlp_bias": True}, "mlp_bias = True cannot be said in a dllama model; allowed: False"),
         ({"rms_norm_eps": 1e-4}, "norm_eps = 0.0001 cannot be said in a .*; allowed: 1e-05, 1e-06"),
-        ({"intermediate_size": 90}, "tensor .*down_proj.weight has rows of 90; allowed in Q4_0"),
+        ({"intermediate_size": 90}, "tensor .*down_proj.weight has rows of 90 in Q4_0; allowed"),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.5}},
             "rope theta = 10000.5 cannot be said in a dllama model; allowed: a whole number",

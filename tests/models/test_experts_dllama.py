@@ -147,7 +147,7 @@ def test_a_file_runs_as_the_model_does(tmp_path: Path) -> None:
     [
         ({"renormalise": False}, "renormalise = False cannot be said in a .*; allowed: True"),
         ({"dense_layers": (1,)}, r"dense_layers = \(1,\) cannot be said in a dllama model; allo"),
-        ({"expert_size": 24}, r"experts\.0\.down_proj\.weight has rows of 24; allowed in Q4_0: a"),
+        ({"expert_size": 24}, r"experts\.0\.down_proj\.weight has rows of 24 in Q4_0; allowed: a"),
     ],
 )
 def test_models_that_a_file_cannot_hold(
@@ -172,7 +172,7 @@ def test_hybrids_are_refused(tmp_path: Path) -> None:
         (8, 0, r"num_active_experts \(key 8\) = 0 is not read; allowed: 1 to 3"),
         (8, 4, r"num_active_experts \(key 8\) = 4 is not read; allowed: 1 to 3"),
         (21, 0, r"expert_size \(key 21\) = 0 is not read; allowed: 1 to"),
-        (21, 33, r"down_proj\.weight has rows of 33; allowed in Q4_0: a multiple of 32"),
+        (21, 33, r"down_proj\.weight has rows of 33 in Q4_0; allowed: a multiple of 32"),
         (7, 4, "cut short, or its header is not its own"),
         (7, 2, "bytes follow the last tensor, lm_head.weight"),
         (21, None, r"expert_size \(key 21\) = 0 is not read|expert_size \(key 21\) is missing"),

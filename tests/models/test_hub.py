@@ -190,14 +190,17 @@ class DroppedError(Exception):
     [
         (http_error(errors.RepositoryNotFoundError, 401), "no such repository"),
         (http_error(errors.HfHubHTTPError, 401), "no such repository"),
-        (http_error(errors.GatedRepoError, 403), "gated; accept its terms"),
+        (http_error(errors.GatedRepoError, 403), "gated; allowed: an account"),
         (http_error(errors.RevisionNotFoundError, 404), "no revision 'v9'; allowed: a branch"),
         (errors.LocalEntryNotFoundError("x\ny"), "not whole in the cache, and no network"),
         (errors.OfflineModeIsEnabled("x"), "HF_HUB_OFFLINE"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk is full"),
         (RuntimeError("IO Error: No space left on device (os error 28)"), "disk is full"),
-        (http_error(errors.HfHubHTTPError, 500), "can be run again: HfHubHTTPError: says so"),
-        (DroppedError("peer closed connection"), "can be run again: DroppedError: peer closed"),
+        (
+            http_error(errors.HfHubHTTPError, 500),
+            "download failed: HfHubHTTPError: says so; allowed: the same",
+        ),
+        (DroppedError("peer closed connection"), "download failed: DroppedError: peer closed"),
         (PermissionError(errno.EACCES, "Permission denied"), "Permission denied"),
     ],
 )

@@ -56,7 +56,9 @@ class CalibratedCheckpoint:
         self.config = config_of_values(self.manifest.config, path / MANIFEST)
         names = sorted({tensor.file for tensor in self.manifest.tensors.values()})
         if any(Path(name).name != name for name in names):
-            raise CheckpointError(f"{path / MANIFEST}: a file outside of the folder")
+            raise CheckpointError(
+                f"{path / MANIFEST}: a file outside of the folder; allowed: names without a folder"
+            )
         self._files = {name: self._open(name) for name in names}
         self._columns: dict[str, Tensor] = {}
         self.names = {
@@ -181,7 +183,8 @@ class CalibratedCheckpoint:
 
     def _unreadable(self, name: str, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"{self.path / shown(name)}: cut short or corrupt safetensors file: {one_line(error)}"
+            f"{self.path / shown(name)}: cut short or corrupt safetensors file: {one_line(error)}; "
+            "allowed: a complete file"
         )
 
 

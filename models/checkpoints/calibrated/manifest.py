@@ -114,7 +114,9 @@ def read_manifest(folder: Path) -> CalibrationManifest:
     try:
         return msgspec.convert(values, CalibrationManifest)
     except (msgspec.ValidationError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not a calibration manifest: {error}") from None
+        raise CheckpointError(
+            f"{path}: not a calibration manifest: {error}; allowed: that of tilewright calibrate"
+        ) from None
 
 
 def manifest_json(manifest: CalibrationManifest) -> bytes:
@@ -164,11 +166,15 @@ def config_of_values(values: Mapping[str, Any], where: Path) -> configs.ModelCon
             return value
         kind = known.get(value.get(_TYPE, ""))
         if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-            raise CheckpointError(f"{where}: config: unknown {_TYPE} {value.get(_TYPE)!r:.80}")
+            raise CheckpointError(
+                f"{where}: config: unknown {_TYPE} {value.get(_TYPE)!r:.80}; allowed: a "
+                "configuration of this version"
+            )
         try:
             return kind(**{name: build(each) for name, each in value.items() if name != _TYPE})
         except TypeError as error:
-            raise CheckpointError(f"{where}: config: {error}") from None
+            fields = (field.name for field in dataclasses.fields(kind))
+            raise CheckpointError(f"{where}: config: {error}; {allowed(fields)}") from None
 
     found = build(dict(values))
     if not isinstance(found, configs.ModelConfig):

@@ -93,7 +93,9 @@ class DllamaCheckpoint:
         shape = (len(stored), *self.names[name].shape[1:])
         values = dequantise(stored, dtype).reshape(shape)
         if values.numel() and not all(math.isfinite(end) for end in torch.aminmax(values.float())):
-            raise CheckpointError(f"{self.path}: tensor {name} has values that are inf or NaN")
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has values that are inf or NaN; allowed: finite values"
+            )
         return inner_part(values, rows, columns)
 
     def stored(self, name: str, rows: slice | None = None) -> tuple[str, Bytes]:
@@ -140,7 +142,7 @@ class DllamaCheckpoint:
                 raise CheckpointError(
                     f"{self.path}: tensor {tensor.name} of shape {list(tensor.shape)} "
                     f"({tensor.dtype}) ends at byte {at + tensor.nbytes} of {size}; the file is "
-                    "cut short, or its header is not its own"
+                    "cut short, or its header is not its own; allowed: a complete file"
                 )
             placed[tensor.name] = at, tensor
             at += tensor.nbytes

@@ -132,7 +132,10 @@ def read_header(data: memoryview, path: Path) -> tuple[DllamaHeader, int]:
             a value out of range or unsupported.
     """
     if len(data) < _PREFIX.size or _PREFIX.unpack_from(data)[0] != MAGIC:
-        raise CheckpointError(f"{path}: not a dllama model (it does not begin with {MAGIC:#010x})")
+        raise CheckpointError(
+            f"{path}: not a dllama model (it does not begin with {MAGIC:#010x}); allowed: a .m "
+            "file of dllama"
+        )
     nbytes = _PREFIX.unpack_from(data)[1]
     longest = min(len(data), _PREFIX.size + len(KEYS) * _PAIR.size)
     if nbytes % _PAIR.size or not _PREFIX.size <= nbytes <= longest:
@@ -148,7 +151,9 @@ def read_header(data: memoryview, path: Path) -> tuple[DllamaHeader, int]:
                 f"allowed: 0 to {len(KEYS) - 1}"
             )
         if KEYS[key] in values:
-            raise CheckpointError(f"{path}: {KEYS[key]} (key {key}) occurs twice in the header")
+            raise CheckpointError(
+                f"{path}: {KEYS[key]} (key {key}) occurs twice in the header; allowed: keys once"
+            )
         values[KEYS[key]] = value
     header = _parse(_Values(values, path))
     _check_widths(header, path)
@@ -222,8 +227,8 @@ def _check_widths(header: DllamaHeader, path: Path) -> None:
     for tensor in _layer(header, 0):
         if tensor.dtype == header.weights and tensor.shape[-1] % block:
             raise CheckpointError(
-                f"{path}: tensor {tensor.name} has rows of {tensor.shape[-1]}; allowed in "
-                f"{header.weights}: a multiple of {block}"
+                f"{path}: tensor {tensor.name} has rows of {tensor.shape[-1]} in "
+                f"{header.weights}; allowed: a multiple of {block}"
             )
 
 

@@ -129,7 +129,9 @@ class _HeaderCursor:
         self.at = 0
 
     def error(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {what}; the GGUF file is cut short or corrupt")
+        return CheckpointError(
+            f"{self.path}: {what}; the GGUF file is cut short or corrupt; allowed: a complete file"
+        )
 
     def take(self, num_bytes: int, what: str) -> memoryview:
         left = len(self.data) - self.at
@@ -190,7 +192,10 @@ def read_header(data: memoryview, path: Path) -> GGUFHeader:
     """
     cursor = _HeaderCursor(data, path)
     if bytes(cursor.take(4, "magic")) != MAGIC:
-        raise CheckpointError(f"{path}: not a GGUF file (it does not begin with {MAGIC.decode()})")
+        raise CheckpointError(
+            f"{path}: not a GGUF file (it does not begin with {MAGIC.decode()}); allowed: "
+            "a file that does"
+        )
     version = cursor.u32("version")
     if version not in VERSIONS:
         raise CheckpointError(

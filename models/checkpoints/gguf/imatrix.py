@@ -19,6 +19,7 @@ from tilewright.utils.files import read_regular
 
 _MAX_ENTRIES, _MAX_NAME = 1 << 20, 1 << 10
 _SUMS, _COUNTS = ".in_sum2", ".counts"
+_ALLOWED = "allowed: an imatrix file of llama.cpp"
 
 
 def read_imatrix(path: Path) -> dict[str, Tensor]:
@@ -31,15 +32,19 @@ def read_imatrix(path: Path) -> dict[str, Tensor]:
         data = read_regular(path)
         found = _read_gguf(data, path) if data[:4] == MAGIC else _read_binary(data)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); {_ALLOWED}") from None
     except (ValueError, KeyError, IndexError, struct.error) as error:
-        raise CheckpointError(f"{path}: not an imatrix file: {one_line(error)}") from None
+        raise CheckpointError(
+            f"{path}: not an imatrix file: {one_line(error)}; {_ALLOWED}"
+        ) from None
     named = {hf_name(name): torch.from_numpy(values) for name, values in found.items()}
     if not named:
-        raise CheckpointError(f"{path}: no entries; allowed: an imatrix file of llama.cpp")
+        raise CheckpointError(f"{path}: no entries; {_ALLOWED}")
     for name, values in named.items():
         if not bool(values.isfinite().all()) or bool((values < 0).any()):
-            raise CheckpointError(f"{path}: {name}: values are negative, NaN or infinite")
+            raise CheckpointError(
+                f"{path}: {name}: values are negative, NaN or infinite; allowed: from 0, finite"
+            )
     return named
 
 

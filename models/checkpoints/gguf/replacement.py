@@ -52,7 +52,8 @@ def write_replacement(
     """
     if original.content_hash() != calibrated.facts.original:
         raise CheckpointError(
-            f"{original.path}: not the file that {calibrated.path} was calibrated from"
+            f"{original.path}: not the file that {calibrated.path} was calibrated from; allowed: "
+            "that file"
         )
     entries = list(_entries(original, calibrated))
     header = header_of(original.path)

@@ -411,7 +411,9 @@ def _open_shard(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path}: cut short or corrupt safetensors file: {one_line(error)}")
+    return CheckpointError(
+        f"{path}: cut short or corrupt safetensors file: {one_line(error)}; allowed: a whole file"
+    )
 
 
 def _owned(tensor: Tensor) -> Tensor:

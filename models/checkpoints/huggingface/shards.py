@@ -22,7 +22,9 @@ def find_shards(path: Path) -> tuple[list[str], dict[str, str]]:
     if (path / INDEX).is_file():
         weight_map = read_json(path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{path / INDEX}: weight_map is missing or empty")
+            raise CheckpointError(
+                f"{path / INDEX}: weight_map is missing or empty; allowed: files by tensor"
+            )
         for name, shard in weight_map.items():
             is_text = isinstance(shard, str) and shard.isprintable()
             if not is_text or Path(shard).name != shard:
