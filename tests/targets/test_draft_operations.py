@@ -1,7 +1,10 @@
 """Random requests with drafts on host executables: outputs equal those of the plain run.
 
 Requests differ in sampling, stops, log probabilities and cached prefixes. Requests are cancelled,
-and steps fail, so requests are computed again.
+and steps fail, so requests are computed again. Operations depend on the seed only, not on times.
+
+The reference promises no bits. Float32 rounding depends on batches and chunks, and decides near
+ties. The tests use float64. Then only a wrong state changes a float32 logit.
 """
 
 from __future__ import annotations
@@ -11,15 +14,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from torch import Tensor
 
 from tests.draft_layers import attach, tiny_layer
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.runtime.test_speculative import ScriptedDrafts
 from tests.tiny import compiled, tiny_model
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.targets.host.batch import Batch
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import Step, StepOutput
+from tilewright.compiler.targets.reference import ReferenceExecutable
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.request import CANCELLED
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
@@ -47,10 +54,31 @@ def executable(request: pytest.FixtureRequest) -> Iterator[Executable]:
     target, _, kind = request.param.partition(" ")
     model = tiny_model(std=0.3, **CHANGES.get(kind, {}))
     made: Any = compiled(model, target, num_threads=1)
+    if isinstance(made, ReferenceExecutable):
+        use_float64(made)
     if kind == "hybrid":
         attach(made, model, tiny_layer(model), target)
     yield made
     made.close()
+
+
+def use_float64(executable: Any) -> None:
+    """Compute a reference's logits in float64, and round them to float32."""
+    for _, state in executable._states:
+        state.data = state.double()  # `_values` has the same tensor
+    executable._values = {name: each.double() for name, each in executable._values.items()}
+    forward = executable.forward
+
+    def precise(batch: Batch) -> np.ndarray:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "float", Tensor.double)
+            logits: np.ndarray = forward(batch)
+        assert logits.dtype == np.float64
+        if executable.keeps_hidden:
+            executable.last_hidden = executable.last_hidden.astype(np.float32)
+        return logits.astype(np.float32)
+
+    executable.forward = precise
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +114,16 @@ def random_loop(executable: Executable, draft_model: DraftModel, rng: random.Ran
     methods = [NGRAM, NGRAM] if executable.capabilities.has_sequence_state else [NGRAM, DRAFT_MODEL]
     methods += [MTP] if executable.capabilities.max_proposals else []
     method, count = rng.choice(methods), rng.randint(1, 8)
+    second, third = rng.choices(range(count + 1), k=2)
     config = SpeculativeConfig(
         method=method,
         max_drafts=count,
         max_lookup=2,
         min_lookup=1,
-        schedule=((1, 9, count),) if rng.random() < 0.8 else None,
+        schedule=((1, 1, count), (2, 2, second), (3, 9, third)),
     )
     policy = SchedulerConfig(
+        step_ms=0.0,
         reuses=rng.random() < 0.7,
         step_tokens=rng.choice((None, 4)),
         prompts_first=rng.random() < 0.2,
@@ -171,29 +201,31 @@ def run_operations(
                 except _StepError:
                     num_failed += 1
         del executable.step
-        is_equal = executable.capabilities.invariant == "rows" and not loop.scheduler.policy.reuses
+        limit = 1e-5 if isinstance(executable, ReferenceExecutable) else 1e-4
+        if executable.capabilities.invariant == "rows" and not loop.scheduler.policy.reuses:
+            limit = 0.0
         for request, twin in zip(made, twins, strict=True):
-            check(request, twin, is_equal=is_equal)
+            check(request, twin, limit)
         num_accepted += sum(loop.scheduler.speculator.counts.num_accepted)
     return num_accepted, num_failed
 
 
-def check(request: RequestState, twin: RequestState, *, is_equal: bool) -> None:
-    """Compare a request with its plain run. ``is_equal``: also the log probabilities' bits."""
+def check(request: RequestState, twin: RequestState, limit: float) -> None:
+    """Compare a request with its plain run. Log probabilities differ by ``limit`` at most."""
     size, scores = len(request.output), [each.chosen for each in request.logprobs]
     assert request.output == twin.output[:size]
     if request.finish_reason != CANCELLED:
         assert (size, request.finish_reason) == (len(twin.output), twin.finish_reason)
     wanted = [each.chosen for each in twin.logprobs[:size]]
     assert len(request.token_times) == size
-    assert scores == (wanted if is_equal else pytest.approx(wanted, abs=1e-4))
+    assert scores == pytest.approx(wanted, rel=0.0, abs=limit)
 
 
 def test_drafts_change_no_output_in_random_operations(
     executable: Executable, draft_model: DraftModel
 ) -> None:
     is_slow = getattr(executable, "verifies_in_turn", False)
-    num_accepted, _ = run_operations(executable, draft_model, 150 if is_slow else 1_000, seed=5)
+    num_accepted, _ = run_operations(executable, draft_model, 150 if is_slow else 1_000, seed=2)
     assert num_accepted
 
 
