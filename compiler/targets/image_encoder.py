@@ -5,14 +5,18 @@ The tower is read with its first image, so text needs neither its memory nor tor
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from tilewright.compiler.targets.tile_encoder import TileEncoder, TileEncoderSettings, Tower
+from tilewright.compiler.targets.tile_encoder import (
+    Encoder,
+    TileEncoder,
+    TileEncoderSettings,
+    Tower,
+)
 from tilewright.images.patches import coordinates, corners, normalized, patches_of
 from tilewright.images.processor import ImageProcessor
 from tilewright.images.squares import SquareSettings
@@ -39,28 +43,15 @@ class EncoderSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rotary_axes: tuple[int, ...]
 
 
-class ImageEncoder:
-    """A tower with its settings. ``load`` returns the tower."""
-
-    cross_width = tile_keys = 0
-    """Values per key, and keys per tile. 0: embeddings."""
+class ImageEncoder(Encoder):
+    """A tower with its settings. Values are embeddings ``[tokens, hidden]``."""
 
     def __init__(self, settings: EncoderSettings, load: Callable[[], Tower]) -> None:
+        super().__init__(load)
         self.settings = settings
-        self._load = load
         self._axes = np.array(settings.rotary_axes)
 
-    @functools.cached_property
-    def _tower(self) -> Tower:
-        return self._load()
-
-    def encode(self, height: int, width: int, pixels: bytes) -> np.ndarray:
-        """Return a resized image's embeddings, float32 ``[tokens, hidden]``."""
-        values: np.ndarray = self.encode_tensor(height, width, pixels).cpu().numpy()
-        return values
-
     def encode_tensor(self, height: int, width: int, pixels: bytes) -> Tensor:
-        """Return the result of :meth:`encode` on the tower's device."""
         return self._tower(*self.inputs(height, width, pixels))
 
     def inputs(self, height: int, width: int, pixels: bytes) -> tuple[Any, ...]:
@@ -89,26 +80,14 @@ class SquareEncoderSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True)
     processor: SquareSettings
 
 
-class SquareEncoder:
-    """A tower with images of fixed size. ``load`` returns the tower."""
-
-    cross_width = tile_keys = 0
+class SquareEncoder(Encoder):
+    """A tower with images of fixed size. Values are embeddings ``[tokens, hidden]``."""
 
     def __init__(self, settings: SquareEncoderSettings, load: Callable[[], Tower]) -> None:
+        super().__init__(load)
         self.settings = settings
-        self._load = load
-
-    @functools.cached_property
-    def _tower(self) -> Tower:
-        return self._load()
-
-    def encode(self, height: int, width: int, pixels: bytes) -> np.ndarray:
-        """Return an image's embeddings, float32 ``[tokens, hidden]``."""
-        values: np.ndarray = self.encode_tensor(height, width, pixels).cpu().numpy()
-        return values
 
     def encode_tensor(self, height: int, width: int, pixels: bytes) -> Tensor:
-        """Return the result of :meth:`encode` on the tower's device."""
         return self._tower(self.patches(height, width, pixels))
 
     def patches(self, height: int, width: int, pixels: bytes) -> np.ndarray:
@@ -117,10 +96,6 @@ class SquareEncoder:
         image = normalized(pixels, height, width, mean=processor.mean, std=processor.std)
         patches = patches_of(image, patch=processor.patch_size, merge=1, frames=1)
         return np.ascontiguousarray(patches)
-
-    def by_pair(self, positions: np.ndarray) -> np.ndarray:
-        """Images of this tower do not change rotary positions."""
-        raise AssertionError("rotary positions are positions")
 
 
 AnyEncoder = ImageEncoder | TileEncoder | SquareEncoder

@@ -60,29 +60,57 @@ class TileEncoderSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_format: str = "fp32"
 
 
-class TileEncoder:
-    """A tower with its settings. ``load`` returns the tower."""
+class Encoder:
+    """A tower. ``load`` returns it.
 
-    def __init__(self, settings: TileEncoderSettings, load: Callable[[], Tower]) -> None:
-        self.settings = settings
-        self.cross_width = settings.cross_width
-        self.tile_keys = settings.processor.rows_per_tile
+    Attributes:
+        cross_width: Values per key. 0: the tower returns embeddings.
+        tile_keys: Keys per tile.
+    """
+
+    cross_width = tile_keys = 0
+
+    def __init__(self, load: Callable[[], Tower]) -> None:
         self._load = load
 
     @functools.cached_property
     def _tower(self) -> Tower:
         return self._load()
 
-    def encode(self, height: int, width: int, pixels: bytes) -> npt.NDArray[np.float32]:
-        """Return keys and values for the used tiles in a canvas, float32 ``[rows, width]``.
+    def prepare(self) -> None:
+        """Read the tower now, not with its first image."""
+        _ = self._tower
 
-        ``pixels`` are the canvas as RGB bytes, with black padding.
+    def encode(self, height: int, width: int, pixels: bytes) -> npt.NDArray[np.float32]:
+        """Return a resized image's values, float32: embeddings, or keys and values.
+
+        ``pixels`` are RGB bytes.
         """
         values: npt.NDArray[np.float32] = self.encode_tensor(height, width, pixels).cpu().numpy()
         return values
 
     def encode_tensor(self, height: int, width: int, pixels: bytes) -> Tensor:
         """Return the result of :meth:`encode` on the tower's device."""
+        raise NotImplementedError
+
+    def by_pair(self, positions: np.ndarray) -> np.ndarray:
+        """Return a position per rotated pair. Images of most towers do not change them."""
+        raise AssertionError("rotary positions are positions")
+
+
+class TileEncoder(Encoder):
+    """A tower with its settings.
+
+    Images are canvases with black padding. Values are those of the used tiles.
+    """
+
+    def __init__(self, settings: TileEncoderSettings, load: Callable[[], Tower]) -> None:
+        super().__init__(load)
+        self.settings = settings
+        self.cross_width = settings.cross_width
+        self.tile_keys = settings.processor.rows_per_tile
+
+    def encode_tensor(self, height: int, width: int, pixels: bytes) -> Tensor:
         canvas = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
         tiled = tiles_of(canvas, self.settings.processor)
         patches = patches_of(tiled.pixels, self.settings.processor.patch_size)
@@ -95,10 +123,6 @@ class TileEncoder:
         if self.settings.cache_format == "fp32":
             return values
         return get_format(self.settings.cache_format).round_trip(values).float()
-
-    def by_pair(self, positions: np.ndarray) -> np.ndarray:
-        """Images of this tower do not change rotary positions."""
-        raise AssertionError("rotary positions are positions")
 
 
 def patches_of(pixels: npt.NDArray[np.float32], side: int) -> npt.NDArray[np.float32]:

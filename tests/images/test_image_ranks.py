@@ -27,6 +27,7 @@ def test_two_ranks_give_the_tokens_of_transformers(family: Any) -> None:  # noqa
     exact = {"precision": "reference", "compute": "exact", "use_cache": False}
     parts = [*tests.CHATS.values(), *((picture(32, 32, seed), "so?") for seed in (1, 1, 2))]
     with LLM(folder, target="cpu", max_seats=3, **ranks, **exact) as llm:
+        assert "_tower" in vars(llm.compiled.executable.encoder), "a late tower delays a step"
         answers = llm.chat([chat_of(*each) for each in parts], max_tokens=COUNT, stop_token_ids=())
         for answer, each in zip(answers, parts, strict=True):
             assert list(answer.tokens) == tests.expected(model, llm, each, COUNT)

@@ -160,6 +160,8 @@ def meet(own: Executable, peers: SetupCollectives) -> None:
     All ranks call this function.
     """
     own.join(peers)
+    if own.encoder is not None:
+        own.encoder.prepare()  # a slow disk in a step would look like a lost rank
     limits = own.capabilities
     least: dict[str, Any] = dict(peers.least({name: getattr(limits, name) for name in _LIMITS}))
     most = least["most_shared"]
