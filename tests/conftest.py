@@ -106,6 +106,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """Use a single thread for tiny tensors, else the number above."""
