@@ -12,6 +12,7 @@ import pytest
 from bench.boards_fit.programs import Programs
 from bench.boards_fit.wormhole import PUBLISHED
 from tilewright.compiler.precision import load_precision
+from tilewright.compiler.targets.tenstorrent.perf import blackhole
 from tilewright.compiler.targets.tenstorrent.perf.constants import CLOCK, FITTED, PHASE_CYCLES
 from tilewright.compiler.targets.tenstorrent.perf.model import (
     InstructionEstimate,
@@ -165,6 +166,19 @@ def test_a_window_is_read_from_the_start_of_its_chunk() -> None:
         return next(work.head_tiles for work in found if work.name == "Attention")
 
     assert [tiles(n) for n in (290, 555, 556, 1000)] == [10, 18, 10, 16]
+
+
+@pytest.mark.parametrize(("software", "in_turn"), [("vllm_2025_05", 4), ("vllm_2026_08", 2)])
+def test_a_user_of_a_server_has_a_share_of_the_cores(software: str, in_turn: int) -> None:
+    """Eight key heads of 32 tiles on 64 cores, with 32 or 16 slots in the server's program."""
+    work = attention(decode(device="p150", context=1024))
+    assert (work.num_heads, work.head_tiles) == (8, 32)
+    _, _, seconds = blackhole.blackhole_seconds(work, blackhole.BLACKHOLE, software)
+    a_tile = blackhole.SOFTMAX_CYCLES / blackhole.CLOCK
+    assert seconds == pytest.approx(in_turn * 32 * a_tile)
+    _, _, split = blackhole.blackhole_seconds(work, blackhole.BLACKHOLE, "tt_2025_11")
+    assert split == pytest.approx(work.softmax_tiles * a_tile)
+    assert split < seconds / 4
 
 
 def test_a_core_count_limits_attention_with_few_heads() -> None:

@@ -15,6 +15,7 @@ from tilewright.compiler.targets.tenstorrent.perf.work import (
     ATTENTION,
     COLLECTIVE,
     MATMUL,
+    NUM_CORES,
     InstructionCost,
 )
 from tilewright.compiler.targets.tenstorrent.program.instructions import (
@@ -51,25 +52,25 @@ TRACED_SINCE = "2025-12"
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """A software generation: ``readers`` for each DRAM bank in decode matmuls, whether decode
-    attention splits a head over cores (``splits_heads``), and the constant for operator starts in
-    prompts (``prompts``).
+    """A software generation: ``readers`` for each DRAM bank in decode matmuls, and the constant for
+    operator starts in prompts (``prompts``). ``slots`` is the number of users in a server's decode
+    program, which share the cores of attention. 0: the running users share the cores.
     """
 
     readers: int = 1
-    splits_heads: bool = True
+    slots: int = 0
     prompts: str = TRACED
 
 
 SOFTWARE: Mapping[str, Software] = MappingProxyType(
     {
-        "vllm_2025_05": Software(),
+        "vllm_2025_05": Software(slots=32),
         "tt_2025_11": Software(prompts="tt_prompt"),
         "tt_2026_07": Software(prompts="tt_prompt"),
         "tt_2026_09": Software(readers=2, prompts="tt_prompt"),
         "tp4_2025_07": Software(),
         "tp4_2026_09": Software(readers=2),
-        "vllm_2026_08": Software(splits_heads=False),
+        "vllm_2026_08": Software(slots=16),
         "gemma_2026_08": Software(prompts="gemma_prompt"),
         "qwen36_2026_09": Software(readers=2),
         "coder_2026": Software(),
@@ -134,18 +135,18 @@ BLACKHOLE_START = BlackholeConstants(
 
 # fitted: begin
 BLACKHOLE = BlackholeConstants(
-    cache_bytes_per_s=2.117e11,
-    ring_factor=0.7761,
-    vllm_2025_05=4.049e-05,
-    tt_2025_11=2.247e-05,
+    cache_bytes_per_s=2.122e11,
+    ring_factor=0.7757,
+    vllm_2025_05=3.653e-05,
+    tt_2025_11=2.248e-05,
     tt_2026_07=1.118e-05,
-    tt_2026_09=1.591e-05,
+    tt_2026_09=1.592e-05,
     tp4_2025_07=1.52e-05,
-    tp4_2026_09=5.466e-06,
+    tp4_2026_09=5.469e-06,
     vllm_2026_08=1.611e-05,
-    gemma_2026_08=5.92e-06,
-    qwen36_2026_09=8.892e-06,
-    coder_2026=9.379e-06,
+    gemma_2026_08=5.921e-06,
+    qwen36_2026_09=8.894e-06,
+    coder_2026=9.38e-06,
     matmul_factor=1.61,
     traced_prompt=4.136e-05,
     tt_prompt=0.0001005,
@@ -153,7 +154,7 @@ BLACKHOLE = BlackholeConstants(
     host_collective=0.0001929,
     prompt_call=0.02444,
 )
-BLACKHOLE_BARS = (0.159, 0.122)
+BLACKHOLE_BARS = (0.156, 0.122)
 # fitted: end
 """Bars: nine in ten rows of left-out models and boards are within these shares, for t/s/u and TTFT.
 """
@@ -182,7 +183,9 @@ def blackhole_seconds(
         return steps * constants.ring_factor * start, work.link_bytes / LINK_BYTES_PER_S, 0.0
     start *= work.starts + work.has_bias
     if work.kind == ATTENTION:
-        tiles = work.softmax_tiles if generation.splits_heads else work.head_tiles
+        tiles = work.softmax_tiles
+        if generation.slots:
+            tiles = work.score_tiles(max(1, NUM_CORES // generation.slots))
         return start, work.bytes_read / constants.cache_bytes_per_s, tiles * SOFTMAX_CYCLES / CLOCK
     if work.kind != MATMUL:
         return start, _small_seconds(work), 0.0

@@ -71,7 +71,8 @@ class InstructionCost:
         is_spread: Activations are interleaved in DRAM. False: they are in L1.
         format: Format of the weight or the cache.
         starts: Operators that run.
-        head_tiles: Score tiles on the busiest core if one core computes a head.
+        num_heads: Key heads of a user in a decode step's attention.
+        head_tiles: Score tiles of a head there.
         banks: DRAM banks that hold a matmul's weight.
     """
 
@@ -93,8 +94,13 @@ class InstructionCost:
     has_bias: bool = False
     format: str = ""
     starts: int = 1
+    num_heads: int = 0
     head_tiles: int = 0
     banks: int = 0
+
+    def score_tiles(self, num_cores: int) -> int:
+        """Return the score tiles on the busiest of a user's cores. Cores do not share a head."""
+        return -(-self.num_heads // num_cores) * self.head_tiles
 
 
 def program_work(
@@ -239,14 +245,13 @@ def _attention(attention: TtAttention, program: DeviceProgram, attended: int) ->
         heads = program.batch * attention.num_kv_heads
         cores = min(MAX_CORES_PER_HEAD, max(1, NUM_CORES // heads))
         softmax = -(-heads * cores // NUM_CORES) * -(-chunks // cores)
-        head_tiles = -(-heads // NUM_CORES) * chunks
         read = heads * chunks * depth * pair
         pairs = program.batch * context
     else:
         rows = -(-program.length // TILE)
         reach = -(-attention.window // TILE) + 1 if attention.window else rows
         tiles = sum(min(row + 1, reach) for row in range(rows))
-        softmax = head_tiles = -(-attention.num_heads * tiles // NUM_CORES)
+        softmax, chunks = -(-attention.num_heads * tiles // NUM_CORES), 0
         read = attention.num_heads * tiles * depth * pair // GRID
         reach = attention.window or program.length
         pairs = sum(min(position + 1, reach) for position in range(program.length))
@@ -257,7 +262,8 @@ def _attention(attention: TtAttention, program: DeviceProgram, attended: int) ->
         phases=attention.compute.num_phases,
         products=2 * depth * softmax,
         softmax_tiles=softmax,
-        head_tiles=head_tiles,
+        num_heads=attention.num_kv_heads,
+        head_tiles=chunks,
         bytes_read=read,
         activation_bytes=attention.q.num_bytes + attention.out.num_bytes,
         flops=4 * attention.num_heads * pairs * attention.head_dim,
