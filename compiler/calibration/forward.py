@@ -82,6 +82,7 @@ class LayeredForward:
         tokens_ST: Token ids, a sequence a row.
         device: The arithmetic's device.
         weight_of: Values of a weight's recipe; by default the checkpoint's own.
+        group_tokens: Maximum tokens in a group. None: chosen for the device.
 
     Attributes:
         num_tokens: Token count of all sequences.
@@ -96,13 +97,14 @@ class LayeredForward:
         *,
         weight_of: Callable[[WeightRecipe, Callable[[str], Tensor]], Tensor] = load_dense,
         exact: bool = False,
+        group_tokens: int | None = None,
     ) -> None:
         self.segments = segments_of(graph_module)
         self._get, self._weight_of, self._device = get_weight, weight_of, device
         self._length, self.num_tokens = tokens_ST.shape[1], tokens_ST.numel()
         self._dtype = torch.float32 if exact else product_dtype(device)
         most = _CPU_TOKENS if device.type == "cpu" else _GPU_TOKENS
-        step = max(1, most // self._length)
+        step = max(1, (group_tokens or most) // self._length)
         inputs = [n for n in graph_module.graph.nodes if info(n).role == INPUT]
         self.groups: list[dict[Node, Tensor]] = []
         for part_ST in tokens_ST.split(step):
@@ -149,6 +151,18 @@ class LayeredForward:
         skip: frozenset[Node],
     ) -> dict[Node, Tensor]:
         """Run a segment on one group's values. Return the values for later segments."""
+        return self.recorded_step(segment, weights, group, watch, skip=skip)
+
+    def recorded_step(
+        self,
+        segment: LayerSegment,
+        weights: Weights,
+        group: Mapping[Node, Tensor],
+        watch: Watch,
+        *,
+        skip: frozenset[Node],
+    ) -> dict[Node, Tensor]:
+        """Do the same, with torch's record for gradients."""
         values: dict[Node, Any] = {**weights, **group}
         for node in segment.nodes:
             arguments = torch.fx.node.map_arg(node.args, values.__getitem__)

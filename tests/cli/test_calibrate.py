@@ -17,10 +17,13 @@ import torch
 
 from tests.tiny import prefill, random_tokens
 from tilewright.cli.main import main
+from tilewright.compiler.calibration import norm_tuning
+from tilewright.compiler.calibration.forward import sequences
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.evaluate.tracing.logits import observe
 from tilewright.models import LoadedModel, calibrated_precision, load_model
 from tilewright.models.checkpoints.calibrated.manifest import MANIFEST, PARTIAL, read_manifest
 from tilewright.models.checkpoints.gguf.header import header_of
@@ -124,6 +127,7 @@ def test_calibrate_along_out_for_a_board(
         (("--precision", "auto"), "allowed: a configuration with formats"),
         (("--fast", "--method", "gptq"), "--fast and --method gptq; allowed: one"),
         (("--method", "rtn", "--text", "{tiny}"), "--text with --method rtn"),
+        (("--method", "rtn", "--tune-norms"), "--tune-norms without a text"),
     ],
 )
 def test_calibrate_refuses_bad_input_and_writes_nothing(
@@ -436,3 +440,44 @@ def test_calibrate_reuses_codes_of_equal_formats(
         calibrated(*fast, name="fast")
     assert "all-bfp4: different method, settings; allowed: a folder" in capfd.readouterr().err
     assert not (tmp_path / "fast").exists()
+
+
+def test_tuned_norms_lower_the_divergence_and_change_norms_only(
+    calibrated: Callable[..., Path], tiny_gguf: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm_tuning, "STEP_TOKENS", 256)  # more steps on a short text
+    before = calibrated("--precision", "all-bfp4", name="before")
+    after = calibrated(
+        "--precision", "all-bfp4", "--tune-norms", "--reuse", str(before), name="after"
+    )
+    assert read_manifest(after).facts.text_line.startswith("gptq and norms, ")
+    plain, tuned, original = load_model(before), load_model(after), load_model(tiny_gguf)
+    for name in plain.checkpoint.names:
+        is_equal = torch.equal(plain.checkpoint.get(name), tuned.checkpoint.get(name))
+        assert is_equal == ("norm" not in name), name
+    tokens = sequences(original.tokenizer.encode(text.read_text("utf-8")), 64, 2048)
+    wanted = observe(original, "reference", tokens)
+    kl = [observe(m, "all-bfp4", tokens, against=wanted).kl.mean() for m in (plain, tuned)]
+    assert float(kl[1]) < 0.98 * float(kl[0])
+
+
+def test_tuning_of_norms_goes_on_after_a_fault(
+    calibrated: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = calibrated("--tune-norms", name="whole")
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(norm_tuning, "tune_norms", fail)
+        with pytest.raises((KeyboardInterrupt, SystemExit, AssertionError)):
+            calibrated("--tune-norms")
+    folder = whole.parent / "calibrated"
+    assert (folder / PARTIAL).exists()
+    assert read_manifest(folder).facts.text_line.startswith("gptq, ")  # usable, without norms
+    calibrated("--tune-norms")
+    assert not (folder / PARTIAL).exists()
+    for path in whole.glob("*.safetensors"):
+        assert (folder / path.name).read_bytes() == path.read_bytes(), path.name
+    assert (folder / MANIFEST).read_bytes() == (whole / MANIFEST).read_bytes()

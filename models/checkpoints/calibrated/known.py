@@ -25,7 +25,8 @@ class KnownFolders:
         for checkpoint in self._folders:
             own = checkpoint.facts
             names = ("original", "method", "text_sha256", "num_tokens", "sequence_length")
-            differing = [n for n in (*names, "settings") if getattr(own, n) != getattr(facts, n)]
+            differing = [n for n in names if getattr(own, n) != getattr(facts, n)]
+            differing += ["settings"] if own.code_settings != facts.code_settings else []
             if differing:
                 raise ConfigError(
                     f"--reuse {checkpoint.path}: different {', '.join(differing)}; allowed: "

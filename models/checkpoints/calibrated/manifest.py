@@ -20,6 +20,8 @@ MANIFEST = "calibration.json"
 PARTIAL = "calibration.partial.json"
 TOKENIZER = "tokenizer"
 VERSION = 1
+NORM_EPOCHS = "norm_epochs"
+"""The setting of tuned norms: passes over the text."""
 _TYPE = "type"
 
 
@@ -73,12 +75,18 @@ class CalibrationFacts:
     settings: dict[str, float] = field(default_factory=dict)
 
     @property
+    def code_settings(self) -> dict[str, float]:
+        """The settings that change codes: all but those of norms."""
+        return {name: value for name, value in self.settings.items() if name != NORM_EPOCHS}
+
+    @property
     def text_line(self) -> str:
         """The method and its text, for tables: ``gptq, 32,768 tokens (1a2b3c4d)``."""
         if self.method == "rtn":
             return self.method
         size = f"{self.num_tokens:,} tokens" if self.num_tokens else "imatrix file"
-        return f"{self.method}, {size} ({self.text_sha256[:8]})"
+        norms = " and norms" if NORM_EPOCHS in self.settings else ""
+        return f"{self.method}{norms}, {size} ({self.text_sha256[:8]})"
 
 
 @dataclass(frozen=True, slots=True)

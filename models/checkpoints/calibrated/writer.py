@@ -28,6 +28,8 @@ from tilewright.models.checkpoints.calibrated.manifest import (
 from tilewright.models.config import ModelConfig
 from tilewright.utils.files import check_fresh, mode_of_new, replace_file
 
+NORMS = "tuned norms"
+"""A segment of norm weights. Its file name sorts after layer files."""
 _CODED = "coded"
 """The metadata key. safetensors writes several keys in random order."""
 
@@ -118,8 +120,18 @@ class CalibrationWriter:
         finally:
             partial.unlink(missing_ok=True)
 
-    def finish(self, facts: CalibrationFacts, config: ModelConfig, notes: tuple[str, ...]) -> None:
-        """Write the manifest. The folder is complete then."""
+    def finish(
+        self,
+        facts: CalibrationFacts,
+        config: ModelConfig,
+        notes: tuple[str, ...],
+        *,
+        is_last: bool = True,
+    ) -> None:
+        """Write the manifest of a complete folder. ``is_last``: the calibration ends here.
+
+        Tuned norm weights replace the norm weights in layer files.
+        """
         tensors: dict[str, StoredTensor] = {}
         for path in sorted(self._folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
@@ -130,7 +142,8 @@ class CalibrationWriter:
         config = dataclasses.replace(config, tie_embeddings=is_tied)
         manifest = CalibrationManifest(facts, config_values(config), tensors, notes)
         self._guard(lambda: replace_file(self._folder / MANIFEST, manifest_json(manifest)))
-        (self._folder / PARTIAL).unlink(missing_ok=True)
+        if is_last:
+            (self._folder / PARTIAL).unlink(missing_ok=True)
 
     def _list(
         self, tensors: dict[str, StoredTensor], key: str, coded: str | None, name: str, file: Any
@@ -161,5 +174,7 @@ class CalibrationWriter:
 
 def _file(segment: str) -> str:
     """Return a segment's file name. Names sort in segment order."""
+    if segment == NORMS:
+        return "tuned-norms.safetensors"
     kind, _, number = segment.partition(" ")
     return f"{kind}-{int(number):05d}.safetensors" if number else f"{kind}.safetensors"

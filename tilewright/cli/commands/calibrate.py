@@ -23,7 +23,7 @@ from tilewright.utils.files import read_regular, read_text
 if TYPE_CHECKING:
     import torch
 
-    from tilewright.compiler.calibration.calibrate import Method
+    from tilewright.compiler.calibration.calibrate import Method, Prepared
     from tilewright.compiler.precision import PrecisionConfig, ResolvedPrecision
     from tilewright.compiler.targets.interface.base import Progress
     from tilewright.models import LoadedModel
@@ -60,6 +60,10 @@ class _CalibrateArgs:
     method: str | None = option(
         "gptq, imatrix or rtn (round to nearest) (default: gptq)",
         choices=("gptq", "imatrix", "rtn"),
+    )
+    tune_norms: bool = option(
+        "then rescale the norm weights on the text, by gradients: smaller loss, more time",
+        default=False,
     )
     block_axis: str | None = option(
         "block axis: in, or out for Tenstorrent boards (default: the configuration's)",
@@ -117,6 +121,8 @@ def _method_name(options: _CalibrateArgs) -> str:
         raise ConfigError(f"--imatrix with --method {options.method}; allowed: --method imatrix")
     if options.method == "rtn" and options.text is not None:
         raise ConfigError("--text with --method rtn; allowed: --method gptq or imatrix")
+    if options.tune_norms and (options.imatrix is not None or options.method == "rtn"):
+        raise ConfigError("--tune-norms without a text; allowed: --method gptq or imatrix, --text")
     if options.fast or options.imatrix is not None:
         return "imatrix"
     return options.method or "gptq"
@@ -163,7 +169,7 @@ def _run(
     from tilewright.models import load_model
     from tilewright.models.checkpoints.calibrated.known import KnownFolders
     from tilewright.models.checkpoints.calibrated.manifest import TOKENIZER
-    from tilewright.models.checkpoints.calibrated.writer import CalibrationWriter
+    from tilewright.models.checkpoints.calibrated.writer import NORMS, CalibrationWriter
 
     device = _device(options.device)
     model = load_model(found)
@@ -185,12 +191,43 @@ def _run(
     with _progress() as report:
         how: Any = {"method": method, "device": device, "progress": report, "known": known}
         notes = tuple(dict.fromkeys(calibrate(model, prepared, tokens_ST, writer, **how)))
-    if not (output / TOKENIZER).exists():
-        model.tokenizer.save(output / TOKENIZER)
+        if not (output / TOKENIZER).exists():
+            model.tokenizer.save(output / TOKENIZER)
+        if options.tune_norms and not writer.has(NORMS):
+            plain = dataclasses.replace(facts, settings=facts.code_settings)
+            writer.finish(plain, model.config, notes, is_last=False)
+            writer.write(NORMS, [], _tuned(output, model, prepared, tokens_ST, device, report))
     writer.finish(facts, model.config, notes)
     note(err(), *notes)
     _print_end(output, f"{model.name}, {precision.name}", facts, time.monotonic() - started)
     return 0
+
+
+def _tuned(
+    folder: Path,
+    model: LoadedModel,
+    prepared: Prepared,
+    tokens_ST: torch.Tensor,
+    device: torch.device,
+    progress: Progress,
+) -> dict[str, torch.Tensor]:
+    """Return the norm weights for a calibrated folder, tuned on the text."""
+    from tilewright.compiler.calibration.forward import LayeredForward
+    from tilewright.compiler.calibration.norm_tuning import STEP_TOKENS, tune_norms
+    from tilewright.compiler.driver import lower_model, resolve_precision, weight_source
+    from tilewright.compiler.ir.recipe import load_values
+    from tilewright.compiler.targets.interface.compiled import silent
+    from tilewright.compiler.targets.pipeline import MATCH, PRECISION
+    from tilewright.models import load_model
+
+    own = load_model(folder)
+    precision = resolve_precision(own, load_precision(str(calibrated_precision(folder))))
+    graph_module, _ = lower_model(own, precision, (MATCH, PRECISION), silent)
+    get, get_original = (weight_source(each, each.config.max_positions) for each in (own, model))
+    size: Any = {"group_tokens": STEP_TOKENS}
+    student = LayeredForward(graph_module, get, tokens_ST, device, weight_of=load_values, **size)
+    original = LayeredForward(prepared.graph_module, get_original, tokens_ST, device, **size)
+    return tune_norms(student, original, progress)
 
 
 def _print_end(output: Path, title: str, facts: CalibrationFacts, seconds: float) -> None:
@@ -252,7 +289,8 @@ def _facts(
     tokens_ST: torch.Tensor,
 ) -> CalibrationFacts:
     """Return the folder's origin. Equal facts give equal weights on equal devices."""
-    from tilewright.models.checkpoints.calibrated.manifest import CalibrationFacts
+    from tilewright.compiler.calibration.norm_tuning import EPOCHS
+    from tilewright.models.checkpoints.calibrated.manifest import NORM_EPOCHS, CalibrationFacts
 
     content, name = tokens_ST.numpy().tobytes(), options.text or _DEFAULT_TEXT
     if options.imatrix is not None:
@@ -260,6 +298,8 @@ def _facts(
     settings: dict[str, float] = {}
     if method.name == "gptq":
         settings = {"damping": method.damping, "passes": method.passes, "fits_scales": 1.0}
+    if options.tune_norms:
+        settings[NORM_EPOCHS] = float(EPOCHS)
     is_named = precision.name != "heading" and options.precision == precision.name
     return CalibrationFacts(
         model=model.name,
@@ -292,16 +332,18 @@ def _progress() -> Iterator[Progress]:
 
     from tilewright.cli.terminal.console import compile_progress, err
 
-    console, began = err(), time.monotonic()
+    console, began, stage = err(), time.monotonic(), ""
     said = began
     with compile_progress(console, TimeRemainingColumn(), TextColumn("left")) as show:
 
         def report(what: str, done: int, total: int) -> None:
-            nonlocal said
+            nonlocal said, began, stage
             show(what, done, total)
             now = time.monotonic()
-            if what == "calibrate" and not console.is_terminal and done and now - said > 60:
+            if what != stage:
+                stage, began = what, now
+            if not console.is_terminal and done and now - said > 60:
                 said, left = now, (now - began) * (total - done) / done
-                print(f"calibrate: {100 * done // total} %, {left:,.0f} s left", file=sys.stderr)
+                print(f"{what}: {100 * done // total} %, {left:,.0f} s left", file=sys.stderr)
 
         yield report
