@@ -140,7 +140,6 @@ class LayeredForward:
         products = {node.args[1] for node in segment.products if node not in skip}
         return {n: w.to(self._dtype) if n in products else w for n, w in weights.items()}
 
-    @torch.no_grad()
     def step(
         self,
         segment: LayerSegment,
@@ -149,29 +148,23 @@ class LayeredForward:
         watch: Watch,
         *,
         skip: frozenset[Node],
+        has_gradients: bool = False,
     ) -> dict[Node, Tensor]:
-        """Run a segment on one group's values. Return the values for later segments."""
-        return self.recorded_step(segment, weights, group, watch, skip=skip)
+        """Run a segment on one group's values. Return the values for later segments.
 
-    def recorded_step(
-        self,
-        segment: LayerSegment,
-        weights: Weights,
-        group: Mapping[Node, Tensor],
-        watch: Watch,
-        *,
-        skip: frozenset[Node],
-    ) -> dict[Node, Tensor]:
-        """Do the same, with torch's record for gradients."""
+        Args:
+            has_gradients: Whether torch records the operations.
+        """
         values: dict[Node, Any] = {**weights, **group}
-        for node in segment.nodes:
-            arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
-            if node.target not in PRODUCTS:
-                values[node] = self._call(node, arguments)
-                continue
-            watch(node, arguments)
-            if node not in skip:
-                values[node] = self._product(node, arguments)
+        with torch.set_grad_enabled(has_gradients):
+            for node in segment.nodes:
+                arguments = torch.fx.node.map_arg(node.args, values.__getitem__)
+                if node.target not in PRODUCTS:
+                    values[node] = self._call(node, arguments)
+                    continue
+                watch(node, arguments)
+                if node not in skip:
+                    values[node] = self._product(node, arguments)
         return {n: v for n, v in values.items() if n in segment.live}
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,7 +157,8 @@ class _TuningRun:
                 hidden.append(arguments[0])
 
         segment, weights = self._forward.segments[index], self._scaled(index)
-        values = self._forward.recorded_step(segment, weights, leaves, watch, skip=self._skip)
+        how: Any = {"skip": self._skip, "has_gradients": True}
+        values = self._forward.step(segment, weights, leaves, watch, **how)
         if hidden:
             slope_TC = _slope(hidden[0].detach(), self._head_VC, *teacher)
             hidden[0].backward(slope_TC)

@@ -47,12 +47,13 @@ def test_gradients_are_those_of_the_whole_graph() -> None:
     hidden: list[Tensor] = []
     head = forward.segments[-1].products[-1]
     for index, segment in enumerate(forward.segments):
-        values = forward.recorded_step(
+        values = forward.step(
             segment,
             run._scaled(index),
             values,
             lambda node, arguments: hidden.append(arguments[0]) if node is head else None,
             skip=frozenset({head}),
+            has_gradients=True,
         )
     logits = hidden[0].bfloat16().float() @ wanted_VC.float().T
     wanted = (wanted_TC.float() @ wanted_VC.float().T).log_softmax(-1)
