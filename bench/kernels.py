@@ -139,12 +139,38 @@ def _experts(rows: int, *, fmt: str, top_k: int, hidden: int, inner: int) -> Ite
         yield Variant("moe_small.cu", partial(layer, steps=moe_small.DEPTHS[fmt]), num_layers)
 
 
-def _biased_experts(rows: int, *, fmt: str) -> Iterator[Variant]:
-    """Matmuls of gpt-oss 20B with biases and the clamp, in CUDA C++ and in Triton. 32 experts."""
+def _prompt_kernels() -> Iterator[tuple[str, Callable[..., None], int]]:
+    """Yield the expert matmuls of prompts: name, launcher, pairs in a tile."""
+    from tilewright.compiler.targets.cuda.kernels.experts import experts_triton, gemm_experts
+
+    for pairs in (experts_triton.DECODE_PAIRS, experts_triton.PREFILL_PAIRS):
+        yield "triton", experts_triton.expert_linear, pairs
+    for pairs in gemm_experts.TILE_SIZES:
+        yield "gemm_experts.cu", gemm_experts.expert_linear, pairs
+
+
+def _random_codes(shape: tuple[int, int, int], fmt: str, *, paired: bool) -> Any:
+    """Return packed expert weights with random 4-bit float codes."""
     import torch
 
     from tilewright.compiler.formats.scaled_codes import E2M1
     from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+    from tilewright.compiler.targets.cuda.weights.experts import place_experts
+
+    device = torch.device("cuda")
+    values = torch.tensor(E2M1, device=device, dtype=torch.bfloat16) / 64
+    codes = torch.randint(0, 16, shape, device=device, dtype=torch.uint8)
+    recipe = WeightRecipe((Segment("w", shape[0] * shape[1]),), shape, fmt)
+    named: dict[str, Any] = {"paired": paired, "check": lambda *_: None}
+    return place_experts(recipe, fmt, lambda name: values[codes.int()], device, **named)
+
+
+def _biased_experts(rows: int, *, fmt: str) -> Iterator[Variant]:
+    """Matmuls of gpt-oss 20B with biases and the clamp, as in decode steps and as in prompts. 32
+    experts.
+    """
+    import torch
+
     from tilewright.compiler.targets.cuda.kernels.experts import (
         experts,
         experts_triton,
@@ -152,18 +178,10 @@ def _biased_experts(rows: int, *, fmt: str) -> Iterator[Variant]:
         route,
         route_triton,
     )
-    from tilewright.compiler.targets.cuda.weights.experts import place_experts
 
     count, top_k, size, num_layers, device = 32, 4, 2880, 12, torch.device("cuda")
-    values = torch.tensor(E2M1, device=device, dtype=torch.bfloat16) / 64
 
-    def make(num_rows: int, *, paired: bool) -> Any:
-        codes = torch.randint(0, 16, (count, num_rows, size), device=device, dtype=torch.uint8)
-        recipe = WeightRecipe((Segment("w", count * num_rows),), (count, num_rows, size), fmt)
-        named: dict[str, Any] = {"paired": paired, "check": lambda *_: None}
-        return place_experts(recipe, fmt, lambda name: values[codes.int()], device, **named)
-
-    up, down = make(2 * size, paired=True), make(size, paired=False)
+    up, down = (_random_codes((count, n * size, size), fmt, paired=n == 2) for n in (2, 1))
     first = experts_triton.Finish(torch.randn(count, 2 * size, 1, device=device), 7.0, 1.702)
     last = experts_triton.Finish(torch.randn(count, size, 1, device=device))
     x = torch.randn(rows, size, device=device).bfloat16()
@@ -171,10 +189,10 @@ def _biased_experts(rows: int, *, fmt: str) -> Iterator[Variant]:
     positions = torch.zeros(rows, device=device).long()
     between = torch.empty(rows, top_k * size, device=device).bfloat16()
     products, out = torch.empty_like(between), torch.empty(rows, size, device=device)
-    tiles = route.Tiles.empty(rows, top_k, count, device)
-    weights = torch.empty(rows, top_k, device=device)
-    chosen = torch.empty_like(weights, dtype=torch.int32)
-    groups = route_triton.Groups.empty(rows * top_k, count, experts_triton.DECODE_PAIRS, device)
+    tiles = route.Tiles.empty(min(rows, route.MAX_TOKENS), top_k, count, device)
+    weights, chosen = (
+        torch.empty(rows, top_k, device=device, dtype=t) for t in (torch.float, torch.int)
+    )
     up_how: dict[str, Any] = {"top_k": top_k, "swiglu": True, "finish": first}
 
     def layer(at: int, *, steps: tuple[int, int]) -> None:
@@ -184,16 +202,20 @@ def _biased_experts(rows: int, *, fmt: str) -> Iterator[Variant]:
             out, between, down, tiles, weights, residual=False, small_depth=steps[1], finish=last
         )
 
-    def layer_triton(at: int) -> None:
+    def layer_prompt(at: int, *, linear: Any, groups: Any) -> None:
         route_triton.route(weights, chosen, logits[at], positions, renormalise=True)
         route_triton.group(groups, chosen)
-        experts_triton.expert_linear(between, x, up, groups, **up_how)
-        experts_triton.expert_linear(products, between, down, groups, top_k=top_k, finish=last)
+        linear(between, x, up, groups, **up_how)
+        linear(products, between, down, groups, top_k=top_k, finish=last)
         experts_triton.sum_experts(out, products, weights, chosen, residual=False)
 
     num_bytes = min(count, rows * top_k) / count * (up.data.nbytes + down.data.nbytes)
-    yield Variant("triton", layer_triton, num_layers, num_bytes)
-    yield Variant("experts.cu", partial(layer, steps=(0, 0)), num_layers, num_bytes)
+    for name, linear, pairs in _prompt_kernels():
+        groups = route_triton.Groups.empty(rows * top_k, count, pairs, device)
+        call = partial(layer_prompt, linear=linear, groups=groups)
+        yield Variant(f"{name}, {pairs} pairs", call, num_layers, num_bytes)
+    if rows <= route.MAX_TOKENS:
+        yield Variant("experts.cu", partial(layer, steps=(0, 0)), num_layers, num_bytes)
     if rows <= moe_small.MAX_TOKENS:
         steps = moe_small.DEPTHS[fmt]
         yield Variant("moe_small.cu", partial(layer, steps=steps), num_layers, num_bytes)
@@ -370,7 +392,7 @@ def microseconds(variant: Variant, duration_ms: int) -> float:
 class _Options:
     cases: tuple[str, ...] = option("case names or their beginnings", default=("",), metavar="NAME")
     rows: tuple[int, ...] = option(
-        "rows in a launch", default=(1, 8, 32, 64, 128, 256), type=integer(1, 1024), metavar="N"
+        "rows in a launch", default=(1, 8, 32, 64, 128, 256), type=integer(1, 8192), metavar="N"
     )
     duration_ms: int = option("measurement time, in ms", default=20, type=integer(1, 10_000))
     results: Path | None = option("append figures, as JSON lines", metavar="FILE", type=Path)

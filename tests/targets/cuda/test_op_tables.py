@@ -5,6 +5,7 @@ The kernels are recorded, not run.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from tilewright.compiler.targets.program.instructions import (
     ExpertLinearOp,
     ExpertSum,
     Instruction,
+    TopKRouteOp,
 )
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.shapes import SHAPES
@@ -177,29 +179,43 @@ def test_steps_select_the_kernels_of_the_checksums(
 def test_gpt_oss_has_kernels_for_its_stored_experts(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MXFP4 experts with biases and a clamp use CUDA C++ in decode steps, and Triton in prompts
-    and on other GPUs.
-    """
+    """MXFP4 experts with biases and a clamp use CUDA C++. Other GPUs use Triton."""
     config = config_of_hf({**SHAPES["gpt-oss-20b"], "num_hidden_layers": 2}, where="gpt-oss")
     plan = plan_of(config, precision_of("bf16", experts_ff1_3="bfp8", experts_ff2="bfp8"))
     plan = replace(plan, instructions=(*map(with_mxfp4, plan.instructions),))
     with recorded_gpu(monkeypatch, capability) as launches:
         steps = steps_of(plan, max_rows=256, max_context=4096)
-        for count in (1, 2, 3, 8, 16, 63, 64, 65, 256, None):
+        for count in (1, 2, 3, 8, 32, 33, 64, 65, 256, None):
             launches.clear()
             if count is None:
                 steps.prefill(rows_of(64), logit_rows=None, from_start=True)
             else:
                 steps.decode(rows_of(count), reach=steps.attention.reaches[0], captured=True)
-            found = [name for name in launches.kernels if "expert_" in name]
-            if capability == (8, 9) or count is None or count > 64:
+            found = [name for name in launches.kernels if re.search("expert(_|s_mx)", name)]
+            if capability == (8, 9):
                 assert len(found) == 4 and all("KIND=mxfp4" in name for name in found)
+            elif count is None or count > 32:
+                assert found == 4 * ["gemm_experts:gemm_experts_mxfp4_4"]
             elif count <= 2:
                 names = "expert_linear_small_mxfp4_8", "expert_sum_small_mxfp4_4"
                 assert found == 2 * [f"moe_small:{name}" for name in names]
             else:
                 names = "expert_linear_mxfp4_3", "expert_sum_mxfp4_3"
                 assert found == 2 * [f"experts:{name}" for name in names]
+
+
+def test_a_router_with_a_bias_leaves_decode_steps_to_the_kernels_of_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = config_of_hf({**SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 1}, where="qwen")
+    plan = plan_of(config, precision_of("bf16", experts_ff1_3="bfp8", experts_ff2="bfp8"))
+    plan = replace(plan, instructions=(*map(with_router_bias, plan.instructions),))
+    with recorded_gpu(monkeypatch, (9, 0)) as launches:
+        steps = steps_of(plan, max_rows=64, max_context=4096)
+        for count in (1, 8, 64):
+            launches.clear()
+            steps.decode(rows_of(count), reach=steps.attention.reaches[0], captured=True)
+            assert launches.shown().count("gemm_experts:gemm_experts_bfp8_4") == 2
 
 
 def test_an_expert_sum_with_a_bias_takes_the_result_of_a_shared_expert(
@@ -222,6 +238,13 @@ def with_bias(each: Instruction) -> Instruction:
         return each
     num_experts, num_rows, _ = each.weight.shape
     recipe = WeightRecipe((Segment("bias", num_experts * num_rows),), (num_experts, num_rows, 1))
+    return replace(each, bias=recipe)
+
+
+def with_router_bias(each: Instruction) -> Instruction:
+    if not isinstance(each, TopKRouteOp):
+        return each
+    recipe = WeightRecipe((Segment("bias", each.num_experts),), (each.num_experts,))
     return replace(each, bias=recipe)
 
 

@@ -1,5 +1,5 @@
 """Runs expert instructions. Decode steps use CUDA C++ if available, else Triton. Prefill uses
-Triton. float32 operands select float32 arithmetic.
+CUDA C++ for block formats, else Triton. float32 operands select float32 arithmetic.
 
 Legend: T tokens, K experts per token.
 """
@@ -17,7 +17,7 @@ from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, Gpu
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
-from tilewright.compiler.targets.cuda.kernels.experts import moe_small
+from tilewright.compiler.targets.cuda.kernels.experts import gemm_experts, moe_small
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
@@ -28,11 +28,14 @@ from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
 )
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups, group, route
 from tilewright.compiler.targets.cuda.kernels.experts.table import (
+    BLOCKS,
     INSIDE,
     JOINED,
     TRITON,
     ExpertsSite,
+    PromptSite,
     bind_route,
+    prompt_kernel,
     tile_size,
 )
 from tilewright.compiler.targets.cuda.steps import routes as steps_routes
@@ -56,15 +59,21 @@ from tilewright.compiler.targets.program.instructions import (
 
 
 def experts_bytes(plan: KernelProgram, num_tokens: int) -> int:
-    """Return the largest float32 scratch size for experts in bytes, without the program's
-    buffers.
+    """Return the largest scratch size for experts in bytes, without the program's buffers: float32
+    products, or bfloat16 products and arranged inputs.
     """
-    sizes = [0]
+    sizes, top_k = [0], 0
     for each in plan.instructions:
-        if isinstance(each, ExpertSum):
-            _, num_rows, num_columns = each.weight.shape
-            top_k = each.x.width // num_columns
-            sizes.append(4 * min(num_tokens, steps_routes.PART_TOKENS) * top_k * num_rows)
+        if isinstance(each, TopKRouteOp):
+            top_k = each.top_k
+        if isinstance(each, ExpertLinearOp | ExpertSum):
+            num_experts, num_rows, num_columns = each.weight.shape
+            num_pairs = min(num_tokens, steps_routes.PART_TOKENS) * top_k
+            products = num_pairs * num_rows if isinstance(each, ExpertSum) else 0
+            sizes.append(4 * products)
+            if product_of(each).kind in gemm_experts.FORMATS:
+                arranged = gemm_experts.arranged_bytes(num_pairs, num_experts, num_columns)
+                sizes.append(2 * products + arranged)
     return max(sizes)
 
 
@@ -107,16 +116,25 @@ class ExpertsRunner:
         apart = [each for each in plan.instructions if id(each) not in self._along]
         inside = self._find_inside(apart) if fits else set()
         self._close = _behind_products(apart)
-        products = (
-            each for each in plan.instructions if isinstance(each, ExpertLinearOp | ExpertSum)
+        products = [
+            product_of(each)
+            for each in plan.instructions
+            if isinstance(each, ExpertLinearOp | ExpertSum)
+        ]
+        self._is_bf16 = all(each.kind == "bf16" for each in products)
+        kernel = prompt_kernel(
+            [PromptSite(each.kind, arithmetic, gpu, each.recipe.shape[-1]) for each in products]
         )
-        self._is_bf16 = all(product_of(each).kind == "bf16" for each in products)
+        self._is_blocks = kernel == BLOCKS
+        if self._is_blocks:
+            nvrtc.load(device, gemm_experts.SOURCE)
         routes = [each for each in plan.instructions if isinstance(each, TopKRouteOp)]
         if fits and routes:
             sources = (native_route.SOURCE, native_experts.PRODUCTS, native_experts.MOE_SMALL)
             nvrtc.load(device, *sources, *([native_router.SOURCE] if routers else []))
         self._routers = routers
-        self._site = ExpertsSite(arithmetic, gpu, decodes=True, fits=fits)
+        self._max_small = self._max_small_rows(routes, fits)
+        self._site = ExpertsSite(arithmetic, gpu, decodes=True, fits=fits, max_rows=self._max_small)
         self._routes = {
             id(each): bind_route(
                 replace(
@@ -195,6 +213,13 @@ class ExpertsRunner:
                 found.add(id(router))
         return found
 
+    def _max_small_rows(self, routes: Sequence[TopKRouteOp], fits: bool) -> int:
+        """Return the largest row count of a decode step with kernels of its own."""
+        if not self._is_blocks:
+            return native_route.MAX_TOKENS
+        limits = [gemm_experts.max_small_rows(each.logits.width, each.top_k) for each in routes]
+        return min([native_route.MAX_TOKENS, *limits]) if fits else 0
+
     def runs_along(self, each: LinearOp, num_rows: int) -> bool:
         """Return whether another instruction computes this matmul in decode steps with
         ``num_rows``.
@@ -202,7 +227,7 @@ class ExpertsRunner:
         routes = self._joined.get(id(each))
         if routes is not None:
             return routes.at(num_rows) == JOINED
-        return id(each) in self._along and num_rows <= native_route.MAX_TOKENS
+        return id(each) in self._along and num_rows <= self._max_small
 
     def watch(self, run: Callable[[], object]) -> list[Tensor]:
         """Run a function and return the selected experts ``[T, K]`` for each `TopKRouteOp`."""
@@ -259,7 +284,7 @@ class ExpertsRunner:
         parts = []
         for first in range(0, num_tokens, steps_routes.PART_TOKENS):
             num_pairs = min(steps_routes.PART_TOKENS, num_tokens - first) * each.top_k
-            is_small = decodes and num_tokens <= native_route.MAX_TOKENS
+            is_small = decodes and num_tokens <= self._max_small
             size = DECODE_PAIRS if is_small else self._tile_size(num_pairs, each.logits.width)
             parts.append(Groups.empty(num_pairs, num_experts, size, logits.device))
         alone = parts[0] if num_tokens == 1 else None
@@ -285,6 +310,8 @@ class ExpertsRunner:
         return None if recipe is None else self._weights.constant(recipe)
 
     def _tile_size(self, num_pairs: int, num_experts: int) -> int:
+        if self._is_blocks:
+            return gemm_experts.tile_size(num_pairs, num_experts)
         return tile_size(num_pairs, num_experts, site=self._site, is_bf16=self._is_bf16)
 
     def _products(self, each: ExpertLinearOp, step: Buffers) -> None:
@@ -313,9 +340,13 @@ class ExpertsRunner:
                 finish=finish,
             )
         for part, groups in routing.parts():
-            expert_linear(
-                out[part], x[part], packed, groups, top_k=top_k, swiglu=swiglu, finish=finish
-            )
+            linear = self._linear_of(groups)
+            linear(out[part], x[part], packed, groups, top_k=top_k, swiglu=swiglu, finish=finish)
+
+    def _linear_of(self, groups: Groups) -> Callable[..., None]:
+        """Return the matmul of a prompt, or of a decode step with tiles for Triton."""
+        is_blocks = self._is_blocks and groups.tile_size in gemm_experts.TILE_SIZES
+        return gemm_experts.expert_linear if is_blocks else expert_linear
 
     def _sum_native(
         self,
@@ -364,7 +395,8 @@ class ExpertsRunner:
         for part, groups in routing.parts():
             results = products[: len(x[part])]
             finish = Finish(self._vector(each.bias))
-            expert_linear(results, x[part], packed, groups, top_k=routing.top_k, finish=finish)
+            linear = self._linear_of(groups)
+            linear(results, x[part], packed, groups, top_k=routing.top_k, finish=finish)
             sum_experts(
                 out[part],
                 results,

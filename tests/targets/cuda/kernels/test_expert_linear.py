@@ -36,21 +36,21 @@ TILINGS = (
 
 
 def weight(
-    kind: str, size: tuple[int, int], device: torch.device, *, paired: bool = False
+    fmt: str, size: tuple[int, int], device: torch.device, *, paired: bool = False
 ) -> PackedWeight:
     shape = (NUM_EXPERTS, *size)
     dense = torch.randn(shape, device=device) / size[1] ** 0.5
-    if kind == "mxfp4":
+    if fmt == "mxfp4":
         dense = random_mxfp4(shape, device)
-    return packed(dense, kind, paired=paired)
+    return packed(dense, fmt, paired=paired)
 
 
-def packed(dense: torch.Tensor, kind: str, *, paired: bool = False) -> PackedWeight:
+def packed(dense: torch.Tensor, fmt: str, *, paired: bool = False) -> PackedWeight:
     """Pack experts ``[E, rows, columns]``."""
     num_experts, num_rows, _ = shape = tuple(dense.shape)
-    recipe = WeightRecipe((Segment("w", num_experts * num_rows),), shape, kind)
+    recipe = WeightRecipe((Segment("w", num_experts * num_rows),), shape, fmt)
     return place_experts(
-        recipe, kind, lambda name: dense, dense.device, paired=paired, check=lambda *_: None
+        recipe, fmt, lambda name: dense, dense.device, paired=paired, check=lambda *_: None
     )
 
 

@@ -20,7 +20,7 @@ from tilewright.compiler.targets.cuda.kernels.experts import route as native_rou
 from tilewright.compiler.targets.cuda.kernels.experts.experts import PRODUCTS, Shared
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import Finish
 from tilewright.compiler.targets.cuda.kernels.experts.route import TILE_PAIRS, Tiles
-from tilewright.compiler.targets.cuda.kernels.experts.route_triton import most_tiles
+from tilewright.compiler.targets.cuda.kernels.experts.route_triton import max_tiles
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import unpack
 
@@ -99,7 +99,7 @@ def test_there_is_room_for_every_tile(data: st.DataObject) -> None:
     for _ in range(num_tokens):
         for expert in data.draw(st.permutations(range(num_experts)))[:top_k]:
             counts[expert] += 1
-    most = most_tiles(num_tokens * top_k, num_experts, TILE_PAIRS)
+    most = max_tiles(num_tokens * top_k, num_experts, TILE_PAIRS)
     assert sum(-(-count // 8) for count in counts) <= most
 
 

@@ -97,6 +97,7 @@ template <int F> __device__ __forceinline__ u32 x_offset(int lane, int row_bytes
 template <int F> __device__ __forceinline__ u32 second_offset(int lane) {
   if (F == BF16) return weight_offset<F>(lane) ^ 32;
   if (F == FP8) return pieces<F> * 512 + (lane >> 2) * 4;
+  if (F == MXFP4) return pieces<F> * 512 + (lane >> 1) * 4;
   return pieces<F> * 512 + (is_coded<F> ? (lane >> 3) * 32 + (lane & 1) * 16 : lane * 4);
 }
 
@@ -124,16 +125,12 @@ __device__ __forceinline__ void decode_bfp4(u32 (&a)[8], u32 w0, u32 w1, u32 sca
 }
 // A bfloat16 with a 4-bit float code as its sign, lowest two exponent bits and highest fraction bit
 // is the code's value times 2^-126. Three codes only need a shift; the last has the remaining bits.
-__device__ __forceinline__ void decode_mxfp4(u32 (&a)[8], u32 w0, u32 w1, u32 scale) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const u32 w = i ? w1 : w0;
-    const u32 high = mask_or(w >> 5, 0x01000100u, w << 1 & 0x80008000u);
-    a[4 * i] = multiply2(w & 0x81C081C0u, scale);
-    a[4 * i + 1] = multiply2(w << 3 & 0x81C081C0u, scale);
-    a[4 * i + 2] = multiply2(w << 6 & 0x81C081C0u, scale);
-    a[4 * i + 3] = multiply2(mask_or(w >> 4, 0x00C000C0u, high), scale);
-  }
+__device__ __forceinline__ void decode_word_mxfp4(u32 *a, u32 w, u32 scale) {
+  const u32 high = mask_or(w >> 5, 0x01000100u, w << 1 & 0x80008000u);
+  a[0] = multiply2(w & 0x81C081C0u, scale);
+  a[1] = multiply2(w << 3 & 0x81C081C0u, scale);
+  a[2] = multiply2(w << 6 & 0x81C081C0u, scale);
+  a[3] = multiply2(mask_or(w >> 4, 0x00C000C0u, high), scale);
 }
 // Decode a pair of codes from a word, exactly; see coded_tiles.py. A bfloat16 with eight bits at its
 // end is linear in them, because subnormal. Integers are in units that `gemv.py` multiplies by.
@@ -203,8 +200,11 @@ __device__ __forceinline__ void multiply_blocks(float (&acc)[R][MT][4], u32 weig
         decode_bfp8(top[r], w[r][2 * j], e0);
         decode_bfp8(low[r], w[r][2 * j + 1], e1);
       } else if (F == MXFP4) {
-        decode_mxfp4(top[r], w[r][0][2 * j], w[r][0][2 * j + 1], e0);
-        decode_mxfp4(low[r], w[r][1][2 * j], w[r][1][2 * j + 1], e1);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          decode_word_mxfp4(top[r] + 4 * i, w[r][0][2 * j + i], e0);
+          decode_word_mxfp4(low[r] + 4 * i, w[r][1][2 * j + i], e1);
+        }
       } else {
         decode_bfp4(top[r], w[r][0][2 * j], w[r][0][2 * j + 1], e0);
         decode_bfp4(low[r], w[r][1][2 * j], w[r][1][2 * j + 1], e1);

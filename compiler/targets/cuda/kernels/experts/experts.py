@@ -28,7 +28,7 @@ from tilewright.compiler.targets.cuda.kernels.experts.route import (
     TopKParams,
     arguments_of,
 )
-from tilewright.compiler.targets.cuda.kernels.experts.route_triton import most_tiles
+from tilewright.compiler.targets.cuda.kernels.experts.route_triton import max_tiles
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     MOST_SHARED,
     STEP_BYTES,
@@ -130,8 +130,8 @@ def _room(packed: PackedWeight, num_tokens: int, top_k: int, *, is_sum: bool, de
     num_pairs = num_tokens * top_k
     ring = _num_warps(packed.format, is_sum=is_sum) * depth * (STEP_BYTES[packed.format] + _X_BYTES)
     products = (num_pairs + num_tokens) * TILE_ROWS * 4 + -(-num_pairs // 4) * 16
-    table = most_tiles(num_pairs, packed.num_experts, TILE_PAIRS) * (TILE_PAIRS * 2 + 4) + 4
-    return ring + table + (products if is_sum else 0)
+    tiles = max_tiles(num_pairs, packed.num_experts, TILE_PAIRS) * (TILE_PAIRS * 2 + 4) + 4
+    return ring + tiles + (products if is_sum else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
-from tilewright.compiler.targets.cuda.kernels.experts.route_triton import most_tiles
+from tilewright.compiler.targets.cuda.kernels.experts.route_triton import max_tiles
 
 MAX_TOKENS = 64
 MAX_EXPERTS = 512
@@ -61,7 +61,7 @@ class Tiles:
     @classmethod
     def empty(cls, num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Self:
         """Allocate tiles for any pair distribution."""
-        count = most_tiles(num_tokens * top_k, num_experts, TILE_PAIRS)
+        count = max_tiles(num_tokens * top_k, num_experts, TILE_PAIRS)
         return cls(
             torch.empty(1 + count, dtype=torch.int32, device=device),
             torch.empty(count, TILE_PAIRS, dtype=torch.int16, device=device),
@@ -121,7 +121,7 @@ def arguments_into(
     arguments = arguments_of(choice, weights.shape[1])
     assert weights.shape == experts.shape == (num_tokens, arguments.top_k)
     assert weights.is_contiguous() and experts.is_contiguous() and num_tokens <= MAX_TOKENS
-    most = most_tiles(num_tokens * arguments.top_k, arguments.count, TILE_PAIRS)
+    most = max_tiles(num_tokens * arguments.top_k, arguments.count, TILE_PAIRS)
     assert len(tiles.pairs) >= most
     arguments.weights, arguments.experts = weights.data_ptr(), experts.data_ptr()
     arguments.tiles, arguments.pairs = tiles.tiles.data_ptr(), tiles.pairs.data_ptr()

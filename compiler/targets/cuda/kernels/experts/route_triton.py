@@ -29,7 +29,7 @@ _BLOCK = tl.constexpr(1024)
 _MOST_TOGETHER = 8192  # pairs that a program loads at a time
 
 
-def most_tiles(num_pairs: int, num_experts: int, tile_size: int) -> int:
+def max_tiles(num_pairs: int, num_experts: int, tile_size: int) -> int:
     """Return the maximum tile count for any pair distribution."""
     fewest = min(num_pairs, num_experts)  # experts with a partial tile
     return fewest + (num_pairs - fewest) // tile_size
@@ -55,7 +55,7 @@ class Groups:
     @classmethod
     def empty(cls, num_pairs: int, num_experts: int, tile_size: int, device: torch.device) -> Self:
         """Allocate groups for any pair distribution."""
-        num_tiles = most_tiles(num_pairs, num_experts, tile_size)
+        num_tiles = max_tiles(num_pairs, num_experts, tile_size)
         order, tiles, counts = (
             torch.empty(size, dtype=torch.int32, device=device)
             for size in ((num_pairs,), (3, num_tiles), (2, num_experts))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewright.compiler.targets.cuda.kernels.common.table import (
+    EVERY,
     EXACT,
     FAST,
     NONE,
@@ -14,6 +16,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
     TableRow,
     bind,
 )
+from tilewright.compiler.targets.cuda.kernels.experts import gemm_experts
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
@@ -22,6 +25,7 @@ from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
     PREFILL_PAIRS,
 )
 
+BLOCKS = "gemm_experts.cu"
 INSIDE, JOINED, CPP, TRITON = "inside products", "router.cu", "route.cu", "triton"
 
 
@@ -36,6 +40,7 @@ class ExpertsSite:
         fits: Whether the CUDA C++ kernels support all experts in the plan.
         is_inside: Whether a token's matmuls select its experts.
         is_joined: Whether `JOINED` includes the router's matmul.
+        max_rows: Largest row count for the CUDA C++ kernels of decode steps.
     """
 
     arithmetic: str
@@ -44,6 +49,7 @@ class ExpertsSite:
     fits: bool
     is_inside: bool = False
     is_joined: bool = False
+    max_rows: int = native_route.MAX_TOKENS
 
     @property
     def kind(self) -> str:
@@ -52,11 +58,12 @@ class ExpertsSite:
 
 def _small_m(site: ExpertsSite) -> range:
     takes = site.decodes and site.fits
-    return range(1, native_route.MAX_TOKENS + 1) if takes else NONE
+    return range(1, site.max_rows + 1) if takes else NONE
 
 
 def _joined(site: ExpertsSite) -> range:
-    rows = range(native_router.MAX_SMALL_M + 1, native_router.MAX_TOKENS + 1)
+    last = min(native_router.MAX_TOKENS, site.max_rows)
+    rows = range(native_router.MAX_SMALL_M + 1, last + 1)
     return rows if _small_m(site) and site.is_joined else NONE
 
 
@@ -80,6 +87,36 @@ ROUTE: tuple[TableRow[ExpertsSite], ...] = (
 def bind_route(site: ExpertsSite) -> Ranges[str]:
     """Return a router's kernels by row count."""
     return bind(ROUTE, site)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSite:
+    """An expert matmul in a prompt, without the row count."""
+
+    kind: str
+    arithmetic: str
+    gpu: Gpu
+    num_columns: int
+
+
+PROMPT: tuple[TableRow[PromptSite], ...] = (
+    TableRow(
+        BLOCKS,
+        gemm_experts.FORMATS,
+        lambda site: NONE if site.num_columns % 2 else EVERY,
+        (FAST,),
+        is_cpp=True,
+    ),
+    TableRow(TRITON, ("bf16", *gemm_experts.FORMATS)),
+)
+"""Kernels for prompts. All matmuls of a plan share tiles of pairs, so `BLOCKS` must match them
+all.
+"""
+
+
+def prompt_kernel(sites: Sequence[PromptSite]) -> str:
+    """Return the kernel for all expert matmuls of a plan in prompts."""
+    return BLOCKS if all(bind(PROMPT, site).at(1) == BLOCKS for site in sites) else TRITON
 
 
 def tile_size(num_pairs: int, num_experts: int, *, site: ExpertsSite, is_bf16: bool) -> int:

@@ -96,6 +96,9 @@ __device__ __forceinline__ void decode_quarter(u32 (&top)[4], u32 (&low)[4], con
       decode_word8(top[2 * k], top[2 * k + 1], w[2 * (i & 1) + k], e0);
       decode_word8(low[2 * k], low[2 * k + 1], v[2 * (i & 1) + k], e1);
     }
+  } else if (F == MXFP4) {
+    decode_word_mxfp4(top, w[i], e0);
+    decode_word_mxfp4(low, v[i], e1);
   } else {
     decode_word4(top, w[i], e0);
     decode_word4(low, v[i], e1);
@@ -203,9 +206,11 @@ template <bool VALUE> struct Starts { static constexpr bool value = VALUE; };
 
 // Multiply MT * 8 tokens in G groups of four warps, 64 rows per group. CUT: the eight slices of K
 // are divided among C blocks (a cluster along z) with CUT groups each, for the same 64 rows. Slices
-// are added in order, as in gemm.cuh.
-template <int F, int MT, int G, int CUT, int C = 1>
-__device__ __forceinline__ void gemm_block(const GemmBlock &args) {
+// are added in order, as in gemm.cuh. `weight` replaces the address in the arguments. `finish`
+// receives a lane's first token, its row tile and its sums.
+template <int F, int MT, int G, int CUT, int C = 1, class Finish>
+__device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weight,
+                                           Finish finish) {
   using R = Ring<F, MT, G>;
   constexpr int TOKENS = MT * 8, RINGS = CUT > 1 ? CUT : 1;
   constexpr int OWN = CUT ? SLICES / (CUT * C) : 1;  // slices per group
@@ -231,7 +236,7 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args) {
   ring.full = shared_address(full + part * MOST_DEPTH);
   ring.left = shared_address(left + part * MOST_DEPTH);
   const size_t own = min((int)tile, p.num_tiles - 1);
-  ring.weight = p.weight + (own * p.num_steps + begins) * step_bytes<F>;
+  ring.weight = weight + (own * p.num_steps + begins) * step_bytes<F>;
   ring.x_chunk = (size_t)p.x_stride * CHUNK_BYTES;
   ring.x = (const u8 *)p.x + 2 * begins * ring.x_chunk + blockIdx.x * (TOKENS * CHUNK_BYTES);
   if (threadIdx.x == 0) {
@@ -340,7 +345,7 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args) {
   }
   wait_for_inputs();  // the previous kernel may write the addend
   if (CUT <= 1) {
-    finish_tile<MT, is_coded<F>>(p, blockIdx.x * TOKENS + 2 * t, tile, g, CUT ? total : acc);
+    finish(blockIdx.x * TOKENS + 2 * t, tile, CUT ? total : acc);
     return;
   }
   // Sums by slice, then by value, then by thread in a group.
@@ -371,9 +376,17 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args) {
           all[m][i] = s ? all[m][i] + value : value;
         }
       }
-    finish_tile<EACH, is_coded<F>>(p, blockIdx.x * TOKENS + first * 8 + 2 * t, tile, g, all);
+    finish(blockIdx.x * TOKENS + first * 8 + 2 * t, tile, all);
   }
   if (C > 1) cluster_barrier();  // another block may still read this block's memory
+}
+template <int F, int MT, int G, int CUT, int C = 1>
+__device__ __forceinline__ void gemm_block(const GemmBlock &args) {
+  const int g = (threadIdx.x & 31) >> 2;
+  auto finish = [&](int token, int tile, auto &sums) {
+    finish_tile<sizeof(sums) / sizeof(sums[0]), is_coded<F>>(args.product, token, tile, g, sums);
+  };
+  gemm_block<F, MT, G, CUT, C>(args, args.product.weight, finish);
 }
 
 // UNSPLIT: whole K, groups with different rows. CUT: groups with different slices of K.

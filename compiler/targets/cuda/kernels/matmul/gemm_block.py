@@ -217,12 +217,12 @@ SOURCE = nvrtc.KernelSource(
         "arrange",
         "arrange_norm",
         *(
-            f"{cut}_{kind}_{eights}_{groups}"
-            for kind in TILE_BYTES
+            f"{cut}_{fmt}_{eights}_{groups}"
+            for fmt in TILE_BYTES
             for cut, ways in WAYS.items()
             for eights, groups in ways
         ),
-        *(f"joined_{kind}_{JOINED.eights}_{JOINED.joined}" for kind in TILE_BYTES),
+        *(f"joined_{fmt}_{JOINED.eights}_{JOINED.joined}" for fmt in TILE_BYTES),
         f"gemm_block_bfp8_{TALL.eights}_{TALL.groups}",
     ),
     headers=(
