@@ -116,7 +116,8 @@ all.
 
 def prompt_kernel(sites: Sequence[PromptSite]) -> str:
     """Return the kernel for all expert matmuls of a plan in prompts."""
-    return BLOCKS if all(bind(PROMPT, site).at(1) == BLOCKS for site in sites) else TRITON
+    kernels = {bind(PROMPT, site).at(1) for site in sites}
+    return BLOCKS if kernels == {BLOCKS} else TRITON
 
 
 def tile_size(num_pairs: int, num_experts: int, *, site: ExpertsSite, is_bf16: bool) -> int:
