@@ -1,5 +1,6 @@
 """Lower recorded launches of Triton kernels for a GPU without a device, and print the failures.
 
+With ``--compile``, compile them to machine code, and compare their shared memory with the GPU's.
 The interpreter runs Python, so it accepts kernels that do not compile: a value with different
 types in two branches, or an argument that must be a constant. Run it in a process of its own,
 because the interpreter replaces the compiler for a whole process.
@@ -8,14 +9,16 @@ because the interpreter replaces the compiler for a whole process.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, compile
 from triton.compiler.compiler import make_backend
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -37,6 +40,12 @@ CASES = (
     ("tiny-hybrid", "bfp8", ADA, (1, 17), (65,)),
     ("llama-3.1-8b", "q40", ADA, (1,), (65,)),
 )
+OF_ADA = (
+    *((*case[:2], ADA, *case[3:]) for case in CASES[:2]),
+    *(case for case in CASES if case[2] == ADA),
+)
+MAX_SHARED = {HOPPER: 227 << 10, ADA: 99 << 10}
+"""Shared memory of a block in bytes."""
 CODED = {"kv_cache": "bf16", "activation": "bf16"}
 TYPES = {
     torch.float64: "fp64",
@@ -51,6 +60,8 @@ TYPES = {
     torch.uint8: "u8",
     torch.bool: "i1",
 }
+_WAITS = ("griddepcontrol.wait", "grid_dependency_wait")
+"""Names of the wait in Triton 3.6 and 3.9."""
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
 
 Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
@@ -67,8 +78,25 @@ def type_of(value: object) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def lower(kernel: JITFunction[Any], args: tuple[Any, ...], settings: dict[str, Any]) -> None:
-    """Lower a launch to Triton's IR of sm_90."""
+class _Driver:
+    """The active driver of a GPU without a device."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def lower(
+    kernel: JITFunction[Any],
+    args: tuple[Any, ...],
+    settings: dict[str, Any],
+    *,
+    capability: tuple[int, int],
+    compiles: bool,
+) -> None:
+    """Lower a launch to Triton's IR for a compute capability. Compile it if ``compiles``."""
     bound = dict(zip(kernel.arg_names, args, strict=False)) | settings
     signature, constants = {}, {}
     for position, param in enumerate(kernel.params):
@@ -78,15 +106,22 @@ def lower(kernel: JITFunction[Any], args: tuple[Any, ...], settings: dict[str, A
         else:
             signature[param.name] = type_of(value)
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    target = GPUTarget("cuda", 90, 32)
+    target = _Driver(capability).target
     backend = make_backend(target)
     chosen = {name: settings[name] for name in _OPTIONS if settings.get(name) is not None}
+    if compiles:
+        shared = compile(source, target=target, options=chosen).metadata.shared
+        assert shared <= MAX_SHARED[capability], f"{shared} bytes of shared memory"
+        return
     options = backend.parse_options(chosen | dict(source.parse_options()))
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     functions = backend.get_codegen_implementation(options)
-    source.make_ir(target, options, functions, backend.get_module_map(), context)
+    module = source.make_ir(target, options, functions, backend.get_module_map(), context)
+    is_chained = capability >= (9, 0) and settings["CHAINED"]
+    waits = any(word in str(module) for word in _WAITS)
+    assert options.launch_pdl == is_chained == waits
 
 
 def of_all_tiles(launch: Launch) -> list[Launch]:
@@ -103,17 +138,19 @@ def of_all_tiles(launch: Launch) -> list[Launch]:
     return found
 
 
-def launches_of(patch: pytest.MonkeyPatch) -> dict[tuple[str, str, str], Launch]:
-    """Return the launches by module, kernel and constants."""
-    launches: dict[tuple[str, str, str], Launch] = {}
+Key = tuple[tuple[int, int], str, str, str]
+
+
+def launches_of(patch: pytest.MonkeyPatch, cases: Sequence[Any]) -> dict[Key, Launch]:
+    """Return the launches by compute capability, module, kernel and constants."""
+    launches: dict[Key, Launch] = {}
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
         constants = [settings.get(each.name) for each in self.params if each.is_constexpr]
-        launches.setdefault(
-            (self.__module__, self.__name__, repr(constants)), (self, args, settings)
-        )
+        key = capability, self.__module__, self.__name__, repr(constants)
+        launches.setdefault(key, (self, args, settings))
 
-    for model, kind, capability, *sizes in CASES:
+    for model, kind, capability, *sizes in cases:
         config = config_of_hf({**SHAPES[model], **LAYERS[model]}, where=model)
         plan = plan_of(config, precision_of(kind, **FORMATS.get(kind, CODED)))
         with recorded_gpu(patch, capability), patch.context() as inner:
@@ -129,17 +166,18 @@ def launches_of(patch: pytest.MonkeyPatch) -> dict[tuple[str, str, str], Launch]
 
 def main() -> int:
     """Lower the launches. Return 1 after an error."""
-    failed = 0
+    failed, compiles = 0, "--compile" in sys.argv
     with pytest.MonkeyPatch.context() as patch:
-        launches = launches_of(patch)
-    for (module, name, constants), launch in launches.items():
-        for each in of_all_tiles(launch):
+        launches = launches_of(patch, OF_ADA if compiles else CASES)
+    for (capability, module, name, constants), launch in launches.items():
+        driver.set_active(_Driver(capability))
+        for each in [launch] if compiles else of_all_tiles(launch):
             try:
-                lower(*each)
+                lower(*each, capability=capability, compiles=compiles)
             except Exception as error:
                 failed += 1
                 print(f"{module}.{name} {constants}: {error}: {error.__cause__}")
-    print(*sorted({name for _, name, _ in launches}))
+    print(*sorted({name for _, _, name, _ in launches}))
     return int(failed > 0)
 
 

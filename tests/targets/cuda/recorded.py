@@ -116,6 +116,7 @@ def recorded_gpu(
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "Stream", lambda device=None: None)
         launch.num_processors.cache_clear()
+        launch.capability_of.cache_clear()
         patch.setattr(nvrtc, "_missing", lambda: "")
         patch.setattr(nvrtc, "_functions", lambda source, device: {})
         patch.setattr(nvrtc, "launch", _native(launches))
@@ -129,6 +130,7 @@ def recorded_gpu(
             yield launches
         finally:
             launch.num_processors.cache_clear()
+            launch.capability_of.cache_clear()
 
 
 def _patch_tensors(patch: pytest.MonkeyPatch) -> None:

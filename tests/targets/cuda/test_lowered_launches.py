@@ -6,13 +6,25 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 CHANGED = {"TRITON_INTERPRET", "PYTHONWARNINGS"}
 KERNELS = ("_attend_decode_kernel", "_coded_kernel", "_draw_kernel", "_states_kernel")
 
 
-def test_launches_are_lowered_for_hopper() -> None:
-    command = [sys.executable, "-m", "tests.targets.cuda.lowered_launches"]
+def lowered_kernels(*arguments: str) -> set[str]:
+    command = [sys.executable, "-m", "tests.targets.cuda.lowered_launches", *arguments]
     names = {name: value for name, value in os.environ.items() if name not in CHANGED}
     done = subprocess.run(command, env=names, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(KERNELS) <= set(done.stdout.split())
+    return set(done.stdout.split())
+
+
+def test_launches_are_lowered_for_their_gpus() -> None:
+    """Programmatic dependent launch is for compute capability 9.0 and later only."""
+    assert set(KERNELS) <= lowered_kernels()
+
+
+@pytest.mark.slow
+def test_launches_compile_and_fit_on_compute_capability_89() -> None:
+    assert set(KERNELS) <= lowered_kernels("--compile")

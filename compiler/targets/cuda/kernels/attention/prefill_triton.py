@@ -26,6 +26,7 @@ from tilewright.compiler.targets.cuda.kernels.attention.kv_cache import (
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     LOG2_E,
     chained,
+    has_large_tiles,
     release_dependents,
     wait_for_inputs,
 )
@@ -411,7 +412,8 @@ def _tile(num_tokens: int, pages: KVPages) -> dict[str, int]:
         tile = _TUNING["tiles"]["fp32"]
     else:
         tiles = _TUNING["tiles"]["wide" if pages.head_dim > 128 else "usual"]
-        tile = tiles["few" if num_tokens <= _MAX_SMALL_M else "many"]
+        is_small = pages.head_dim > 128 and not has_large_tiles(pages.values)
+        tile = tiles["few" if is_small or num_tokens <= _MAX_SMALL_M else "many"]
     rows, num_warps, num_stages = tile
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": _FUSES}
     return {"R": rows, **options}

@@ -35,7 +35,7 @@ class AttentionSite:
     Attributes:
         kind: Page format.
         arithmetic: ``exact``, ``strict`` or ``fast``.
-        gpu: The table's GPU.
+        gpu: The GPU.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_dim: Channels per head.

@@ -1,5 +1,6 @@
-"""How Triton kernels are launched: chained by programmatic dependent launch on a GPU, one by one in
-Triton's interpreter, which the same sources run under on a CPU.
+"""Launches of Triton kernels: chained by programmatic dependent launch on a GPU.
+
+Triton's interpreter runs the same sources on a CPU, without chains.
 """
 
 from __future__ import annotations
@@ -12,38 +13,57 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-"""What scores are multiplied by, so that softmax takes powers of 2."""
+"""Factor of scores in base 2."""
 
 
 @triton.jit
 def wait_for_inputs(CHAINED: tl.constexpr):
-    """What earlier kernels wrote may be read, and what they read may be overwritten, after this."""
-    if CHAINED:
-        tl.extra.cuda.gdc_wait()
+    """Wait for all writes and reads of earlier kernels."""
+    if CHAINED:  # noqa: SIM102 (constants)
+        if tl.target_info.cuda_capability_geq(9, 0):
+            tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def release_dependents(CHAINED: tl.constexpr):
-    """The next kernel's blocks may be placed beside ours, up to their own `wait_for_inputs`."""
-    if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
+    """Let the next kernel start. Both run until its `wait_for_inputs`."""
+    if CHAINED:  # noqa: SIM102 (constants)
+        if tl.target_info.cuda_capability_geq(9, 0):
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 def chained(tensor: torch.Tensor) -> dict[str, Any]:
-    """Launch options of a kernel that takes ``CHAINED`` and runs on this tensor's device."""
+    """Return the launch options of a kernel with ``CHAINED`` on a tensor's device.
+
+    ``CHAINED`` is false in the interpreter only. GPUs before compute capability 9.0 have no chains.
+    """
     if tensor.is_cuda:
-        return {"CHAINED": True, "launch_pdl": True}
+        return {"CHAINED": True, "launch_pdl": capability_of(tensor.device) >= (9, 0)}
     return {"CHAINED": False}
 
 
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's compute capability."""
+    return torch.cuda.get_device_capability(device)
+
+
+def has_large_tiles(tensor: torch.Tensor) -> bool:
+    """Return whether a block can have 163 KiB of shared memory. Some GPUs have 99 KiB."""
+    if not tensor.is_cuda:
+        return True
+    capability = capability_of(tensor.device)
+    return capability in ((8, 0), (8, 7)) or (9, 0) <= capability < (12, 0)
+
+
 def block_of(size: int, *, least: int = 16) -> int:
-    """The power of two that a Triton block over ``size`` elements has."""
+    """Return the power of two for a Triton block over ``size`` elements."""
     return max(least, triton.next_power_of_2(size))
 
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """A GPU's multiprocessors; 1 for a CPU, where the interpreter runs one program at a time."""
+    """Return a GPU's multiprocessors. 1 for the interpreter."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

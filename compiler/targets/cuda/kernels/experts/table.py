@@ -35,7 +35,7 @@ class ExpertsSite:
 
     Attributes:
         arithmetic: ``exact``, ``strict`` or ``fast``.
-        gpu: The table's GPU.
+        gpu: The GPU.
         decodes: Whether this is a decode step.
         fits: Whether the CUDA C++ kernels support all experts in the plan.
         is_inside: Whether a token's matmuls select its experts.
