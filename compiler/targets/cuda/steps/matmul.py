@@ -167,9 +167,8 @@ class MatmulOps:
         elif kernel == GEMV:
             self._native_product(each, out, x, packed, bias, norm, decodes)
         else:
-            triton_linear(
-                out, x, packed, bias=bias, norm=norm, residual=each.residual, swiglu=each.swiglu
-            )
+            x = self._norm(x, norm, decodes)
+            triton_linear(out, x, packed, bias=bias, residual=each.residual, swiglu=each.swiglu)
 
     def _bound(self, each: LinearOp, decodes: bool) -> BoundMatmul:
         found = self._matmuls.get((id(each), decodes))

@@ -91,18 +91,6 @@ def tile_weights(
 
 
 @triton.jit
-def _inverse_rms(x_ptr, token, num_tokens, num_columns, x_stride, eps, STEPS: tl.constexpr):
-    """Return float32 ``[tokens]``: 1 / sqrt(mean(x ** 2) + eps)."""
-    total = tl.zeros((token.shape[0],), tl.float32)
-    for step in range(STEPS):
-        column = step * 128 + tl.arange(0, 128)[:, None]
-        inside = (column < num_columns) & (token < num_tokens)[None, :]
-        x = tl.load(x_ptr + token[None, :].to(tl.int64) * x_stride + column, mask=inside, other=0.0)
-        total += tl.sum(x * x, axis=0)
-    return tl.rsqrt(total / num_columns + eps)
-
-
-@triton.jit
 def product(weights, x, sums, CHAINED: tl.constexpr):
     """``sums + weights @ x``, in bfloat16 unless x is float32.
 
@@ -166,14 +154,12 @@ def _linear_kernel(
     data_ptr,
     words_ptr,
     bias_ptr,
-    norm_ptr,
     num_tokens,
     num_rows,
     num_columns,
     num_row_tiles,
     out_stride,
     x_stride,
-    eps,
     scale,
     KIND: tl.constexpr,
     STEPS: tl.constexpr,
@@ -189,16 +175,11 @@ def _linear_kernel(
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     is_token = (token < num_tokens)[None, :]
     x_rows = x_ptr + token[None, :].to(tl.int64) * x_stride
-    if norm_ptr is not None:
-        factor = _inverse_rms(x_ptr, token, num_tokens, num_columns, x_stride, eps, STEPS)
     order = tile_columns(KIND == "bfp4")
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
     for step in range(STEPS):
         column = step * 128 + order[:, None]
         x = tl.load(x_rows + column, mask=(column < num_columns) & is_token, other=0.0)
-        if norm_ptr is not None:
-            gain = tl.load(norm_ptr + column, mask=column < num_columns, other=0.0)
-            x = rounded(x * factor[None, :] * gain, tl.bfloat16, CHAINED)
         weights = tile_weights(data_ptr, words_ptr, feature, step, num_row_tiles, STEPS, KIND)
         sums = product(weights, x, sums, CHAINED)
     sums *= scale
@@ -212,7 +193,6 @@ def linear(
     packed: PackedWeight,
     *,
     bias: Tensor | None = None,
-    norm: tuple[Tensor, float] | None = None,
     residual: bool = False,
     swiglu: bool = False,
 ) -> None:
@@ -220,8 +200,7 @@ def linear(
 
     Sums are float32.
 
-    ``x`` is bfloat16; or float32 with ``norm`` (weight float32 ``[K]``, eps), the RMSNorm of its
-    rows, rounded once to bfloat16. ``bias`` is float32 ``[N]``, in the packed order.
+    ``x`` is bfloat16. ``bias`` is float32 ``[N]``, in the packed order.
     ``out`` is float32 or bfloat16; with ``residual`` float32, and the product is added to it; with
     ``swiglu`` (of a paired weight) ``[M, N / 2]``, silu(gate) * up.
     Rows in ``x`` and ``out`` may have gaps.
@@ -230,7 +209,6 @@ def linear(
     assert out.shape == (num_tokens, num_rows // 2 if swiglu else num_rows)
     assert x.shape[1] >= packed.num_columns and x.stride(1) == 1 and out.stride(1) == 1
     assert not swiglu or (packed.is_paired and not residual)
-    weight, eps = norm or (None, 0.0)
     rows = TILE_ROWS if num_rows < _MIN_LARGE_ROWS else 2 * TILE_ROWS
     tokens = min(_MAX_TOKENS, block_of(num_tokens))
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_tokens, tokens))
@@ -240,14 +218,12 @@ def linear(
         packed.data,
         None if packed.kind == "bf16" else words_of(packed),
         bias,
-        weight,
         num_tokens,
         num_rows,
         packed.num_columns,
         packed.num_row_tiles,
         out.stride(0),
         x.stride(0),
-        eps,
         packed.scale,
         KIND=packed.kind,
         STEPS=packed.num_column_tiles,
@@ -256,6 +232,6 @@ def linear(
         RESIDUAL=residual,
         SWIGLU=swiglu,
         num_warps=4,
-        num_stages=4 if norm is None else 3,
+        num_stages=6 if rows == TILE_ROWS else 4,
         **chained(out),
     )

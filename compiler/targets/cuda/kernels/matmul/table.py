@@ -139,8 +139,12 @@ def _within(ranges: tuple[range, ...], limits: range) -> tuple[range, ...]:
 
 
 def _triton_rows(site: MatmulSite) -> range:
-    is_ours = site.gpu.has_cpp and site.has_whole_fours
-    return NONE if is_ours else range(1, gemv.MAX_TOKENS + 1)
+    """Return the rows for `TRITON`. Without `GEMV`, cuBLAS multiplies more rows of bfloat16."""
+    if not site.has_whole_fours:
+        return range(1, gemv.MAX_TOKENS + 1)
+    limits = tuning()["matmul"]["triton_max_rows"]
+    limit = limits["bf16" if site.weight.format == "bf16" else "blocks"]
+    return NONE if site.gpu.has_cpp else range(1, limit + 1)
 
 
 MATMUL: tuple[TableRow[MatmulSite], ...] = (
