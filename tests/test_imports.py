@@ -92,3 +92,41 @@ def test_imports_bring_in_no_more_than_they_need() -> None:
     if bring_in(light, heavy) != {light: without, heavy: torch}:
         expected = dict.fromkeys(WITHOUT_TORCH, without) | dict.fromkeys(WITH_TORCH, torch)
         assert bring_in(*expected) == expected
+
+
+IMPORT_ALL_WITHOUT = """
+import importlib, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in missing:
+            raise ImportError(f"{name} is missing")
+
+missing, *modules = sys.argv[1:]
+missing = missing.split()
+sys.meta_path.insert(0, Missing())
+for module in modules:
+    importlib.import_module(module)
+assert not {name.partition(".")[0] for name in sys.modules} & {*missing}
+"""
+CUDA = "tilewright.compiler.targets.cuda."
+
+
+def test_only_the_cuda_target_needs_triton_and_no_module_needs_cuda_bindings() -> None:
+    """A machine without a GPU has neither library, and other GPUs need no CUDA C++."""
+    rooms = [ROOT / "compiler", ROOT / "models"]
+    rooms += [room for room in (ROOT / "tilewright").iterdir() if not room.is_symlink()]
+    parts = [
+        path.relative_to(ROOT).with_suffix("").parts
+        for room in rooms
+        for path in sorted(room.rglob("*.py"))
+        if path.stem not in ("__init__", "__main__")
+    ]
+    names = [".".join(each if each[0] == "tilewright" else ("tilewright", *each)) for each in parts]
+    own = [name for name in names if name.startswith(CUDA) or name.endswith("_cuda")]
+    without_triton = [name for name in names if name not in own]
+    assert len(own) > 50 and len(without_triton) > 300
+    for missing, modules in (("cuda", own), ("cuda triton", without_triton)):
+        command = [sys.executable, "-c", IMPORT_ALL_WITHOUT, missing, *modules]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr

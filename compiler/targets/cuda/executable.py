@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,19 +14,21 @@ from torch import Tensor
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.contract.record import NumericContract
-from tilewright.compiler.targets.cuda.collectives.all_reduce import PROMPT_WIRE
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup, meet
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets, prepared_rows_of
 from tilewright.compiler.targets.cuda.graphs.capture import CapturedSlots, prompt_buckets
 from tilewright.compiler.targets.cuda.graphs.draft_layer import CudaDraftLayer
 from tilewright.compiler.targets.cuda.graphs.draft_steps import DraftSteps
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import MixedBatchRunner
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.common.table import Gpu
 from tilewright.compiler.targets.cuda.memory_budget import (
     capabilities_of,
     decode_rows,
     num_marks,
     prompt_sizes,
 )
+from tilewright.compiler.targets.cuda.notes import notes_of, prompt_wire
 from tilewright.compiler.targets.cuda.numerics import EXACT_IN_BF16
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now, needs_host
 from tilewright.compiler.targets.cuda.outputs.sampled_tokens import SampledTokenReader
@@ -73,18 +77,15 @@ _NUM_ENDS = 16
 """Maximum number of end tokens for a slot in device tables. The host checks further end tokens."""
 
 
-def _prompt_wire(options: CompileOptions) -> str | None:
-    """Return the format for prompt sums between ranks. None: the format of all sums."""
-    is_free = not (options.compute == "exact" or options.is_strict or options.parallel.wire)
-    return PROMPT_WIRE if is_free else None
-
-
 class CudaExecutable(Executable):
     """A compiled model on one GPU, with one program for prefill and decode.
 
     The device selects tokens. The host selects tokens for requests with penalties, logit bias or
     log probabilities, after a wait for the logits.
     """
+
+    remake: partial[CudaExecutable]
+    """Makes the executable again from its weights, for another ``gpu``."""
 
     def __init__(
         self,
@@ -97,6 +98,7 @@ class CudaExecutable(Executable):
         num_pages: int | None = None,
         copies: Kinds = NO_COPIES,
         draft_weights: Weights | None = None,
+        gpu: Gpu | None = None,
     ) -> None:
         """Allocate the caches and tables.
 
@@ -104,8 +106,11 @@ class CudaExecutable(Executable):
             num_pages: Shared cache pages. None: enough for all contexts at full length.
             copies: Dequantized weight copies.
             draft_weights: Weights of ``plan.draft_layer``.
+            gpu: A GPU with the same kernels. None: the device.
         """
+        self._gpu = gpu or nvrtc.gpu_of(device)
         self.contract, self.vocab_size = contract, plan.vocab_size
+        self._draft_weights = draft_weights
         rows = decode_rows(options)
         num_pages = num_pages or options.max_batch * pages_of(options.max_context)
         self._state = PagedState(
@@ -116,12 +121,12 @@ class CudaExecutable(Executable):
             sequence_specs=plan.sequence_states,
             num_marks=num_marks(plan, options),
         )
-        reserved = copy_bytes(plan, copies)
-        self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
+        how: dict[str, Any] = {"has_cpp": self._gpu.has_cpp, "reserved": copy_bytes(plan, copies)}
+        self.capabilities = capabilities_of(plan, options, device, num_pages, **how)
         self.device, self._weights, self.logit_columns = device, weights, plan.logit_columns
         self._requested, self._is_exact = options.parallel.exchange, options.compute == "exact"
         self._steps = self._make_steps(plan, options, max_rows=rows[-1], copies=copies)
-        self.notes = self._precision_notes(options)
+        self.notes = notes_of(self._steps, weights, options)
         if device.type == "cuda":
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
@@ -140,9 +145,7 @@ class CudaExecutable(Executable):
         )
         shared = self._state, self._device_slots, self._buckets, self._answers, self._slot_states
         self._joined = MixedBatchRunner(self._steps, *shared, check=self._check, leave=self._leave)
-        has_states = self.capabilities.has_sequence_state
-        self._drafts = DraftSteps(*shared, has_states=has_states, leave=self._leave)
-        self._draft_weights = draft_weights
+        self._drafts = DraftSteps(*shared, has_states=bool(plan.sequence_states), leave=self._leave)
         self._layer = self._make_layer(plan, draft_weights, rows, options)
 
     def _make_steps(
@@ -154,20 +157,12 @@ class CudaExecutable(Executable):
             self._state,
             max_rows=max_rows,
             exact=self._is_exact,
-            prompt_wire=_prompt_wire(options),
+            prompt_wire=prompt_wire(options),
             strict_rows=self.capabilities.max_invariant_rows,
             copies=copies,
+            gpu=self._gpu,
             max_drafts=self.capabilities.max_drafts,
         )
-
-    def _precision_notes(self, options: CompileOptions) -> tuple[str, ...]:
-        """Return notes on roundings of weights and of messages between ranks."""
-        notes = self._steps.copies.said(options.copies)
-        notes += self._weights.roundings(exact=self._is_exact)
-        wire = _prompt_wire(options)
-        if wire and options.parallel.tensor > 1:
-            notes += (f"sums of prompts, and of rows beside them, travel in {wire}",)
-        return notes
 
     def _make_layer(
         self,
@@ -180,7 +175,8 @@ class CudaExecutable(Executable):
         if layer is None or weights is None:
             return None
         self._joined.after = self._read_prompts
-        steps = StepRunner(layer, weights, self._state, max_rows=sizes[-1], exact=self._is_exact)
+        how: dict[str, Any] = {"exact": self._is_exact, "gpu": self._gpu}
+        steps = StepRunner(layer, weights, self._state, max_rows=sizes[-1], **how)
         kept = FinalStates(
             options.max_batch,
             prompt_sizes(program, options)[1],
@@ -234,7 +230,8 @@ class CudaExecutable(Executable):
         )
 
     def join(self, peers: SetupCollectives) -> None:
-        group = meet(peers, self.logit_columns, self.device, requested=self._requested)
+        how: dict[str, Any] = {"requested": self._requested, "why_no_peers": self._gpu.why_no_cpp}
+        group = meet(peers, self.logit_columns, self.device, **how)
         self.notes = (*self.notes, *group.notes)
         self.unite(group)
 
@@ -590,7 +587,7 @@ class CudaExecutable(Executable):
         self._captured_slots = None
         group = self._group if "_steps" in vars(self) else None
         names = ("_joined", "_layer", "_draft_weights", "_drafts", "_buckets", "_steps", "_state")
-        for name in (*names, "_weights", "_images"):
+        for name in (*names, "_weights", "remake", "_images"):
             vars(self).pop(name, None)  # it may be closed twice
         if self.device.type == "cuda":
             gc.collect()  # captured steps and their functions reference each other

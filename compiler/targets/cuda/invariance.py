@@ -6,7 +6,6 @@ import os
 
 import torch
 
-from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.lowering import has_mixers
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import KernelProgram
@@ -29,12 +28,12 @@ def withhold_workspace() -> None:
         os.environ.update(_WITHHELD)
 
 
-def invariant_of(plan: KernelProgram, options: CompileOptions, device: torch.device) -> str:
+def invariant_of(plan: KernelProgram, options: CompileOptions, has_cpp: bool) -> str:
     """Return `Capabilities.invariant`: ``rows`` if strict steps are batch-invariant, else ``none``.
 
     `Capabilities.invariant_rows` limits ``rows`` to small steps if ``options.is_strict`` is false.
     """
     is_withheld = all(os.environ.get(name) == value for name, value in _WITHHELD.items())
-    if can_promise(plan, options) and is_withheld and nvrtc.gpu_of(device).has_cpp:
+    if can_promise(plan, options) and is_withheld and has_cpp:
         return "rows"
     return "none"

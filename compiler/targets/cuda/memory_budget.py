@@ -169,10 +169,15 @@ def capabilities_of(
     options: CompileOptions,
     device: torch.device,
     num_pages: int,
+    *,
+    has_cpp: bool,
     reserved: int = 0,
 ) -> Capabilities:
-    """Return what steps may be; ``reserved`` bytes of the free memory are taken."""
-    invariant, mixes = invariant_of(plan, options, device), has_mixers(plan)
+    """Return what steps may be; ``reserved`` bytes of the free memory are taken.
+
+    ``has_cpp``: CUDA C++ kernels run.
+    """
+    invariant, mixes = invariant_of(plan, options, has_cpp), has_mixers(plan)
     is_gpu, shares = device.type == "cuda", shares_passes_on(device)
     small = 0 if invariant == "none" or options.is_strict else options.strict_rows
     joins = shares and options.compute == "fast" and (invariant == "none" or small > 0)

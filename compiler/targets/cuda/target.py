@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tilewright.compiler.targets.cuda.executable import CudaExecutable
+    from tilewright.compiler.targets.cuda.kernels.common.table import Gpu
     from tilewright.compiler.targets.cuda.weights.stream import Weights
     from tilewright.compiler.targets.program.instructions import KernelProgram
 
@@ -249,18 +252,24 @@ def _place(
     if layer is not None:
         drafting = load_draft_weights(program, weights, layer.get_weight, device, progress)
     promised = contract(graph_module, kept)
-    executable = CudaExecutable(
-        program,
-        weights,
-        options,
-        promised,
-        device,
-        num_pages=budget.num_pages,
-        copies=budget.copies,
-        draft_weights=drafting,
-    )
+    make = partial(CudaExecutable, program, weights, options, promised, device)
+    make = partial(make, num_pages=budget.num_pages, copies=budget.copies, draft_weights=drafting)
+    executable = make()
+    executable.remake = make
     found = most_shared(program, options)
     if found < requested:
         note = f"prompts share passes of up to {found:,} tokens: memory is short for {requested:,}"
         executable.notes = (*executable.notes, note)
     return executable
+
+
+def for_gpu(executable: CudaExecutable, gpu: Gpu) -> CudaExecutable:
+    """Return an executable with the kernels of another GPU and the same weights.
+
+    It runs on the executable's device. The executable is closed.
+    """
+    make = executable.remake
+    executable.close()
+    made = make(gpu=gpu)
+    made.num_tokens, made.encoder, made.remake = executable.num_tokens, executable.encoder, make
+    return made

@@ -62,13 +62,13 @@ def test_a_hybrid_s_prompts_share_captured_passes_alone(
     model = tiny_model(model_type="qwen3_5_moe", **HYBRID)
     plan = lower_to_program(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
     options = CompileOptions(max_batch=4, max_context=128, max_shared_tokens=2048)
-    found = device.capabilities_of(plan, options, torch.device(kind), 8)
+    found = device.capabilities_of(plan, options, torch.device(kind), 8, has_cpp=True)
     assert (found.max_prompts, found.most_shared, found.cell) == (pieces, shared, 1024)
     assert bool(found.passes) == (kind == "cuda")
     work = device.work_bytes(plan, options)
     assert work >= device.work_bytes(plan, replace(options, max_context=2048))
     few = replace(options, max_step_tokens=1024)
-    limits = device.capabilities_of(plan, few, torch.device(kind), 8)
+    limits = device.capabilities_of(plan, few, torch.device(kind), 8, has_cpp=True)
     assert limits.most_shared == min(shared, 1024) or not limits.passes
 
 
@@ -97,7 +97,7 @@ def test_larger_passes_are_shared_where_they_can_be_filled(
     usual = device.work_bytes(plan, small), device.num_marks(plan, small)
     monkeypatch.setattr(device, "free_bytes", lambda *_: 1 << 40)
     monkeypatch.setattr(device, "invariant_of", lambda *_: "none")
-    found = device.capabilities_of(plan, options, torch.device("cuda"), 8)
+    found = device.capabilities_of(plan, options, torch.device("cuda"), 8, has_cpp=True)
     assert (found.max_prompts, found.most_shared) == expected
     assert found.passes[-1][1][-1] == device.most_shared(plan, options) == expected[1]
     assert device.num_marks(plan, options) == 2 * expected[0]

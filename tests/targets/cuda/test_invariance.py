@@ -19,8 +19,6 @@ from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda import invariance
 from tilewright.compiler.targets.cuda import memory_budget as device
 from tilewright.compiler.targets.cuda.invariance import can_promise, invariant_of
-from tilewright.compiler.targets.cuda.kernels.common import nvrtc
-from tilewright.compiler.targets.cuda.kernels.common.table import ADA, HOPPER, Gpu
 from tilewright.compiler.targets.cuda.steps.matmul import MatmulOps
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.runtime.loop import EngineLoop
@@ -33,17 +31,16 @@ PLAN: Any = None  # which only `has_mixers` looks at
 
 
 @pytest.fixture
-def promised(monkeypatch: pytest.MonkeyPatch) -> Callable[[CompileOptions], str]:
+def promised(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """What is promised, on a machine with our own kernels and the workspace withheld."""
-    monkeypatch.setattr(nvrtc, "gpu_of", lambda device: HOPPER)
     monkeypatch.setattr(invariance, "has_mixers", lambda plan: False)
     for name, value in invariance._WITHHELD.items():
         monkeypatch.setenv(name, value)
-    return lambda options: invariant_of(PLAN, options, torch.device("cpu"))
+    return lambda options, has_cpp=True: invariant_of(PLAN, options, has_cpp)
 
 
 def test_rows_are_promised_where_all_of_it_is_there(
-    promised: Callable[[CompileOptions], str], monkeypatch: pytest.MonkeyPatch
+    promised: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert promised(STRICT) == "rows"
     assert promised(replace(STRICT, is_strict=False)) == "none"
@@ -53,11 +50,7 @@ def test_rows_are_promised_where_all_of_it_is_there(
     with monkeypatch.context() as patched:
         patched.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
         assert promised(STRICT) == "none", "the library may split sums"
-    with monkeypatch.context() as patched:
-        patched.setattr(nvrtc, "gpu_of", lambda device: Gpu((9, 0), "no compiler"))
-        assert promised(STRICT) == "none"
-        patched.setattr(nvrtc, "gpu_of", lambda device: ADA)
-        assert promised(STRICT) == "none"
+    assert promised(STRICT, False) == "none", "no compiler, or another GPU"
     monkeypatch.setattr(invariance, "has_mixers", lambda plan: True)
     assert promised(STRICT) == "none" and not can_promise(PLAN, STRICT), "experts"
 

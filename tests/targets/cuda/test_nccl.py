@@ -219,3 +219,12 @@ def test_peers_that_were_asked_for_are_not_replaced(monkeypatch: pytest.MonkeyPa
     met: Any = Met()
     with pytest.raises(CompileError, match="rank 1 is on another machine"):
         group.meet(met, (), CPU, requested="peers")
+
+
+def test_peers_need_cpp_kernels(made: Made) -> None:
+    met: Any = Met()
+    reason = "made for compute capability 9.0"
+    found = group.meet(met, (), CPU, why_no_peers=reason)
+    assert isinstance(found.exchange, GatheredExchange) and reason in found.notes[0]
+    with pytest.raises(CompileError, match=reason):
+        group.meet(met, (), CPU, requested="peers", why_no_peers=reason)

@@ -16,8 +16,11 @@ import pytest
 import torch
 
 from tests.targets.cuda.recorded import CUDA, Launches, plan_of, recorded_gpu, rows_of, steps_of
-from tests.tiny import check_golden, precision_of
+from tests.targets.cuda.test_architectures_cuda import SHAPES as ON_CUDA
+from tests.targets.cuda.test_architectures_cuda import SMALL
+from tests.tiny import check_golden, precision_of, tiny_model
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.program.instructions import (
     ExpertLinearOp,
@@ -216,6 +219,26 @@ def test_a_router_with_a_bias_leaves_decode_steps_to_the_kernels_of_prompts(
             launches.clear()
             steps.decode(rows_of(count), reach=steps.attention.reaches[0], captured=True)
             assert launches.shown().count("gemm_experts:gemm_experts_bfp8_4") == 2
+
+
+@pytest.mark.parametrize("how", ["fast", "strict", "exact"])
+def test_other_gpus_need_no_kernel_of_hopper(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CUDA C++ is loaded or launched, and no tile is fetched by a descriptor."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("CUDA C++")
+
+    for model_type, changes in {"llama": {}, **ON_CUDA}.items():
+        size = {"hidden_size": 16, **SMALL, **changes}
+        config = tiny_model(model_type=model_type, **size).config
+        plan = plan_of(config, precision_of("bf16"))
+        with recorded_gpu(monkeypatch, (8, 9)) as launches, monkeypatch.context() as patch:
+            patch.setattr(nvrtc, "load", refuse)
+            patch.setattr(nvrtc, "launch", refuse)
+            steps = steps_of(plan, max_rows=256, max_context=1024, **HOW[how])
+            for _, _, call in runs(steps, (1, 17, 256), (1, 513)):
+                call()
+        assert launches.kernels and not any("large" in name for name in launches.kernels)
 
 
 def test_an_expert_sum_with_a_bias_takes_the_result_of_a_shared_expert(

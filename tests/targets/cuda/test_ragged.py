@@ -271,7 +271,7 @@ def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
     options = CompileOptions(max_batch=4, max_context=128)
 
     def limits(options: CompileOptions) -> Capabilities:
-        return device.capabilities_of(plan, options, CPU, 8)
+        return device.capabilities_of(plan, options, CPU, 8, has_cpp=False)
 
     assert limits(options).passes and limits(options).max_prompts == 8
     assert not limits(replace(options, compute="exact")).passes

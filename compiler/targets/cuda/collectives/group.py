@@ -175,12 +175,18 @@ def alone(rank: int, count: int, sizes: tuple[int, ...], device: torch.device) -
 
 
 def meet(
-    met: Met, sizes: tuple[int, ...], device: torch.device, *, requested: str | None = None
+    met: Met,
+    sizes: tuple[int, ...],
+    device: torch.device,
+    *,
+    requested: str | None = None,
+    why_no_peers: str = "",
 ) -> RankGroup:
     """Connect this rank's GPU to those of its peers. All ranks must call it.
 
     Args:
         requested: An entry of `EXCHANGES`. None: peer memory if GPUs can access it, else NCCL.
+        why_no_peers: Reason against CUDA C++ kernels, which peer memory needs. Empty: they run.
 
     Raises:
         CompileError: The ranks cannot communicate by the selected method.
@@ -192,6 +198,8 @@ def meet(
         why = f"{met.size} ranks are more than {MOST_GPUS}"
     elif requested != NCCL:
         try:
+            if why_no_peers:
+                raise UnreachedError(f"all_reduce.cu: {why_no_peers}")
             group = _through_memory(met, sizes, device)
         except UnreachedError as error:
             if requested == PEERS:

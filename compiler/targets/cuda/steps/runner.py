@@ -97,7 +97,7 @@ class StepRunner:
         gpu: Gpu | None = None,
         max_drafts: int = 0,
     ) -> None:
-        """``gpu``: for the op tables. None: the state's GPU. ``max_drafts``: per slot."""
+        """``gpu``: a GPU with the same kernels. None: the state's GPU. ``max_drafts``: per slot."""
         self.group: RankGroup | None = None  # set when ranks connect
         self.final_states: FinalStates | None = None  # set for a draft layer
         self.device = state.tables.device
@@ -148,6 +148,12 @@ class StepRunner:
         kernels = self._small if is_strict or self._large is None else self._large
         assert kernels is not None
         return kernels
+
+    @property
+    def why_slower(self) -> str:
+        """Return the reason against CUDA C++ on a GPU with these kernels. Empty: none."""
+        is_made_for = self._gpu.capability[0] == 9 and not self.exact
+        return self._gpu.why_no_cpp if is_made_for else ""
 
     def kernels(self) -> str:
         """Return a note on the kernels, with the reason against the fast kernels."""
