@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,6 +46,14 @@ class StepBench:
     target: str = "cuda"
     num_ranks: int = 1
     shows_host_time: bool = False
+    capability: tuple[int, int] | None = None
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise ArgumentTypeError(f"{text!r}; allowed: a compute capability, as 8.9")
+    return int(major), int(minor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +64,9 @@ class _Options:
     profile: bool = option("show kernels by GPU time", default=False)
     repeats: int | None = option(f"repeats per row ({REPEATS})", type=integer(1, 1000))
     tensor_parallel: int = option("GPUs per model", default=1, type=integer(1, 8), metavar="N")
+    capability: tuple[int, int] | None = option(
+        "also measure the kernels of this compute capability, as 8.9", type=_capability, metavar="N"
+    )
     host_time: bool = option("show every program's host time per step", default=False)
     quick: bool = option(
         f"{QUICK_REPEATS} repeats, {QUICK_TOKENS} tokens, not for tables", default=False
@@ -80,6 +92,7 @@ def main(argv: Sequence[str]) -> int:
     repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
     choices = StepBench(rows, repeats, options.results, options.profile)
     ranks, host_time = options.tensor_parallel, options.host_time
+    choices = replace(choices, capability=options.capability)
     return bench(replace(choices, num_ranks=ranks, shows_host_time=host_time))
 
 
@@ -161,8 +174,24 @@ class _Session:
             if self.choices.shows_host_time:
                 for line in host_times(made.compiled.executable, made.options.max_batch):
                     self._print(f"{rows[0].name}: {line}")
+            if self.choices.capability is not None:
+                self._compare(made, rows, self.choices.capability)
         finally:
             made.close()
+
+    def _compare(self, made: Bench, rows: Sequence[BenchRow], capability: tuple[int, int]) -> None:
+        """Measure the rows with another GPU's kernels, and print the share of this GPU's speed."""
+        made.use_kernels_of(capability)
+        name = "kernels of compute capability {}.{}".format(*capability)
+        for row in rows:
+            other, own = made.measure(row, self.ceilings), self.found[row.name]
+            metric, share = METRICS[row.metric], other.value / own.value
+            share = 1 / share if metric.is_most else share
+            spread = f"{_MEDIAN(other)} ({_LOWEST(other)}-{_HIGHEST(other)})"
+            ratio = f"{percent(share)} % of {_MEDIAN(own)}"
+            self._print(f"{row.name}: {metric.label}: {name}: {spread}, {ratio}; {other.detail}")
+        for row in rows if self.choices.is_profiled else ():
+            self._profile(made, row)
 
     def _take(self, found: Figures) -> None:
         """Record and print a row at once, because the run may end at any time."""
@@ -179,8 +208,8 @@ class _Session:
 
         try:
             jobs, is_decode = made.jobs(row), row.metric != TTFT
-            found = step_times.profile(made.compiled.executable, jobs, is_decode=is_decode)
-            self._print(f"{row.name}: kernels by GPU time\n{found}")
+            profile = step_times.profile(made.compiled.executable, jobs, is_decode=is_decode)
+            self._print(f"{row.name}: kernels by GPU time\n{profile}")
         except Exception as error:  # a failed profiler does not affect the row
             traceback.print_exc()
             self.is_broken = True

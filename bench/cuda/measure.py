@@ -26,6 +26,9 @@ from tilewright.api import load
 from tilewright.cli.arguments.bench import RunOptions, read_options
 from tilewright.cli.measure import measure
 from tilewright.compiler.ops.moe import expected_experts
+from tilewright.compiler.targets.cuda.executable import CudaExecutable
+from tilewright.compiler.targets.cuda.kernels.common.table import MADE_FOR, Gpu
+from tilewright.compiler.targets.cuda.target import for_gpu
 from tilewright.compiler.targets.interface.base import CompileOptions, Progress, Slot
 from tilewright.compiler.targets.interface.compiled import Compiled
 from tilewright.evaluate.cases.cases import CASES, TABLE_PROMPT_LENGTH
@@ -128,6 +131,14 @@ class Bench:
             f"{options.max_batch} x {options.max_context:,} positions: {weights:.1f} GB of "
             f"weights, {cache:.1f} GB of cache; made in {self.seconds_to_compile:.1f} s"
         )
+
+    def use_kernels_of(self, capability: tuple[int, int]) -> None:
+        """Run the next rows with the kernels of another compute capability."""
+        gpu = Gpu(capability, MADE_FOR)
+        executable = self.compiled.executable
+        assert isinstance(executable, CudaExecutable)
+        self.compiled = replace(self.compiled, executable=for_gpu(executable, gpu))
+        self._measured.clear()
 
     def jobs(self, row: BenchRow) -> tuple[TimedRequest, ...]:
         """Return a row's prompts, with a prompt per user."""
