@@ -238,14 +238,29 @@ def test_a_draft_model_with_other_tokens_is_refused(
         LLM(tiny_gguf, speculative_config=config.format(other), **how)
 
 
+@pytest.mark.slow
+def test_a_draft_model_of_two_ranks_is_on_the_leader(tiny_gguf: Path) -> None:
+    """Real processes. Drafts change no output."""
+    how: dict[str, Any] = {"target": "cpu", "tensor_parallel_size": 2, "num_threads": 1}
+    config: dict[str, Any] = {"method": "draft_model", "model": str(tiny_gguf)}
+    config["num_speculative_tokens_per_batch_size"] = [[1, 9, 3]]
+    answers = []
+    for each in (None, json.dumps(config)):
+        with LLM(tiny_gguf, speculative_config=each, use_cache=False, **how) as llm:
+            answers.append(llm.generate("abcabc", max_tokens=20, end_tokens=()))
+    plain, drafted = answers
+    assert drafted.tokens == plain.tokens
+    assert drafted.num_draft_tokens >= 10 and not plain.num_draft_tokens
+
+
 def test_a_draft_model_has_its_own_precision(
     tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[ResolvedConfig] = []
     resolve = draft.resolve
 
-    def resolve_and_note(config: EngineConfig) -> ResolvedConfig:
-        found.append(resolve(config))
+    def resolve_and_note(config: EngineConfig, *, runs: bool) -> ResolvedConfig:
+        found.append(resolve(config, runs=runs))
         return found[-1]
 
     monkeypatch.setattr(draft, "resolve", resolve_and_note)

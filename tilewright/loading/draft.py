@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from tilewright.compiler.artifacts.paths import is_compiled
 from tilewright.compiler.devices import CPU_BACKENDS
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable, Progress
+from tilewright.distributed.grouping import Grouping
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.errors import ConfigError
 from tilewright.loading.source import ModelHandle
 from tilewright.options.resolve import ResolvedConfig, resolve
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 
     from tilewright.compiler.targets.interface.compiled import Compiled
 
+_OF_GROUPS = (
+    *("tensor_parallel_size", "expert_parallel_size", "devices", "tensor_split", "comm_dtype"),
+    *("collective_backend", "rank_timeout", "nnodes", "node_rank", "master_addr", "master_port"),
+)
+"""Options of a group of ranks."""
 _LAYER_TARGETS = ("reference", "cpu-native", "cuda")
 _MAX_SEQS = 8
 """Maximum requests with drafts at a time. Drafts pay for few requests."""
@@ -95,34 +102,36 @@ def open_draft_model(
 ) -> Executable | None:
     """Return the executable of the configured draft model. None: no draft model.
 
-    Call this before the compilation of the target model: pages take the remaining memory.
+    Call this before the compilation of the target model: pages take the remaining memory. With
+    several ranks, the leader alone has the draft model, on its device.
 
     Raises:
-        ConfigError: for several ranks, a precision of a compiled directory, other tokens than the
-            target model's, or state that cannot be truncated.
+        ConfigError: for a precision of a compiled directory, other tokens than the target
+            model's, or state that cannot be truncated.
         TilewrightError: for a model that is not found or not read.
     """
     speculative = resolved.config.speculative
-    if speculative is None or speculative.model is None:
+    if speculative is None or speculative.model is None or not resolved.grouping.leads:
         return None
     where = "speculative_config: draft model"
-    if not resolved.grouping.is_alone:
-        raise ConfigError(f"{where} with several ranks; allowed: a single rank")
     if speculative.precision is not None and is_compiled(speculative.model):
         raise ConfigError(
             f"{where} {speculative.model}: draft_precision with a compiled folder; allowed: a "
             "checkpoint, or no draft_precision"
         )
     seqs = min(_MAX_SEQS, resolved.config.num_seqs(resolved.target)[0])
-    config = replace(
-        resolved.config,
-        model=speculative.model,
-        precision=speculative.precision,
-        speculative_config=None,
-        max_num_seqs=seqs,
-        gpu_memory_utilization=None,
-    )
-    chosen = resolve(config)
+    changes: dict[str, Any] = {
+        **dict.fromkeys(_OF_GROUPS),
+        "model": speculative.model,
+        "precision": speculative.precision,
+        "speculative_config": None,
+        "max_num_seqs": seqs,
+        "gpu_memory_utilization": None,
+    }
+    config = replace(resolved.config, **changes)
+    devices = resolved.grouping.parallel.devices[:1]
+    chosen = resolve(config, runs=False)
+    chosen = replace(chosen, grouping=Grouping(ParallelConfig(devices=devices)))
     draft = load(chosen)
     if draft.max_positions < (config.max_model_len or 0):
         chosen = chosen.changed(max_model_len=None)
