@@ -99,10 +99,16 @@ def test_a_file_without_the_layer_is_refused(folder: Path, tmp_path: Path) -> No
         LLM(tmp_path, speculative_config=CONFIG, target="reference", **HOW)
 
 
-@pytest.mark.slow
-def test_a_layer_on_two_ranks_drafts_on_the_leader(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.multigpu),
+    ],
+)
+def test_a_layer_on_two_ranks_drafts_on_the_leader(folder: Path, target: str) -> None:
     """Real processes. Drafts change no output."""
-    how = {**HOW, "target": "cpu", "tensor_parallel_size": 2}
+    how = {**HOW, "target": target, "tensor_parallel_size": 2}
     answers = []
     for config in (None, CONFIG):
         with LLM(folder, speculative_config=config, **how) as llm:
@@ -112,9 +118,11 @@ def test_a_layer_on_two_ranks_drafts_on_the_leader(folder: Path) -> None:
     assert drafted.num_draft_tokens >= 20 and not plain.num_draft_tokens
 
 
-def test_a_layer_on_two_gpus_is_refused_before_compilation() -> None:
-    given: Any = SimpleNamespace(grouping=SimpleNamespace(is_alone=False), target="cuda")
-    with pytest.raises(ConfigError, match="method mtp with several ranks; allowed: a single rank"):
+def test_a_layer_on_ranks_of_the_reference_is_refused_before_compilation() -> None:
+    given: Any = SimpleNamespace(grouping=SimpleNamespace(is_alone=False), target="reference")
+    with pytest.raises(
+        ConfigError, match="method mtp with several ranks; allowed: a single rank, or target cuda"
+    ):
         with_draft_layer(given, given, given, given)
 
 

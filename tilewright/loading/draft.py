@@ -25,7 +25,9 @@ _OF_GROUPS = (
     *("collective_backend", "rank_timeout", "nnodes", "node_rank", "master_addr", "master_port"),
 )
 """Options of a group of ranks."""
-_LAYER_TARGETS = ("reference", "cpu-native", "cuda")
+_RANK_TARGETS = (CPU_BACKENDS["native"], "cuda")
+"""Targets with draft layers on the leader of several ranks."""
+_LAYER_TARGETS = ("reference", *_RANK_TARGETS)
 _MAX_SEQS = 8
 """Maximum requests with drafts at a time. Drafts pay for few requests."""
 
@@ -41,20 +43,25 @@ def with_draft_layer(
 ) -> CompileOptions:
     """Return options with the model's draft layer, if the target runs draft layers.
 
-    Call this before the compilation. The program cache excludes the layer.
+    Call this before the compilation. The program cache excludes the layer. With several ranks, the
+    leader has the whole layer: the model's final hidden states are equal on all ranks.
 
     Raises:
-        ConfigError: for several GPUs or a compiled directory.
+        ConfigError: for several ranks of a target without draft layers there, or a compiled
+            directory.
         CheckpointError: for a file without a draft layer.
         CompileError: for a layer without kernels.
     """
     where = "speculative_config: method mtp"
-    if not resolved.grouping.is_alone and resolved.target != CPU_BACKENDS["native"]:
+    if not resolved.grouping.is_alone and resolved.target not in _RANK_TARGETS:
         raise ConfigError(
-            f"{where} with several ranks; allowed: a single rank, or target cpu with native kernels"
+            f"{where} with several ranks; allowed: a single rank, or target cuda, or cpu with "
+            "native kernels"
         )
     if source.manifest is not None:
         raise ConfigError(f"{where} with a compiled folder; allowed: a checkpoint")
+    if not resolved.grouping.leads:
+        return options
     from tilewright.compiler.driver import lower_draft_layer
     from tilewright.models import load_draft_layer
 
@@ -70,8 +77,7 @@ def with_draft_layer(
 def attach_draft_layer(compiled: Compiled, options: CompileOptions, progress: Progress) -> None:
     """Compile the draft layer in ``options`` for a host executable.
 
-    Executables on GPUs load the layer with the model. With several ranks, the leader has the whole
-    layer: the model's final hidden states are equal on all ranks.
+    Executables on GPUs load the layer with the model.
     """
     from tilewright.compiler.targets.host.executable import HostExecutable
     from tilewright.compiler.targets.ranks.sharded import ShardedExecutable

@@ -12,12 +12,18 @@ import pytest
 import torch
 
 from tests.dealt_models import make
+from tests.draft_layers import tiny_layer
 from tests.masks import allowed_of
 from tests.targets.cuda import emulated_all_reduce
 from tests.targets.cuda.sharing import set_sharing
 from tests.targets.cuda.thread_ranks import Meeting, ThreadExchange, together
 from tests.tiny import precision_of, random_tokens
-from tilewright.compiler.driver import lower_model, resolve_precision, weight_source
+from tilewright.compiler.driver import (
+    lower_draft_layer,
+    lower_model,
+    resolve_precision,
+    weight_source,
+)
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.collectives.gathered import GatheredExchange
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup
@@ -52,13 +58,21 @@ SMALL_HYBRID = {**SMALL, "delta": DeltaShape(2, 4, 8, 12, 4)}
 
 
 def rank_of(
-    model: SimpleNamespace, parallel: ParallelConfig, rank: int, **how: Any
+    model: SimpleNamespace,
+    parallel: ParallelConfig,
+    rank: int,
+    *,
+    layer: SimpleNamespace | None = None,
+    **how: Any,
 ) -> CudaExecutable:
     target = CudaTarget()
     how = {"max_batch": 2, "max_context": 64, "compute": "exact", **how}
-    options = CompileOptions(parallel=parallel, rank=rank, **how)
+    options, precision = CompileOptions(parallel=parallel, rank=rank, **how), precision_of("bf16")
+    if layer is not None and rank == 0:
+        found = lower_draft_layer(model, layer, precision, target="cuda", options=options)
+        options = replace(options, draft_layer=found)
     parallel = target.settled(options)
-    resolved = resolve_precision(model, precision_of("bf16"))
+    resolved = resolve_precision(model, precision)
     graph, _ = lower_model(model, resolved, target.stages(), silent, parallel=parallel, rank=rank)
     source = weight_source(model, None, parallel)
     executable = target.compile(graph, source, options, silent)
@@ -113,17 +127,26 @@ class Library:
 
 
 class Two:
-    """A model on a single device and on two ranks. ``how``: compile options."""
+    """A model on a single device and on two ranks.
+
+    Args:
+        how: Compile options.
+        drafts: The single device and the leader have a draft layer.
+    """
 
     def __init__(
         self,
         model_type: str,
         parallel: ParallelConfig = TWO,
         how: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        drafts: bool = False,
         **changes: Any,
     ) -> None:
         sizes = SMALL_HYBRID if model_type == "qwen3_5_moe" else SMALL
         model, self.meeting = make(model_type, **{**sizes, **changes}), Meeting(2)
+        if drafts:
+            how = {**how, "layer": tiny_layer(model)}
         self.alone = rank_of(model, SINGLE_RANK, 0, **how)
         self.exchanges = [ThreadExchange(self.meeting, rank) for rank in range(2)]
         self.ranks = [rank_of(model, parallel, rank, **how) for rank in range(2)]
@@ -174,6 +197,30 @@ def test_two_ranks_accept_the_same_drafts() -> None:
     two.alone.reset()
     assert found[:2] == [tokens[0], later[0]] and found[3:] == [tokens[1]]
     two.check([first, replace(decode, drafts=drafts), decode, replace(decode, want_logits=True)])
+
+
+@pytest.mark.parametrize("linear_layers", [(False,), (True,)])
+def test_the_leader_drafts_with_its_layer(linear_layers: tuple[bool, ...]) -> None:
+    """Drafts after a prompt and after decode steps with and without drafts."""
+    how = {"max_drafts": 3}
+    two = Two("qwen3_5_moe", how=how, drafts=True, num_layers=1, linear_layers=linear_layers)
+    first, decode, *_ = steps_of((GREEDY, DRAWN), masked=False)
+    proposes = Step(proposes=dict.fromkeys(decode.decode, 3))
+
+    def answers(executable: CudaExecutable, *, leads: bool) -> list[Any]:
+        found = run(executable, [first], leads=leads)
+        for given in ((3, 4), (), (5,)):
+            if leads:
+                found += run(executable, [proposes])
+            drafts = dict.fromkeys(decode.decode, given) if given else {}
+            found += run(executable, [replace(decode, drafts=drafts)], leads=leads)
+        return found
+
+    expected = answers(two.alone, leads=True)
+    found, _ = together(two.meeting, lambda at: answers(two.ranks[at], leads=not at))
+    assert found == expected and len(expected[1][0]) == 6
+    assert two.ranks[0].agreed() == two.ranks[1].agreed() != b"[]"
+    assert two.ranks[1].capabilities.max_proposals == 0 < two.ranks[0].capabilities.max_proposals
 
 
 @pytest.mark.parametrize(
