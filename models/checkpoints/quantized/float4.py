@@ -132,13 +132,16 @@ def take_float4(
 
 
 def read_modelopt(config: Mapping[str, object], where: str, model: RawModel) -> None:
-    """Take all modules of ``quant_method: modelopt``, NVFP4 and FP8.
+    """Take all modules of ``quant_method: modelopt``, NVFP4, FP8 and MXFP8.
 
     Raises:
         CheckpointError: A setting or a tensor does not fit.
     """
     kind = config.get("quant_algo")
-    allowed = ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")
+    allowed = (
+        *("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8"),
+        "MIXED_PRECISION",
+    )
     if kind is not None and str(kind).upper() not in allowed:
         raise CheckpointError(
             f"{where}: quantization_config.quant_algo = {kind!r}; allowed: {', '.join(allowed)}"

@@ -183,10 +183,17 @@ def take_float8(model: RawModel, module: str, block: list[int] | None, scale: st
         label = f"FP8 {sizes[0]}x{sizes[1]}"
     else:
         stored = model.tensors[scale].shape if scale in model.tensors else (1,)
-        by_row = rows > 1 and stored == (rows, 1)
-        sizes = (1, columns) if by_row else (rows, columns)
-        wanted = stored if by_row or stored in ((), (1,), (1, 1)) else (rows, 1)
-        label = "FP8 per channel" if by_row else "FP8 per tensor"
+        is_grid, is_micro = len(stored) == 4, stored == (rows, -(-columns // 32)) != (rows, 1)
+        by_row = rows > 1 and stored in ((rows,), (rows, 1))
+        if is_grid:  # as modelopt stores blocks
+            sizes, label = (128, 128), "FP8 128x128"
+            wanted = -(-rows // 128), 1, -(-columns // 128), 1
+        elif is_micro:
+            sizes, label, wanted = (1, 32), "FP8 1x32", stored
+        else:
+            sizes = (1, columns) if by_row else (rows, columns)
+            wanted = stored if by_row or stored in ((), (1,), (1, 1)) else (rows, 1)
+            label = "FP8 per channel" if by_row else "FP8 per tensor"
     model.take(codes, (CODES,), shape)
     found = model.take(scale, _SCALES, wanted)
     if model.drop(*(f"{module}.{name}" for name in _ACTIVATIONS)):

@@ -322,7 +322,7 @@ def of_gptqmodel() -> Tensors:
 
 
 def of_modelopt() -> Tensors:
-    from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
+    from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
 
     dense = weight(8, 64)
     codes, scale, second = NVFP4QTensor.quantize(dense.clone(), 16)
@@ -334,7 +334,23 @@ def of_modelopt() -> Tensors:
     value = kept.dequantize(torch.float32, scale=scale)
     stored = {"weight": kept._quantized_data, "weight_scale": scale}
     config = {"quant_method": "modelopt", "quant_algo": "FP8"}
-    return found | with_config("ModelOpt FP8", stored, value, config)
+    found |= with_config("ModelOpt FP8", stored, value, config)
+    kept, scale = FP8QTensor.quantize(dense.clone(), axis=0)
+    value = kept.dequantize(torch.float32, scale=scale)
+    stored = {"weight": kept._quantized_data, "weight_scale": scale.flatten()}
+    config = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    found |= with_config("ModelOpt FP8 rows", stored, value, config)
+    blocks = {-1: 128, -2: 128}
+    kept, scale = FP8QTensor.quantize(weight(130, 144), block_sizes=blocks)
+    value = kept.dequantize(torch.float32, scale=scale, block_sizes=blocks)
+    stored = {"weight": kept._quantized_data, "weight_scale": scale[:, None, :, None]}
+    config = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    found |= with_config("ModelOpt FP8 blocks", stored, value, config)
+    kept, scale = MXFP8QTensor.quantize(dense.clone())
+    value = kept.dequantize(torch.float32, scale=scale)
+    stored = {"weight": kept._quantized_data, "weight_scale": scale}
+    config = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+    return found | with_config("ModelOpt MXFP8", stored, value, config)
 
 
 def of_nvfp4() -> Tensors:

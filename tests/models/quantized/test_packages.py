@@ -64,6 +64,7 @@ HAVE_FORMATS = (
     *(f"compressed-tensors {name}" for name in PACKED if name != "W8A8 zeros"),
     *("AWQ", "GPTQ int2", "GPTQ int3", "GPTQ int4", "ModelOpt NVFP4"),
     *("GPTQ v2 int3", "GPTQ v2 int4", "GPTQ sym int4", "ModelOpt FP8"),
+    *("ModelOpt FP8 rows", "ModelOpt FP8 blocks", "ModelOpt MXFP8"),
 )
 LABELS = {
     "torchao float8": "FP8 per channel",
@@ -77,6 +78,9 @@ LABELS = {
     "GPTQ act-order int4": "GPTQ int4, act-order",
     "ModelOpt NVFP4": "NVFP4 1x16",
     "ModelOpt FP8": "FP8 per tensor",
+    "ModelOpt FP8 rows": "FP8 per channel",
+    "ModelOpt FP8 blocks": "FP8 128x128",
+    "ModelOpt MXFP8": "FP8 1x32, powers of two",
     **{
         f"compressed-tensors {name}": label
         for name, label in {
