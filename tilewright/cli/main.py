@@ -14,7 +14,7 @@ from pathlib import Path
 from tilewright.cli.processes.run_follower import is_follower, run_follower
 from tilewright.compiler import __version__
 from tilewright.errors import TilewrightError, allowed
-from tilewright.utils.garbage import collect_seldom
+from tilewright.utils.garbage import run_process
 
 _COMMANDS, _BENCH = "tilewright.cli.commands", "bench"
 
@@ -61,8 +61,11 @@ _CLONE = Path(__file__).resolve().parents[2]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``tilewright VERB ...`` and return the exit code."""
     if argv is None:  # this process runs only this command
-        collect_seldom()
-    arguments = list(sys.argv[1:] if argv is None else argv)
+        return run_process(lambda: _main(sys.argv[1:]))
+    return _main(list(argv))
+
+
+def _main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage("tilewright COMMAND", VERBS))
         return 0 if arguments else EXIT_USER_ERROR

@@ -17,7 +17,7 @@ from tilewright.distributed.launch import join
 from tilewright.distributed.peers import SetupCollectives
 from tilewright.distributed.world import RankInfo, place_of
 from tilewright.errors import RankError, TilewrightError, one_line
-from tilewright.utils.garbage import collect_seldom
+from tilewright.utils.garbage import run_process
 
 
 def main(argv: list[str]) -> int:
@@ -88,9 +88,8 @@ def _serve(follower: Follower, place: RankInfo, path: str | None) -> None:
 
 
 if __name__ == "__main__":
-    collect_seldom()
     try:
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(run_process(lambda: main(sys.argv[1:])))
     except TilewrightError as error:
         print(f"tilewright: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -22,7 +22,7 @@ from tilewright.runtime.messages import EngineStartFailed, EngineStarting
 from tilewright.serve.engines.client import TOKENIZER
 from tilewright.serve.engines.sockets import SocketTransport
 from tilewright.serve.web.settings import MODEL
-from tilewright.utils.garbage import collect_seldom
+from tilewright.utils.garbage import run_process
 
 _REPORT_S = 0.1
 
@@ -141,5 +141,4 @@ def _own_sampling(path: object) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    collect_seldom()
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_process(lambda: main(sys.argv[1:])))
