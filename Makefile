@@ -23,7 +23,8 @@ TTNN_CANDIDATES := python3.12 python3.10 $(wildcard $(HOME)/.pyenv/versions/3.1[
 TTNN := ttnn==0.81.1
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Without byte code: Python compiles a module at its first import, and most modules are never imported.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 USABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 TTNN_USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 12)))
 
