@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import gc
 import importlib.util
@@ -18,6 +19,7 @@ import torch
 
 from tests.gpu_memory import DEFAULT_GB, gpu_memory, num_slots
 from tilewright.compiler.targets.cpu.native.library.recipe import units
+from tilewright.utils.garbage import collect_seldom
 
 hypothesis.settings.register_profile(
     "tilewright", deadline=None, max_examples=10, derandomize="CI" in os.environ
@@ -36,6 +38,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # torch caches traces of operations. This saves time for deep models only, and costs a tenth of a
 # two-layer trace. Child processes inherit the setting.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+
+collect_seldom()  # as the command does
+
+# Objects stay frozen in pytest's last collections. A worker also skips Python's teardown of
+# modules, which frees memory only. In a single process, libraries report frozen objects as leaks.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)
+else:
+    atexit.register(gc.unfreeze)
 
 NUM_THREADS = 2
 torch.set_num_threads(NUM_THREADS)
@@ -104,10 +115,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
