@@ -211,6 +211,15 @@ def test_the_context_can_be_filled_to_its_end(engine: Engine, oracle: Executable
             engine.decode([request_id], torch.tensor([1]))
 
 
+def test_decode_text_equals_single_steps(engine: Engine) -> None:
+    prompt, text = torch.tensor(random_tokens(5)), torch.tensor(random_tokens(6, seed=1))
+    engine.prefill([0, 1], [prompt, prompt])
+    together = torch.cat([logits.clone() for logits in engine.decode_text(0, text)])
+    alone = torch.cat([engine.decode([1], token).clone() for token in text.split(1)])
+    assert torch.equal(together, alone) and engine.length(0) == 11
+    engine.remove([0, 1])
+
+
 # The following calls fail. `start` and `still_right` check that nothing changed.
 
 TOKENS = {3: random_tokens(5, seed=3), 8: random_tokens(9, seed=8), 9: random_tokens(CONTEXT)}

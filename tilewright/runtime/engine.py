@@ -25,6 +25,9 @@ from tilewright.errors import RequestError
 from tilewright.runtime.memory.pages import PagePool, pages_of
 from tilewright.runtime.request import check_tokens
 
+_DECODE_CHUNK = 64
+"""Known tokens in a step of :meth:`Engine.decode_text`."""
+
 
 class UnknownRequestError(RequestError, KeyError):
     """An unknown or removed request id."""
@@ -126,6 +129,32 @@ class Engine:
         for sequence, token in zip(live, tokens, strict=True):
             sequence.decoded.append(token)
         return logits
+
+    def decode_text(self, request_id: int, token_ids: Tensor) -> Iterator[Tensor]:
+        """Append known tokens to a request. Yield the logits ``[1, vocab]`` after each token.
+
+        The bits are those of :meth:`decode` with a token a call. A target with decode chunks
+        computes `_DECODE_CHUNK` tokens together.
+
+        Raises:
+            RequestError: as :meth:`decode`.
+        """
+        if not self.executable.capabilities.has_decode_chunks:
+            for token in token_ids.split(1):
+                yield self.decode([request_id], token)
+            return
+        for part in token_ids.split(_DECODE_CHUNK):
+            tokens = part.tolist()
+            self._check_decode([request_id], tokens, per_request=len(tokens))
+            sequence = self._live[request_id]
+            chunk = PrefillChunk(
+                sequence.slot, sequence.length, tuple(tokens), echoes=True, decodes=True
+            )
+            with self._undone_by_failure():
+                self._grow(sequence, sequence.length + len(tokens))
+                logits = self._run(Step(prompts=(chunk,)))
+            sequence.decoded += tokens
+            yield from logits.split(1)
 
     def remove(self, request_ids: Sequence[int]) -> None:
         """Remove requests and free their state. Unknown ids are ignored."""
@@ -232,14 +261,16 @@ class Engine:
                     f"{needed} pages of the cache are needed; allowed: {available} free ones"
                 )
 
-    def _check_decode(self, request_ids: Sequence[int], tokens: Sequence[int]) -> None:
-        self._check_ids(request_ids, len(tokens))
+    def _check_decode(
+        self, request_ids: Sequence[int], tokens: Sequence[int], *, per_request: int = 1
+    ) -> None:
+        self._check_ids(request_ids, len(tokens) // per_request)
         check_tokens(tokens, self.executable.vocab_size)
         context = self.executable.capabilities.max_context
         for request_id in request_ids:
             if request_id not in self._live:
                 raise UnknownRequestError(f"request {request_id} is not known; prefill it first")
-            if self._live[request_id].length >= context:
+            if self._live[request_id].length + per_request > context:
                 raise RequestError(
                     f"request {request_id} is at the end of its context; allowed: {context} tokens"
                 )

@@ -375,7 +375,7 @@ class HostExecutable(Executable):
             wanted = np.array([len(tokens) - 1])
         bounds = np.array([0, len(tokens)])
         positions = np.arange(start, end)
-        batch = Batch(np.array(tokens), positions, bounds, wanted, (chunk.slot,), False)
+        batch = Batch(np.array(tokens), positions, bounds, wanted, (chunk.slot,), chunk.decodes)
         batch = self._with_images(batch, chunk, start)
         if chunk.visible:
             seen = images_by_token(chunk)[start - chunk.start : end - chunk.start]

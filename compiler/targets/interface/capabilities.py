@@ -40,6 +40,7 @@ class Capabilities:
         max_drafts: Maximum draft tokens per slot and step (`Step.drafts`). No drafts if 0.
         max_proposals: Maximum tokens of a slot from the draft layer (`Step.proposes`). 0: no draft
             layer.
+        has_decode_chunks: Whether a chunk may use decode arithmetic (`PrefillChunk.decodes`).
     """
 
     max_num_seqs: int
@@ -63,6 +64,7 @@ class Capabilities:
     invariant_rows: int = 0
     max_drafts: int = 0
     max_proposals: int = 0
+    has_decode_chunks: bool = False
 
     def shares_passes(self, num_sequences: int) -> bool:
         """Return whether a step may share passes while ``num_sequences`` sequences are open."""

@@ -1,4 +1,4 @@
-"""The emulated board behind the narrow waist: one program a phase, caches in slots."""
+"""The executable of an emulated board: a program for prefill, a program for decode, and caches."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _NUM_SNAPSHOTS = 64
 
 
 class EmulatedExecutable(HostExecutable):
-    """A board's numbers from this machine; its speed says nothing of the board's.
+    """A board's arithmetic on this machine. The emulator's speed is unrelated to the board's.
 
-    A pass is a piece of one prompt, or one token of each of several slots.
+    A forward has a prefill chunk, or a token per slot.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class EmulatedExecutable(HostExecutable):
             cell=32,
             num_snapshots=_NUM_SNAPSHOTS if decode.states else 0,
             has_sequence_state=bool(decode.states),
+            has_decode_chunks=True,
         )
         self.vocab_size = decode.vocab_size
         self.device_name = decode.device
@@ -73,14 +74,16 @@ class EmulatedExecutable(HostExecutable):
         self._plan = plan_memory(decode)
 
     def forward(self, batch: Batch) -> np.ndarray:
-        bounds = tuple(batch.cu_seqlens.tolist())
+        bounds, slots = batch.cu_seqlens, np.array(batch.slots)
+        if batch.decodes:  # A decode row is a sequence
+            bounds, slots = np.arange(len(batch.tokens) + 1), slots.repeat(np.diff(bounds))
         work = EmulatorBatch(
             tokens=torch.from_numpy(batch.tokens).to(self._device),
             positions=torch.from_numpy(batch.positions).to(self._device),
-            first_positions=tuple(batch.positions[list(bounds[:-1])].tolist()),
+            first_positions=tuple(batch.positions[bounds[:-1]].tolist()),
             logit_rows=torch.from_numpy(batch.logit_rows).to(self._device),
-            bounds=bounds,
-            slots=tuple(int(slot) for slot in batch.slots),
+            bounds=tuple(bounds.tolist()),
+            slots=tuple(slots.tolist()),
         )
         program = self._decode if batch.decodes else self._prefill
         with torch_threads(self._num_threads):
@@ -104,12 +107,12 @@ class EmulatedExecutable(HostExecutable):
         return position
 
     def memory(self) -> MemoryUse:
-        """What the board's chips would hold together, as planned; not what the emulator takes."""
+        """Return planned bytes of the chips, not the emulator's."""
         chips = self._decode.mesh.num_chips
         return MemoryUse(self._plan.weight_bytes * chips, self._plan.cache_bytes * chips)
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
-        """The bytes of state on all chips together, in whole pages."""
+        """Return the state bytes on all chips, in whole pages."""
         chips = self._decode.mesh.num_chips
         pages = sum(
             cache.num_bytes // cache.num_pages * -(-num_positions // cache.page)
@@ -139,5 +142,5 @@ class EmulatedExecutable(HostExecutable):
 
 
 def emulation_device() -> torch.device:
-    """The device on which boards are emulated: a GPU where there is one."""
+    """Return the device for emulation: a GPU, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

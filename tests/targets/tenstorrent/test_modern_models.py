@@ -22,8 +22,9 @@ from tests.tiny import (
 from tilewright.compiler.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.emulate.arithmetic import attend
 from tilewright.compiler.targets.tenstorrent.program.instructions import TtAttention
-from tilewright.errors import CompileError
+from tilewright.errors import CompileError, RequestError
 from tilewright.models.config import DeltaShape, RopeConfig, YarnScaling
+from tilewright.runtime.engine import Engine
 
 HIDDEN = {"hidden_size": 64, "head_dim": 32}
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_size": 32}
@@ -85,6 +86,24 @@ def test_emulation_is_near_the_reference(name: str) -> None:
     for board in ("p150", "p300"):
         found = prefill(emulated(model, precision=PLAIN, name=board), TOKENS, CHUNKS)
         assert (found - expected).std() < 0.05 * expected.std(), board
+
+
+@pytest.mark.parametrize(
+    ("name", "board"),
+    [("qwen3", "n300"), ("qwen3_5_moe", "p150"), ("gemma3", "p150"), ("gpt_oss", "p150")],
+)
+def test_text_in_decode_chunks_has_the_bits_of_single_steps(name: str, board: str) -> None:
+    """Windows, sinks, experts, several chips and per-sequence state included."""
+    engine = Engine(emulated(model_of(name), name=board))
+    prompt, text = torch.tensor(TOKENS[:4]), torch.tensor(TOKENS[4:])
+    engine.prefill([0, 1], [prompt, prompt])
+    together = torch.cat(list(engine.decode_text(0, text)))
+    alone = torch.cat([engine.decode([1], token) for token in text.split(1)])
+    assert torch.equal(together, alone)
+    last = torch.tensor([TOKENS[0]])
+    assert torch.equal(engine.decode([0], last), engine.decode([1], last)), "state after the text"
+    with pytest.raises(RequestError, match="request 0 is at the end of its context"):
+        next(engine.decode_text(0, torch.tensor(TOKENS * 6)))
 
 
 def test_experts_over_chips_are_one_chip_bit_for_bit_without_sums_over_chips() -> None:

@@ -74,8 +74,8 @@ def _predicted(engine: Engine, reference: AccuracyReference) -> Iterator[Tensor]
     """Yield the logits ``[1, vocab]`` of each predicted position."""
     tokens = torch.tensor(reference.tokens)
     yield engine.prefill([0], [tokens[: reference.prefill]])
-    for position in range(reference.prefill, reference.prefill + len(reference.guesses) - 1):
-        yield engine.decode([0], tokens[position : position + 1])
+    end = reference.prefill + len(reference.guesses) - 1
+    yield from engine.decode_text(0, tokens[reference.prefill : end])
     engine.remove([0])
 
 
