@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,13 @@ from safetensors.torch import load_file, save_file
 from tests.draft_layers import SHARED, tiny_layer
 from tests.images.tiny_vl import save_vl, tiny_vl
 from tilewright.cli.commands import bench
+from tilewright.compiler.targets.interface.base import CompileOptions
+from tilewright.compiler.targets.interface.compiled import silent
+from tilewright.distributed.grouping import Grouping
+from tilewright.distributed.parallel import ParallelConfig
 from tilewright.errors import CheckpointError, ConfigError, RequestError
 from tilewright.llm import LLM
+from tilewright.loading import program
 from tilewright.loading.draft import with_draft_layer
 from tilewright.models.checkpoints.huggingface.checkpoint import SafetensorsCheckpoint
 
@@ -116,6 +122,34 @@ def test_a_layer_on_two_ranks_drafts_on_the_leader(folder: Path, target: str) ->
     plain, drafted = answers
     assert drafted.tokens == plain.tokens
     assert drafted.num_draft_tokens >= 20 and not plain.num_draft_tokens
+
+
+def test_the_leader_compiles_with_the_layer_and_sends_a_job_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = []
+
+    def compile_ranks(job: Any, grouping: object, facts: object, run: Any, **_: object) -> Any:
+        jobs.append(job)
+        return run(job.options, lambda: None)
+
+    monkeypatch.setattr(program, "compile_ranks", compile_ranks)
+    monkeypatch.setattr(program, "compile_alone", lambda _, __, options, report: options)
+    monkeypatch.setattr(program, "facts_of", lambda *_: {})
+    config = SimpleNamespace(num_heads=4, num_kv_heads=2)
+    model = SimpleNamespace(config=config)
+    source: Any = SimpleNamespace(manifest=None, path="tiny", checkpoint_model=lambda: model)
+    resolved: Any = SimpleNamespace(
+        grouping=Grouping(ParallelConfig(tensor=2)),
+        target="cuda",
+        precision=None,
+        config=SimpleNamespace(use_cache=False),
+    )
+    layer, given = object(), CompileOptions(max_batch=2, max_context=64)
+    options = replace(given, draft_layer=layer)
+    own: Any = program._compile_ranks(source, resolved, options, silent, ends_process=False)
+    assert own.draft_layer is layer and own.parallel == resolved.grouping.parallel
+    assert jobs[0].options.draft_layer is None
 
 
 def test_a_layer_on_ranks_of_the_reference_is_refused_before_compilation() -> None:

@@ -127,7 +127,7 @@ def _compile_ranks(
     ends_process: bool,
 ) -> Compiled:
     """Return the executable for all ranks, led by this process."""
-    grouping, target = resolved.grouping, resolved.target
+    grouping, target, layer = resolved.grouping, resolved.target, options.draft_layer
     options = replace(options, parallel=grouping.parallel, draft_layer=None)
     # what every rank would refuse is refused before any of them is started
     if source.manifest is not None:
@@ -148,7 +148,7 @@ def _compile_ranks(
             check()
             progress(what, done, total)
 
-        return compile_alone(source, resolved, own, report)
+        return compile_alone(source, resolved, replace(own, draft_layer=layer), report)
 
     facts = facts_of(source, resolved)
     return compile_ranks(job, grouping, facts, run, ends_process=ends_process)
