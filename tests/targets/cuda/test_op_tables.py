@@ -219,6 +219,8 @@ def test_a_router_with_a_bias_leaves_decode_steps_to_the_kernels_of_prompts(
             launches.clear()
             steps.decode(rows_of(count), reach=steps.attention.reaches[0], captured=True)
             assert launches.shown().count("gemm_experts:gemm_experts_bfp8_4") == 2
+        note = "experts in gemm_experts.cu (a bias in the selection of experts)"
+        assert steps.kernels() == f"CUDA C++ kernels, but {note}"
 
 
 @pytest.mark.parametrize("how", ["fast", "strict", "exact"])

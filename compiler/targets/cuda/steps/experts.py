@@ -220,6 +220,11 @@ class ExpertsRunner:
         limits = [gemm_experts.max_small_rows(each.logits.width, each.top_k) for each in routes]
         return min([native_route.MAX_TOKENS, *limits]) if fits else 0
 
+    @property
+    def prompt_kernel(self) -> str:
+        """Return the kernel for prompts, and for decode steps without kernels of their own."""
+        return BLOCKS if self._is_blocks else "Triton"
+
     def runs_along(self, each: LinearOp, num_rows: int) -> bool:
         """Return whether another instruction computes this matmul in decode steps with
         ``num_rows``.

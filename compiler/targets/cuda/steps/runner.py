@@ -161,13 +161,14 @@ class StepRunner:
             return "the library in float32"
         instructions = self._plan.instructions
         has_experts = any(isinstance(each, TopKRouteOp) for each in instructions)
+        experts = self._mixers.experts
         found = {
-            "products": self._gpu.why_no_cpp,
-            "attention": self.attention.why_not_native,
-            "experts": self._mixers.experts.why_not_native if has_experts else "",
-            "linear attention": self._mixers.why_not_native,
+            "products in Triton": self._gpu.why_no_cpp,
+            "attention in Triton": self.attention.why_not_native,
+            f"experts in {experts.prompt_kernel}": experts.why_not_native if has_experts else "",
+            "linear attention in Triton": self._mixers.why_not_native,
         }
-        parts = [f"{what} in Triton ({reason})" for what, reason in found.items() if reason]
+        parts = [f"{what} ({reason})" for what, reason in found.items() if reason]
         return "CUDA C++ kernels" + (", but " + " and ".join(parts) if parts else "")
 
     def _type(self, role: str) -> torch.dtype:
