@@ -169,7 +169,7 @@ def test_all_exponents_of_mxfp4(gpu: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_bits_are_those_of_triton_and_of_all_tile_sizes(fmt: str, gpu: torch.device) -> None:
+def test_bits_are_those_of_all_tile_sizes(fmt: str, gpu: torch.device) -> None:
     held, experts = weight(fmt, (256, 640), gpu), choice(300, 2, gpu)
     x = torch.randn(300, 640, device=gpu).bfloat16()
     outputs = []
