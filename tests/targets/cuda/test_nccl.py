@@ -191,7 +191,7 @@ def test_the_way_is_chosen_by_what_gpus_reach(
     is_reached: bool,
     why: str | None,
 ) -> None:
-    def check_reached(device: object, swap: object) -> None:
+    def check_reached(device: object, swap: object, why_not: str) -> None:
         if not is_reached:
             raise peers.UnreachedError("rank 1 is on another machine")
 
@@ -212,7 +212,7 @@ def test_the_way_is_chosen_by_what_gpus_reach(
 
 
 def test_peers_that_were_asked_for_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check_reached(device: object, swap: object) -> None:
+    def check_reached(device: object, swap: object, why_not: str) -> None:
         raise peers.UnreachedError("rank 1 is on another machine")
 
     monkeypatch.setattr(peers, "check_reached", check_reached)
@@ -221,10 +221,18 @@ def test_peers_that_were_asked_for_are_not_replaced(monkeypatch: pytest.MonkeyPa
         group.meet(met, (), CPU, requested="peers")
 
 
-def test_peers_need_cpp_kernels(made: Made) -> None:
-    met: Any = Met()
-    reason = "made for compute capability 9.0"
-    found = group.meet(met, (), CPU, why_no_peers=reason)
-    assert isinstance(found.exchange, GatheredExchange) and reason in found.notes[0]
-    with pytest.raises(CompileError, match=reason):
-        group.meet(met, (), CPU, requested="peers", why_no_peers=reason)
+class Excuse(Met):
+    """Ranks of which the first has no CUDA C++ kernels."""
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        is_reason = not data or data.startswith(b"all_reduce.cu")
+        return [b"all_reduce.cu: no NVRTC", data] if is_reason else super().all_gather(data)
+
+
+@pytest.mark.parametrize("own", ["", "no NVRTC"])
+def test_peers_need_cpp_kernels_on_all_ranks(made: Made, own: str) -> None:
+    met: Any = Excuse()
+    found = group.meet(met, (), CPU, why_no_peers=own)
+    assert isinstance(found.exchange, GatheredExchange) and "no NVRTC" in found.notes[0]
+    with pytest.raises(CompileError, match="no NVRTC"):
+        group.meet(met, (), CPU, requested="peers", why_no_peers=own)

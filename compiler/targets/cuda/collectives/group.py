@@ -198,9 +198,7 @@ def meet(
         why = f"{met.size} ranks are more than {MOST_GPUS}"
     elif requested != NCCL:
         try:
-            if why_no_peers:
-                raise UnreachedError(f"all_reduce.cu: {why_no_peers}")
-            group = _through_memory(met, sizes, device)
+            group = _through_memory(met, sizes, device, why_no_peers)
         except UnreachedError as error:
             if requested == PEERS:
                 raise
@@ -210,10 +208,12 @@ def meet(
     return _limited(_through_nccl(met, sizes, device, why), met)
 
 
-def _through_memory(met: Met, sizes: tuple[int, ...], device: torch.device) -> RankGroup:
+def _through_memory(
+    met: Met, sizes: tuple[int, ...], device: torch.device, why_no_peers: str
+) -> RankGroup:
     from tilewright.compiler.targets.cuda.collectives.peer_memory import PeerMemory, check_reached
 
-    check_reached(device, met.all_gather)
+    check_reached(device, met.all_gather, why_no_peers and f"all_reduce.cu: {why_no_peers}")
     num_bytes = SLOTS * met.size * _PART_BYTES
     peers = PeerMemory(met.rank, num_bytes, device, met.all_gather, fill=EMPTY)
     exchange = PeerAllReduce(peers.addresses, met.rank, part_bytes=_PART_BYTES, device=device)

@@ -65,15 +65,19 @@ def check_access(devices: Sequence[int]) -> None:
                 )
 
 
-def check_reached(device: torch.device, swap: Swap) -> None:
+def check_reached(device: torch.device, swap: Swap, why_not: str = "") -> None:
     """Raise an error if the ranks' GPUs cannot access their peers' memory.
 
     Runs before any allocation. All ranks must call this function together.
 
+    Args:
+        why_not: This rank's reason against peer memory. Empty: none.
+
     Raises:
-        UnreachedError: Names the first pair.
+        UnreachedError: Has the first rank's reason, or names the first pair.
     """
-    visible = {_uuid(each): each for each in range(torch.cuda.device_count())}
+    _agree(swap, why_not)
+    visible = {_uuid(index): index for index in range(torch.cuda.device_count())}
     own = (_machine(), _uuid(torch.cuda.current_device() if device.index is None else device.index))
     gathered = swap(msgspec.json.encode(own))
     found = [msgspec.json.decode(each, type=tuple[str, str]) for each in gathered]

@@ -217,7 +217,7 @@ class ExpertsRunner:
         """Return the largest row count of a decode step with kernels of its own."""
         if not self._is_blocks:
             return native_route.MAX_TOKENS
-        limits = [gemm_experts.max_small_rows(each.logits.width, each.top_k) for each in routes]
+        limits = [gemm_experts.max_small_rows(op.logits.width, op.top_k) for op in routes]
         return min([native_route.MAX_TOKENS, *limits]) if fits else 0
 
     @property
