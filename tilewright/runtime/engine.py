@@ -131,7 +131,7 @@ class Engine:
         return logits
 
     def decode_text(self, request_id: int, token_ids: Tensor) -> Iterator[Tensor]:
-        """Append known tokens to a request. Yield the logits ``[1, vocab]`` after each token.
+        """Append known tokens to a request. Yield the logits ``[1, vocab]`` after every token.
 
         The bits are those of :meth:`decode` with a token a call. A target with decode chunks
         computes `_DECODE_CHUNK` tokens together.

@@ -217,7 +217,7 @@ class PrefillChunk:
         next_token: The prompt token after an echoing chunk, for its log probability. None at the
             end of the prompt.
         pools: Return final hidden states as `Pooled`. The chunk then neither samples nor echoes.
-        decodes: Use the arithmetic of decode steps with one token each. The chunk echoes and does
+        decodes: Use the arithmetic of decode steps with one token. The chunk echoes and does
             not sample. See `Capabilities.has_decode_chunks`.
         images: Tokens with image embeddings.
         visible: Images with cross-attention, ascending. Earlier tokens see no image. Decoded tokens
