@@ -282,6 +282,8 @@ def test_models_of_today_have_a_file(name: str, tmp_path: Path) -> None:
     write_weights(made[1], weight_source(model), tmp_path)
     written = {key: each for path in tmp_path.iterdir() for key, each in load_file(path).items()}
     assert written.keys() == {weight.name for weight in made[1].weights}
+    is_cast_after_sum = "out_proj = cast(out_proj, ttnn.bfloat16)" in source
+    assert is_cast_after_sum == (name == "qwen3_5_moe")
     experts = next((w for w in made[1].weights if w.num_experts), None)
     if experts is not None:
         assert written[experts.name].shape == (32, experts.rows, experts.columns)

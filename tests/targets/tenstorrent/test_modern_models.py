@@ -20,8 +20,8 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler.mesh import Mesh
-from tilewright.compiler.targets.tenstorrent.emulate.arithmetic import attend
-from tilewright.compiler.targets.tenstorrent.program.instructions import TtAttention
+from tilewright.compiler.targets.tenstorrent.emulate.arithmetic import attend, ring_sum
+from tilewright.compiler.targets.tenstorrent.program.instructions import TtAttention, class_name
 from tilewright.errors import CompileError, RequestError
 from tilewright.models.config import DeltaShape, RopeConfig, YarnScaling
 from tilewright.runtime.engine import Engine
@@ -86,6 +86,20 @@ def test_emulation_is_near_the_reference(name: str) -> None:
     for board in ("p150", "p300"):
         found = prefill(emulated(model, precision=PLAIN, name=board), TOKENS, CHUNKS)
         assert (found - expected).std() < 0.05 * expected.std(), board
+
+
+def test_prompts_of_gated_deltanet_are_summed_in_float32() -> None:
+    """The product is float32, and its sum is cast to bfloat16. Steps are summed in bfloat16."""
+    formats = {}
+    for program in programs(model_of("qwen3_5"), Mesh(2), precision=board_precision(), name="p300"):
+        layer = [op for op in program.instructions if op.fqn.endswith("linear_attn.out_proj")]
+        formats[program.phase] = [(class_name(op), op.out.format) for op in layer]
+    sums = [("ReduceScatter", "bf16"), ("AllGather", "bf16")]
+    assert formats["prefill"] == [("Matmul", "fp32"), *sums]
+    assert formats["decode"] == [("Matmul", "bf16"), *sums]
+    small = torch.full((1, 64), 2.0**-10)
+    parts = [torch.ones(1, 64), small, small]
+    assert torch.equal(ring_sum(parts, "fp32"), sum(parts)) and ring_sum(parts, "bf16").max() == 1
 
 
 @pytest.mark.parametrize(

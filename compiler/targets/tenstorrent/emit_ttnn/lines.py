@@ -22,7 +22,12 @@ from tilewright.compiler.targets.tenstorrent.program.instructions import (
 )
 from tilewright.errors import CompileError
 
-DTYPES = {"bf16": "ttnn.bfloat16", "bfp8": "ttnn.bfloat8_b", "bfp4": "ttnn.bfloat4_b"}
+DTYPES = {
+    "fp32": "ttnn.float32",
+    "bf16": "ttnn.bfloat16",
+    "bfp8": "ttnn.bfloat8_b",
+    "bfp4": "ttnn.bfloat4_b",
+}
 HEADS = "heads"
 _SLOTS = ("x", "y", "q", "gate", "up", "a", "b", "experts", "weights")
 WIDTH = 100

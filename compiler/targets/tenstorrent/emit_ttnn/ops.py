@@ -376,9 +376,11 @@ class InstructionLines(MixerLines):
         self._call(name, "ttnn.slice", x, ends)
 
     def _reduce(self, op: ReduceScatter | TtAllReduce) -> None:
-        """Append a sum. The links transfer the result's format."""
+        """Append a sum. The links transfer the result's format, or float32."""
         x = self._at(op.x, self._open())
-        self._cast(op, x, op.x.format, op.out)
+        is_cast_after = op.x.format == "fp32"
+        if not is_cast_after:
+            self._cast(op, x, op.x.format, op.out)
         name = self._bind(op.out, x, self._open())
         named = {"cluster_axis": _axis(op.axis), "memory_config": self._open()}
         if isinstance(op, ReduceScatter):
@@ -386,6 +388,8 @@ class InstructionLines(MixerLines):
             self._call(name, "ttnn.reduce_scatter", x, **named)
         else:
             self._call(name, "ttnn.all_reduce", x, **named, topology="TOPOLOGY")
+        if is_cast_after:
+            self._cast(op, name, "fp32", op.out)
 
     def _gather(self, op: AllGather) -> None:
         memory = "DRAM" if self._last_use.get(op.out) is None else self._open()

@@ -261,7 +261,8 @@ def _hidden(scores: Tensor, first: int, window: int) -> Tensor:
 def ring_sum(parts: Sequence[Tensor], format_: str) -> Tensor:
     """Return the ring's sum of partial values, in hop order.
 
-    The sum for chip j's columns starts at chip j + 1 and is packed at every hop.
+    The sum for chip j's columns starts at chip j + 1 and is packed at every hop. ``fp32`` is not
+    packed.
     """
     count = len(parts)
     shares = [part.tensor_split(_edges(part.shape[-1], count), dim=-1) for part in parts]
@@ -270,7 +271,8 @@ def ring_sum(parts: Sequence[Tensor], format_: str) -> Tensor:
         order = [(share + 1 + hop) % count for hop in range(count)]
         total = shares[order[0]][share]
         for rank in order[1:]:
-            total = pack(total.float() + shares[rank][share].float(), format_)
+            total = total.float() + shares[rank][share].float()
+            total = total if format_ == "fp32" else pack(total, format_)
         summed.append(total)
     return torch.cat(summed, -1)
 

@@ -285,13 +285,14 @@ class Emulator:
     def _reduce(self, op: ReduceScatter | TtAllReduce, step: _StepValues) -> None:
         """Cast the values to the sum's format and add them on a ring.
 
-        After a scatter, a chip stores its shard.
+        After a scatter, a chip stores its shard. A float32 sum is rounded to even.
         """
         out = op.out
+        format_ = "fp32" if op.x.format == "fp32" else out.format
         for chip in step.chips(op.x, without=op.axis):
             line = along(step.mesh, op.axis, chip)
-            parts = [arithmetic.cast(step.get(op.x, peer), out.format) for peer in line]
-            total = arithmetic.ring_sum(parts, out.format)
+            parts = [arithmetic.cast(step.get(op.x, peer), format_) for peer in line]
+            total = arithmetic.ring_sum(parts, format_).bfloat16()
             if isinstance(op, TtAllReduce):
                 step.put(out, chip, total)
                 continue
@@ -347,4 +348,6 @@ def _begin(state: Tensor, start: int) -> Tensor:
 
 def _written(product: Tensor, format_: str, done: str) -> Tensor:
     """Return a matmul result in its value's format. The matrix unit has packed it to ``done``."""
+    if format_ == "fp32":
+        return product
     return product.bfloat16() if done == format_ else pack(product, format_)

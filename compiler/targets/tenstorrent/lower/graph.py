@@ -281,12 +281,14 @@ def _linear(ctx: LoweringContext, node: Node) -> None:
                 f"{ctx.mesh}; allowed: a mesh of one axis, or --target cuda"
             )
         bias = ctx.vector(f"{facts.fqn}.bias", bias_node)
-    format_ = ctx.format(node, facts.op_group or "")
-    out = ctx.value(node, x.rows, weight.columns, format_, ctx.places.made[node])
+    format_, place = ctx.format(node, facts.op_group or ""), ctx.places.made[node]
+    group = facts.tensor_group or ""
+    if place.partial and group == "delta_out" and ctx.phase == PREFILL:
+        format_ = "fp32"  # as in the vendor's demo: in bf16, the errors grow over the layers
+    out = ctx.value(node, x.rows, weight.columns, format_, place)
     assert facts.compute is not None
     cores, k_block = placement.matmul_blocks(x, weight, ctx.phase)
     compute = ComputeConfig(getattr(facts.compute, ctx.phase))
-    group = facts.tensor_group or ""
     ctx.put(node, Matmul(out, *whose(node), x, weight, bias, compute, k_block, cores, group))
     _finish_product(ctx, node, out, group)
 
@@ -295,6 +297,8 @@ def _finish_product(ctx: LoweringContext, node: Node, out: TtValue, group: str) 
     """Append the collectives after a matmul: sums of partial values and a gather for logits."""
     # Logits are not activations: they have the LM head's output format.
     format_ = out.format if group == "lm_head" else ctx.format(node, "collective")
+    if out.format == "fp32":
+        format_ = "bf16"
     if out.partial and ctx.mesh.columns == 1 and out.tiles[1] % ctx.mesh.rows == 0:
         share = ctx.places.over(ROWS, out.columns)
         columns = share_of(share, OUT, out.columns)

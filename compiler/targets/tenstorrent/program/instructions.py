@@ -513,7 +513,10 @@ class SelectRows(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(TtInstruction):
-    """Partial values added over a mesh axis. Each chip stores its shard of the columns."""
+    """Partial values added over a mesh axis. Each chip stores its shard of the columns.
+
+    Float32 values are added in float32, other values in the format of ``out``.
+    """
 
     x: TtValue
     axis: str
@@ -529,7 +532,7 @@ class AllGather(TtInstruction):
 
 @dataclass(frozen=True, slots=True)
 class TtAllReduce(TtInstruction):
-    """Partial values added over a mesh axis. Each chip stores all columns."""
+    """Partial values added as in `ReduceScatter`. Each chip stores all columns."""
 
     x: TtValue
     axis: str
