@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ class BlackholeSample:
     """A published decode step or first token: ``seconds``, and work with its counts.
 
     ``software``: the generation for a step, the constant for operator starts for a prompt.
+    ``generation``: the generation for both.
     """
 
     id: int
@@ -96,13 +98,16 @@ class BlackholeSample:
     context: int
     date: str
     software: str
+    generation: str
     seconds: float
     is_decode: bool
     work: Work
 
     def predict(self, constants: BlackholeConstants) -> float:
         """Return the predicted seconds."""
-        seconds_of = blackhole_seconds if self.is_decode else prompt_seconds
+        seconds_of = blackhole_seconds
+        if not self.is_decode:
+            seconds_of = partial(prompt_seconds, software=self.generation)
         starts = busy = 0.0
         for work, count in self.work:
             start, moved, computed = seconds_of(work, constants, self.software)
@@ -154,6 +159,7 @@ def _sample(record: Mapping[str, Any], programs: Programs, *, is_decode: bool) -
         **facts,
         context=context,
         software=software,
+        generation=record["software"],
         seconds=seconds,
         is_decode=is_decode,
         work=work,

@@ -100,7 +100,7 @@ def seconds_by_work(
         return partial(work_seconds, constants=constants or FITTED, is_decode=is_decode)
     software = software_of(program)
     if not is_decode:
-        return _blackhole_prompt(program, SOFTWARE[software].prompts)
+        return _blackhole_prompt(program, software)
 
     def on_blackhole(work: InstructionCost) -> tuple[float, str]:
         start, moved, computed = blackhole_seconds(work, BLACKHOLE, software)
@@ -112,17 +112,18 @@ def seconds_by_work(
 
 
 def _blackhole_prompt(
-    program: DeviceProgram, prompts: str
+    program: DeviceProgram, software: str
 ) -> Callable[[InstructionCost], tuple[float, str]]:
     """Return a function from work to seconds and bottleneck. In an untraced prompt, only the slower
     side counts for every instruction: the host or the chips.
     """
+    prompts = SOFTWARE[software].prompts
     is_traced = prompts == TRACED
     counts = ((work, 1.0) for work in program_work(program))
     is_host = not is_traced and is_host_bound(counts, BLACKHOLE, prompts)
 
     def on_blackhole(work: InstructionCost) -> tuple[float, str]:
-        start, moved, computed = prompt_seconds(work, BLACKHOLE, prompts)
+        start, moved, computed = prompt_seconds(work, BLACKHOLE, prompts, software=software)
         if is_host:
             return start, BOUND_START
         start = start if is_traced else 0.0
