@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,6 +127,7 @@ class ExpertsRunner:
             [PromptSite(each.kind, arithmetic, gpu, each.recipe.shape[-1]) for each in products]
         )
         self._is_blocks = kernel == BLOCKS
+        self._linear = gemm_experts.expert_linear if self._is_blocks else expert_linear
         if self._is_blocks:
             nvrtc.load(device, gemm_experts.SOURCE)
         routes = [each for each in plan.instructions if isinstance(each, TopKRouteOp)]
@@ -345,13 +347,8 @@ class ExpertsRunner:
                 finish=finish,
             )
         for part, groups in routing.parts():
-            linear = self._linear_of(groups)
-            linear(out[part], x[part], packed, groups, top_k=top_k, swiglu=swiglu, finish=finish)
-
-    def _linear_of(self, groups: Groups) -> Callable[..., None]:
-        """Return the matmul of a prompt, or of a decode step with tiles for Triton."""
-        is_blocks = self._is_blocks and groups.tile_size in gemm_experts.TILE_SIZES
-        return gemm_experts.expert_linear if is_blocks else expert_linear
+            how: dict[str, Any] = {"top_k": top_k, "swiglu": swiglu, "finish": finish}
+            self._linear(out[part], x[part], packed, groups, **how)
 
     def _sum_native(
         self,
@@ -400,8 +397,7 @@ class ExpertsRunner:
         for part, groups in routing.parts():
             results = products[: len(x[part])]
             finish = Finish(self._vector(each.bias))
-            linear = self._linear_of(groups)
-            linear(results, x[part], packed, groups, top_k=routing.top_k, finish=finish)
+            self._linear(results, x[part], packed, groups, top_k=routing.top_k, finish=finish)
             sum_experts(
                 out[part],
                 results,
