@@ -17,7 +17,11 @@ from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.experts import moe_small
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
-from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import PLAIN, Finish
+from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
+    PLAIN,
+    Finish,
+    pair_stride,
+)
 from tilewright.compiler.targets.cuda.kernels.experts.route import (
     MAX_CHOSEN,
     MAX_EXPERTS,
@@ -247,9 +251,6 @@ def expert_sum(
 def _arguments(
     x: Tensor, packed: PackedWeight, tiles: Tiles, top_k: int, num_rows: int
 ) -> _ExpertsParams:
-    num_columns = packed.num_columns
-    own = x.shape[1] == top_k * num_columns and top_k > 1
-    assert own or x.shape[1] >= num_columns
     _check_operand(x, packed)
     return _ExpertsParams(
         own=_weight(packed, num_rows),
@@ -261,7 +262,7 @@ def _arguments(
         reciprocal=-(-65536 // top_k),
         most_tiles=len(tiles.pairs),
         x_stride=x.stride(0),
-        x_each=num_columns if own else 0,
+        x_each=pair_stride(x, packed, top_k),
     )
 
 

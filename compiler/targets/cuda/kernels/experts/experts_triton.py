@@ -305,6 +305,25 @@ def _expert_linear_large_kernel(
         )
 
 
+def result_rows(out: Tensor, packed: PackedWeight, top_k: int, *, swiglu: bool) -> int:
+    """Return an expert's results per pair, O in ``out [T, K O]``. The weight may have up to 7 more
+    rows.
+    """
+    num_rows, rest = divmod(out.shape[1], top_k)
+    packed_rows = packed.num_rows // 2 if swiglu else packed.num_rows
+    assert not rest and packed_rows - 8 < num_rows <= packed_rows and packed.is_paired == swiglu
+    return num_rows
+
+
+def pair_stride(x: Tensor, packed: PackedWeight, top_k: int) -> int:
+    """Return the stride between a token's pairs in ``x [T, K C]``. 0: all experts have one input,
+    ``[T, >= C]``.
+    """
+    has_own = x.shape[1] == top_k * packed.num_columns and top_k > 1
+    assert has_own or x.shape[1] >= packed.num_columns
+    return packed.num_columns if has_own else 0
+
+
 def expert_linear(
     out: Tensor,
     x: Tensor,
@@ -329,16 +348,14 @@ def expert_linear(
         tiling: Tile sizes. None: :func:`tiling_of`. The bits do not depend on them.
         finish: Biases, and the bound of SwiGLU.
     """
-    num_tokens, num_columns = x.shape[0], packed.num_columns
-    num_rows, rest = divmod(out.shape[1], top_k)
-    packed_rows = packed.num_rows // 2 if swiglu else packed.num_rows
-    assert not rest and packed_rows - 8 < num_rows <= packed_rows and packed.is_paired == swiglu
-    assert out.shape[0] == num_tokens and out.stride(1) == 1 == x.stride(1)
+    num_rows = result_rows(out, packed, top_k, swiglu=swiglu)
+    assert out.shape[0] == x.shape[0] and out.stride(1) == 1 == x.stride(1)
     tiling = tiling or tiling_of(packed, groups.tile_size, x.dtype)
-    assert x.shape[1] >= num_columns and (packed.kind == "bf16" or not tiling.columns)
+    assert packed.kind == "bf16" or not tiling.columns
     padded_rows = packed.num_row_tiles * TILE_ROWS
     grid = (triton.cdiv(padded_rows, tiling.rows), groups.tiles.shape[1])
-    arguments = _arguments(out, x, packed, groups, top_k=top_k, tiling=tiling, finish=finish)
+    how: dict[str, Any] = {"num_rows": num_rows, "top_k": top_k}
+    arguments = _arguments(out, x, packed, groups, **how, tiling=tiling, finish=finish)
     if tiling.columns:
         _expert_linear_large_kernel[grid](
             weights=TensorDescriptor.from_tensor(packed.data, [tiling.rows, tiling.columns]),
@@ -365,25 +382,25 @@ def _arguments(
     packed: PackedWeight,
     groups: Groups,
     *,
+    num_rows: int,
     top_k: int,
     tiling: Tiling,
     finish: Finish,
 ) -> dict[str, Any]:
     """Return the arguments of both kernels: operands, strides, epilogue and tile sizes."""
-    num_rows, num_columns = out.shape[1] // top_k, packed.num_columns
-    swiglu, has_own_x = packed.is_paired, x.shape[1] == top_k * num_columns and top_k > 1
+    swiglu = packed.is_paired
     bias, limit, alpha = finish.checked(packed.num_experts * num_rows, swiglu=swiglu)
     operands = {"out_ptr": out, "x_ptr": x, "order_ptr": groups.order, "tiles_ptr": groups.tiles}
     return {
         **operands,
         "num_rows": num_rows,
-        "num_columns": num_columns,
+        "num_columns": packed.num_columns,
         "num_tiles": groups.tiles.shape[1],
         "top_k": top_k,
         "out_stride": out.stride(0),
         "out_each": num_rows,
         "x_stride": x.stride(0),
-        "x_each": num_columns if has_own_x else 0,
+        "x_each": pair_stride(x, packed, top_k),
         "scale": packed.scale,
         "bias_ptr": bias,
         "limit": limit,

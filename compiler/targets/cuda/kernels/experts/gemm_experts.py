@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
-from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import PLAIN, Finish
+from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
+    PLAIN,
+    Finish,
+    pair_stride,
+    result_rows,
+)
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups, max_tiles
 from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
 from tilewright.compiler.targets.cuda.kernels.matmul.gemm_block import BlockTileConfig, GemmBlock
@@ -120,9 +125,7 @@ def expert_linear(
         finish: Biases, and the bound of SwiGLU.
     """
     num_tiles, size = groups.tiles.shape[1], groups.tile_size
-    num_rows, rest = divmod(out.shape[1], top_k)
-    packed_rows = packed.num_rows // 2 if swiglu else packed.num_rows
-    assert not rest and packed_rows - 8 < num_rows <= packed_rows and packed.is_paired == swiglu
+    num_rows = result_rows(out, packed, top_k, swiglu=swiglu)
     assert out.dtype == x.dtype == torch.bfloat16 and out.stride(1) == 1 == x.stride(1)
     assert packed.format in FORMATS and packed.data.data_ptr() % 16 == 0
     arranged = torch.empty(
@@ -156,8 +159,6 @@ def _arrange(
     out: Tensor, x: Tensor, packed: PackedWeight, pairs: _PairTiles, tile_size: int
 ) -> None:
     num_columns = packed.num_columns
-    own = x.shape[1] == pairs.top_k * num_columns and pairs.top_k > 1
-    assert own or x.shape[1] >= num_columns
     assert x.stride(0) % 2 == 0 == x.data_ptr() % 4 and num_columns % 2 == 0
     arguments = _ArrangePairs(
         pairs=pairs,
@@ -166,7 +167,7 @@ def _arrange(
         tile_size=tile_size,
         num_columns=num_columns,
         x_stride=x.stride(0),
-        x_each=num_columns if own else 0,
+        x_each=pair_stride(x, packed, pairs.top_k),
     )
     blocks = pairs.num_tiles * tile_size // 32, packed.num_column_tiles * 128 // _CHUNK, 1
     nvrtc.launch(SOURCE, "arrange_pairs", at=nvrtc.Launch(blocks, 256), arguments=arguments)
