@@ -290,6 +290,14 @@ __device__ __forceinline__ void multiply_tiles(float (&acc)[R][MT][4], u32 weigh
   else multiply_blocks<F, MT, R>(acc, weight, weight4, x, x_row8);
 }
 
+// Return the activation for a gate and its up, as `Finish` in experts_triton.py. P has its limit and
+// its alpha.
+template <class P> __device__ __forceinline__ float swiglu(const P &p, float gate, float up) {
+  if (p.limit == 0.0f) return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+  gate = gate > p.limit ? p.limit : gate;
+  up = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
+  return __fdividef(gate, 1.0f + __expf(-gate * p.alpha)) * (up + 1.0f);
+}
 // Write two values of a tile: rows g and g + 8. With SWIGLU, they are gate and up.
 __device__ __forceinline__ void finish(const Product &p, int token, int tile, int g, float top,
                                        float low) {

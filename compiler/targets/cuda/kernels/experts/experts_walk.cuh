@@ -91,14 +91,6 @@ struct Table {
   }
 };
 
-// Return the activation for a gate and its up, as `Finish` in experts_triton.py.
-__device__ __forceinline__ float swiglu(const Experts &p, float gate, float up) {
-  if (p.limit == 0.0f) return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-  gate = gate > p.limit ? p.limit : gate;
-  up = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
-  return __fdividef(gate, 1.0f + __expf(-gate * p.alpha)) * (up + 1.0f);
-}
-
 // Store a unit's sums: in memory, as float32 or after SwiGLU; or in shared memory, as a sum's
 // products [pairs, then tokens of the shared expert; 16].
 __device__ __forceinline__ void store_product(const Table &table, Place at, int g, int t,

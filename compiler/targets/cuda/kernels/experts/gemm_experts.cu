@@ -46,14 +46,6 @@ struct GemmExperts {
   float limit, alpha;  // of a clamped SwiGLU, or a plain SwiGLU with limit 0
 };
 
-// Return the activation for a gate and its up, as `Finish` in experts_triton.py.
-__device__ __forceinline__ float activation(const GemmExperts &p, float gate, float up) {
-  if (p.limit == 0.0f) return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-  gate = gate > p.limit ? p.limit : gate;
-  up = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
-  return __fdividef(gate, 1.0f + __expf(-gate * p.alpha)) * (up + 1.0f);
-}
-
 // Store a lane's sums as bf16, or the activations of its gates and ups. Its rows are g and g + 8.
 template <int MT>
 __device__ __forceinline__ void store_pairs(const GemmExperts &p, int expert, int first, int end,
@@ -79,7 +71,7 @@ __device__ __forceinline__ void store_pairs(const GemmExperts &p, int expert, in
                (size_t)(pair - token * p.pairs.top_k) * p.out_each + row;
     const float top = sums[i >> 1][i & 1] * of.scale + bias[0];
     const float low = sums[i >> 1][2 + (i & 1)] * of.scale + bias[1];
-    const u32 both = is_paired ? pack2(activation(p, top, low), 0.0f) : pack2(top, low);
+    const u32 both = is_paired ? pack2(swiglu(p, top, low), 0.0f) : pack2(top, low);
     if (has_top) out[0] = (u16)both;
     if (!is_paired && has_low) out[8] = (u16)(both >> 16);
   }

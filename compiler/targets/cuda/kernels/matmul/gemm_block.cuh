@@ -219,7 +219,7 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 full[RINGS * MOST_DEPTH];
   __shared__ u32 left[RINGS * MOST_DEPTH];
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int lane = threadIdx.x & 31, t = lane & 3;
   const u32 part = CUT > 1 ? threadIdx.x >> 7 : 0, warp = (threadIdx.x >> 5) - 4 * part;
   const u32 share = (C > 1 ? blockIdx.z * CUT : 0) + part;
   constexpr bool TALL = CUT == 0 && G == 4;
