@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,18 +53,34 @@ def _copies(num_bytes: int) -> int:
     return max(2, min(MAX_COPIES, -(-COLD_BYTES // num_bytes)))
 
 
+def _pack(values: Any, fmt: str, *, paired: bool) -> Any:
+    """Return a packed weight, in tiles of codes or not."""
+    from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+    from tilewright.compiler.targets.cuda.kernels.matmul import gemv
+    from tilewright.compiler.targets.cuda.weights.coded import pack_coded
+    from tilewright.compiler.targets.cuda.weights.packing import hold
+
+    if fmt not in gemv.CODED:
+        return hold(values, fmt, paired=paired)
+    recipe = WeightRecipe((Segment("w", len(values)),), tuple(values.shape), fmt)
+    return pack_coded(recipe, lambda name: values, values.device, paired=paired)
+
+
+def _again(packed: Any) -> Any:
+    """Return a packed weight with a copy of the data."""
+    return replace(packed, data=packed.data.clone())
+
+
 def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iterator[Variant]:
     import torch
 
     from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
     from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16, gemm_block, gemv
     from tilewright.compiler.targets.cuda.steps.cublas import store_product
-    from tilewright.compiler.targets.cuda.weights.packing import hold
 
     values = (0.02 * torch.randn(size, device="cuda")).bfloat16()
-    first = hold(values, fmt, paired=paired)
-    weights = [first]
-    weights += [hold(values, fmt, paired=paired) for _ in range(_copies(first.data.nbytes) - 1)]
+    first = _pack(values, fmt, paired=paired)
+    weights = [first, *(_again(first) for _ in range(_copies(first.data.nbytes) - 1))]
     x = torch.randn(rows, size[1], device="cuda").bfloat16()
     width, dtype = (size[0] // 2, torch.bfloat16) if paired else (size[0], torch.float32)
     out = torch.empty(rows, width, dtype=dtype, device="cuda")
@@ -87,6 +103,37 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
     else:
         product = lambda at: store_product(out, x, plain[at])  # noqa: E731
     yield Variant("cublas", product, len(plain), values.nbytes)
+
+
+def _layer(rows: int, *, fmt: str) -> Iterator[Variant]:
+    """Matmuls of a layer of Llama 3.1 8B with their norms, in turn. Only for a single row."""
+    import torch
+
+    from tilewright.compiler.targets.cuda.kernels.matmul import gemv
+
+    if rows > 1:
+        return
+    sizes = {"qkv": (6144, 4096), "o": (4096, 4096), "up": (28_672, 4096), "down": (4096, 14_336)}
+    norm = torch.ones(4096, device="cuda"), 1e-5
+    x, qkv = torch.randn(1, 4096, device="cuda"), torch.empty(1, 6144, device="cuda")
+    attended = torch.randn(1, 4096, device="cuda").bfloat16()
+    inner = torch.empty(1, 14_336, device="cuda", dtype=torch.bfloat16)
+    first = {
+        name: _pack((0.02 * torch.randn(size, device="cuda")).bfloat16(), fmt, paired=name == "up")
+        for name, size in sizes.items()
+    }
+    num_bytes = sum(packed.data.nbytes for packed in first.values())
+    layers = [first]
+    layers += [{k: _again(v) for k, v in first.items()} for _ in range(max(8, _copies(num_bytes)))]
+
+    def launch(at: int) -> None:
+        layer = layers[at]
+        gemv.linear(qkv, x, layer["qkv"], epilogue=gemv.STORE, num_tokens=1, norm=norm)
+        gemv.linear(x, attended, layer["o"], epilogue=gemv.ADD, num_tokens=1)
+        gemv.linear(inner, x, layer["up"], epilogue=gemv.SWIGLU, num_tokens=1, norm=norm)
+        gemv.linear(x, inner, layer["down"], epilogue=gemv.ADD, num_tokens=1)
+
+    yield Variant("gemv", launch, len(layers), num_bytes)
 
 
 def _experts(rows: int, *, fmt: str, top_k: int, hidden: int, inner: int) -> Iterator[Variant]:
@@ -331,6 +378,7 @@ def _sampling(rows: int, *, vocabulary: int) -> Iterator[Variant]:
 _SIZES = {"28672x4096": True, "4096x14336": False, "6144x4096": False, "8192x28672": False}
 """Weight rows and columns, and whether gate and up are paired."""
 
+_DENSE_FORMATS = "bf16", "bfp8", "bfp4", "q40", "q80", "fp8"
 _HEADS = {"8b": (32, 8, 128), "35b-a3b": (16, 2, 256)}
 
 CASES: dict[str, Build] = {
@@ -342,8 +390,9 @@ CASES: dict[str, Build] = {
             paired=pair,
         )
         for size, pair in _SIZES.items()
-        for fmt in ("bf16", "bfp8", "bfp4")
+        for fmt in _DENSE_FORMATS
     },
+    **{f"layer-{fmt}": partial(_layer, fmt=fmt) for fmt in _DENSE_FORMATS},
     **{
         f"attention-{name}-{fmt}-{position}": partial(
             _attention, heads=heads, fmt=fmt, position=position

@@ -18,7 +18,7 @@ from tilewright.evaluate.report.comparisons import read_rows
 def test_cases_are_found_by_their_beginnings() -> None:
     assert find_cases([""]) == CASES and len(CASES) > 20
     assert list(find_cases(["delta", "sampling-128"])) == ["delta-step", "sampling-128256"]
-    with pytest.raises(ConfigError, match="'linear'; allowed: matmul, attention, experts, "):
+    with pytest.raises(ConfigError, match="'linear'; allowed: matmul, layer, attention, experts, "):
         find_cases(["linear"])
 
 
