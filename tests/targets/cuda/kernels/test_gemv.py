@@ -94,9 +94,9 @@ def test_every_kernel_has_a_product(kind: str) -> None:
         (shaped("bfp8", 4096, 14336), gemv.Walk(4, 2)),
         (shaped("bfp8", 3072, 2048), gemv.Walk(4, 2)),
         (shaped("bfp8", 8192, 28672), gemv.Walk(3, 2)),
-        (shaped("bfp4", 28672, 4096), gemv.Walk(11, 2)),
+        (shaped("bfp4", 28672, 4096), gemv.Walk(10, 2)),
         (shaped("bfp4", 4096, 14336), gemv.Walk(8, 2)),
-        (shaped("q40", 28672, 4096), gemv.Walk(11, 2)),
+        (shaped("q40", 28672, 4096), gemv.Walk(10, 2)),
         (shaped("q40", 8192, 28672), gemv.Walk(6, 2)),
     ],
     ids=lambda each: f"{each.kind} {each.num_rows}" if isinstance(each, PackedWeight) else "",
@@ -185,8 +185,9 @@ def test_it_compiles_without_spills(source: nvrtc.KernelSource, tmp_path: Path) 
     assert {name for name, *_ in kernels} == set(source.names)
     assert [name for name, spilled, _ in kernels if spilled != "0"] == []
     for name, _, used in kernels:
-        if name.startswith("gemv"):  # three blocks of one token fit, and two of more
-            assert int(used) <= (80 if "_0_" in name else 128), name
+        if name.startswith("gemv"):  # three blocks of one token fit, and two of more or of 4 bits
+            has_three = "_0_" in name and not name.startswith(("gemv_q40", "gemv_bfp4"))
+            assert int(used) <= (80 if has_three else 128), name
 
 
 def gpu_of(device: torch.device, source: nvrtc.KernelSource) -> torch.device:

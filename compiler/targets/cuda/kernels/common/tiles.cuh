@@ -65,17 +65,21 @@ template <int F> struct Source {
     }
   }
   __device__ __forceinline__ void fetch(u32 place16, u32 place4) {
+    copy(place16, place4, 0);
+    skip(ADVANCE);
+  }
+  // Copy the tile after `offset` bytes.
+  __device__ __forceinline__ void copy(u32 place16, u32 place4, int offset) const {
     if (F == BF16) {
 #pragma unroll
       for (int piece = 0; piece < 8; ++piece)
-        copy16(place16 + piece * 512, (piece & 1 ? b : a) + (piece >> 1) * 64);
+        copy16(place16 + piece * 512, (piece & 1 ? b : a) + offset + (piece >> 1) * 64);
     } else {
 #pragma unroll
       for (int piece = 0; piece < pieces<F>; ++piece)
-        copy16(place16 + piece * 512, a + piece * 512);
-      copy4(place4, b);
+        copy16(place16 + piece * 512, a + offset + piece * 512);
+      copy4(place4, b + offset);
     }
-    skip(ADVANCE);
   }
   __device__ __forceinline__ void skip(long long bytes) {
     a += bytes;
@@ -179,7 +183,16 @@ __device__ __forceinline__ void multiply_bf16(float (&acc)[R][MT][4], u32 weight
     }
   }
 }
-template <int F, int MT, int R>
+// Read 16 bytes of x. ONE: a single token is column 0 of the matrix unit's operand, which lanes 0 to
+// 3 have. Other columns have any values, and their sums are not used.
+template <bool ONE> __device__ __forceinline__ void read_x(u32 (&v)[4], u32 from) {
+  if (!ONE) return read16(v, from);
+  asm volatile("{.reg .pred reads;\nsetp.lt.u32 reads, %5, 4;\n"
+               "@reads ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];}"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(from), "r"(threadIdx.x & 31));
+}
+template <int F, int MT, int R, bool ONE>
 __device__ __forceinline__ void multiply_blocks(float (&acc)[R][MT][4], u32 weight, u32 weight4,
                                                 u32 x, u32 x_row8) {
   u32 exponents[R], w[R][4][4];
@@ -215,7 +228,7 @@ __device__ __forceinline__ void multiply_blocks(float (&acc)[R][MT][4], u32 weig
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         u32 b[4];
-        read16(b, x + m * x_row8 + j * 128 + half * 16);
+        read_x<ONE>(b, x + m * x_row8 + j * 128 + half * 16);
 #pragma unroll
         for (int i = 0; i < 4; i += 2)
 #pragma unroll
@@ -234,7 +247,7 @@ __device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&sums)[
   for (int i = 0; i < 4; ++i) acc[i] = fmaf(sums[i], i & 2 ? scale.y : scale.x, acc[i]);
 }
 // As above. The matrix unit sums products of codes over a block, and float32 applies the scale.
-template <int F, int MT, int R>
+template <int F, int MT, int R, bool ONE>
 __device__ __forceinline__ void multiply_coded(float (&acc)[R][MT][4], u32 weight, u32 scales_at,
                                                u32 x, u32 x_row8) {
   constexpr int WHOLE = F == FP8 ? MT : 1;
@@ -265,7 +278,7 @@ __device__ __forceinline__ void multiply_coded(float (&acc)[R][MT][4], u32 weigh
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
       u32 b[4];
-      read16(b, x + m * x_row8 + j * 64);
+      read_x<ONE>(b, x + m * x_row8 + j * 64);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
         float(&sum)[4] = sums[r][F == FP8 ? m : 0];
@@ -282,12 +295,12 @@ __device__ __forceinline__ void multiply_coded(float (&acc)[R][MT][4], u32 weigh
     }
   }
 }
-template <int F, int MT, int R>
+template <int F, int MT, int R, bool ONE = false>
 __device__ __forceinline__ void multiply_tiles(float (&acc)[R][MT][4], u32 weight, u32 weight4,
                                                u32 x, u32 x_row8) {
   if constexpr (F == BF16) multiply_bf16<MT, R>(acc, weight, weight4, x, x_row8);
-  else if constexpr (is_coded<F>) multiply_coded<F, MT, R>(acc, weight, weight4, x, x_row8);
-  else multiply_blocks<F, MT, R>(acc, weight, weight4, x, x_row8);
+  else if constexpr (is_coded<F>) multiply_coded<F, MT, R, ONE>(acc, weight, weight4, x, x_row8);
+  else multiply_blocks<F, MT, R, ONE>(acc, weight, weight4, x, x_row8);
 }
 
 // Return the activation for a gate and its up, as `Finish` in experts_triton.py. P has its limit and

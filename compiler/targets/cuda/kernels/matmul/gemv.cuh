@@ -3,6 +3,9 @@
 
 #include "norm.cuh"
 
+// Steps of 4-bit codes run in pairs for a single token: they take longer than their bytes.
+template <int F, int MT> constexpr bool is_paired = MT == 0 && pieces<F> == 2;
+
 // The eight warps of a block process row tiles: the same tile in slices of K, or separate tiles.
 // MT * 8 tokens with a split K. MT = 0: a single token, with the x row in all eight token columns.
 // LEAVES: the first block also stores the norm in `normed`. This is a separate kernel because code
@@ -10,7 +13,11 @@
 template <int F, int MT, int DEPTH, bool LEAVES = false>
 __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
   constexpr int GROUPS = MT ? MT : 1, TOKENS = MT ? MT * 8 : 1;
-  constexpr int UNROLLED = DEPTH > 6 ? 1 : DEPTH;  // long code takes long to fetch
+  // Steps in a slot of the ring, with a single wait and a single advance.
+  constexpr int TOGETHER = is_paired<F, MT> ? 2 : 1, SLOTS = DEPTH / TOGETHER;
+  constexpr u32 SLOT_BYTES = TOGETHER * step_bytes<F>;
+  static_assert(DEPTH % TOGETHER == 0, "the ring has whole slots");
+  constexpr int UNROLLED = DEPTH > 6 || TOGETHER > 1 ? 1 : SLOTS;  // long code takes long to fetch
   extern __shared__ __align__(128) u8 memory[];
   __shared__ float sums[2][SLICES][TOKENS][16];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -33,7 +40,11 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
   int next_tile = num_steps ? first_tile : p.num_tiles;
   auto fetch = [&](int slot) {
     if (next_tile < p.num_tiles) {
-      source.fetch(to + slot * step_bytes<F>, to4 + slot * step_bytes<F>);
+      const u32 place = to + slot * SLOT_BYTES, place4 = to4 + slot * SLOT_BYTES;
+      const bool is_whole = TOGETHER == 2 && low_bits(source.a) + Source<F>::ADVANCE != end;
+      source.copy(place, place4, 0);
+      if (is_whole) source.copy(place + step_bytes<F>, place4 + step_bytes<F>, Source<F>::ADVANCE);
+      source.skip(is_whole ? 2 * Source<F>::ADVANCE : Source<F>::ADVANCE);
       if (__builtin_expect(low_bits(source.a) == end, 0)) {
         next_tile += tile_stride;
         source.skip(jump);
@@ -44,7 +55,7 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
   };
   release_beside(p);
 #pragma unroll
-  for (int slot = 0; slot < DEPTH; ++slot) fetch(slot);
+  for (int slot = 0; slot < SLOTS; ++slot) fetch(slot);
   if (p.norm) {
     const float *from = (const float *)p.x;
     if constexpr (LEAVES) {
@@ -135,14 +146,19 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
   }
   while (tile < p.num_tiles) {
 #pragma unroll UNROLLED
-    for (int slot = 0; slot < DEPTH; ++slot) {
-      wait_copies<DEPTH - 1>();
+    for (int slot = 0; slot < SLOTS; ++slot) {
+      wait_copies<SLOTS - 1>();
       if (is_exchanged<F>) __syncwarp();  // lanes read the copies of other lanes
-      const u32 place = slot * step_bytes<F>;
-      multiply_tiles<F, GROUPS, 1>(acc, from + place, from4 + place, at, 8 * x_row);
+      const u32 place = from + slot * SLOT_BYTES, place4 = from4 + slot * SLOT_BYTES;
+      multiply_tiles<F, GROUPS, 1, is_paired<F, MT>>(acc, place, place4, at, 8 * x_row);
+      at += STEP * 2;
+      if (TOGETHER == 2 && at != x_last) {
+        multiply_tiles<F, GROUPS, 1, true>(acc, place + step_bytes<F>, place4 + step_bytes<F>, at,
+                                           8 * x_row);
+        at += STEP * 2;
+      }
       if (is_exchanged<F>) __syncwarp();
       fetch(slot);
-      at += STEP * 2;
       if (__builtin_expect(at == x_last, 0)) {
         finish_tile();
         if (tile >= p.num_tiles) break;
@@ -152,5 +168,5 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
 }
 
 #define GEMV(name, F, MT, DEPTH)                                                                  \
-  extern "C" __global__ void __launch_bounds__(256, MT ? 2 : 3)                                   \
+  extern "C" __global__ void __launch_bounds__(256, MT || is_paired<F, MT> ? 2 : 3)               \
   gemv_##name##_##MT##_##DEPTH(const Product p) { gemv<F, MT, DEPTH>(p); }

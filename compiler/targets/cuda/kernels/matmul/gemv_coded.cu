@@ -7,7 +7,7 @@
 
 GEMV(q40, Q40, 0, 6)
 GEMV(q40, Q40, 0, 8)
-GEMV(q40, Q40, 0, 11)
+GEMV(q40, Q40, 0, 10)
 GEMV(q40, Q40, 1, 3)
 GEMV(q40, Q40, 2, 3)
 GEMM(q40, Q40, 1, 1, 4)
