@@ -77,10 +77,10 @@ def write_case(case: str, folder: Path) -> Path:
     return path
 
 
-def run(capfd: pytest.CaptureFixture[str], path: Path) -> str:
+def run(capfd: pytest.CaptureFixture[str], path: Path, *options: str) -> str:
     """Return the text of ``tilewright run``."""
     argv = ("--prompt", PROMPT, "--max-tokens", str(LENGTH), "--num-threads", "1", "--json")
-    assert main(["run", str(path), *argv]) == 0
+    assert main(["run", str(path), *argv, *options]) == 0
     text = json.loads(capfd.readouterr().out)["text"]
     assert isinstance(text, str)
     return text
@@ -89,30 +89,46 @@ def run(capfd: pytest.CaptureFixture[str], path: Path) -> str:
 def served(case: str, post: Callable[[str, Any], tuple[Any, ...]]) -> str:
     """Return the text of a server. ``run`` uses the chat template of the GGUF file."""
     body = {"max_tokens": LENGTH, "temperature": 0}
-    if case == "GGUF":
+    if case.startswith("GGUF"):
         messages = [{"role": "user", "content": PROMPT}]
         status, answer, *_ = post("/v1/chat/completions", {**body, "messages": messages})
     else:
         status, answer, *_ = post("/v1/completions", {**body, "prompt": PROMPT})
     assert status == 200
     (choice,) = answer["choices"]
-    return str(choice["message"]["content"] if case == "GGUF" else choice["text"])
+    return str(choice["message"]["content"] if case.startswith("GGUF") else choice["text"])
+
+
+def check_texts(
+    case: str,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    *options: str,
+    gpu_share: str = "",
+) -> None:
+    """Compare ``run``, ``run`` of a compiled folder and an engine of ``serve``.
+
+    ``gpu_share``: The engine's share of GPU memory.
+    """
+    wanted = run(capfd, path, *options)
+    assert wanted
+    compiled = path.parent / "out"
+    assert main(["compile", str(path), *options, "-o", str(compiled)]) == 0
+    capfd.readouterr()
+    assert run(capfd, compiled) == wanted
+    monkeypatch.setattr("tilewright.serve.engines.process.Child", EngineThread)
+    share = ("--gpu-memory-utilization", gpu_share) if gpu_share else ()
+    command = ("{}", str(path), "--num-threads", "1", *options, *share)
+    with running_front(command=command, load=lambda folder: _load_tokenizer(folder, None)) as front:
+        assert served(case, front.post) == wanted
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_run_serve_and_a_compiled_folder_give_the_same_text(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_case(case, tmp_path)
-    wanted = run(capfd, path)
-    assert wanted
-    assert main(["compile", str(path), "-o", str(tmp_path / "out")]) == 0
-    capfd.readouterr()
-    assert run(capfd, tmp_path / "out") == wanted
-    monkeypatch.setattr("tilewright.serve.engines.process.Child", EngineThread)
-    command = ("{}", str(path), "--num-threads", "1")
-    with running_front(command=command, load=lambda folder: _load_tokenizer(folder, None)) as front:
-        assert served(case, front.post) == wanted
+    check_texts(case, write_case(case, tmp_path), monkeypatch, capfd)
 
 
 @pytest.mark.slow
