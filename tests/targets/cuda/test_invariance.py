@@ -105,7 +105,7 @@ def test_steps_select_strict_kernels_by_the_number_of_open_sequences(
         assert set(seen) == {(False, expected), (True, expected)}, count
 
 
-@pytest.mark.parametrize("precision", ["bf16", "all-bfp8", "performance"])
+@pytest.mark.parametrize("precision", ["bf16", "all-bfp8", "performance", "all-q40", "all-fp8"])
 @pytest.mark.parametrize(
     "slots",
     [

@@ -21,6 +21,7 @@ from tests.tiny import (
 )
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.cuda import memory_budget as device_module
 from tilewright.compiler.targets.cuda.graphs import capture
 from tilewright.compiler.targets.cuda.graphs.capture import decode_buckets
@@ -93,7 +94,9 @@ def products_of(
     make: Callable[[], Any] = lambda: tiny_model(**SMALL),
     **changes: Any,
 ) -> tuple[KernelProgram, Weights, MatmulOps]:
-    model, precision = make(), precision_of(name, fidelity)
+    model = make()
+    is_named = name.startswith("all-")
+    precision = load_precision(name) if is_named else precision_of(name, fidelity)
     plan = lower_to_program(lowered(model, target="cuda", precision=precision)[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
     kept: dict[str, Any] = {"max_rows": max_rows, "gpu": gpu, "arithmetic": FAST}
@@ -343,6 +346,22 @@ def test_few_rows_of_a_strict_step_are_the_library_s_of_more(decodes: bool) -> N
         torch.testing.assert_close(alone[:3], many[:3], rtol=2e-2, atol=1e-4)
         assert torch.equal(alone[LEAST_STRICT:], out[LEAST_STRICT:])
         assert not torch.equal(alone[:3], out[:3])
+
+
+def test_strict_prompts_of_codes_run_the_kernels_of_decode_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make() -> Any:
+        return tiny_model(**SMALL | {"hidden_size": 64, "intermediate_size": 64})
+
+    plan, _, matmuls = products_of("all-q40", gpu=HOPPER, max_rows=16, arithmetic=STRICT, make=make)
+    seen = watched(matmuls, monkeypatch)
+    op = next(op for op in plan.products if op.residual)
+    x, out = torch.zeros(1100, 64).bfloat16(), torch.zeros(1100, 64)
+    for count in (1, 32, 33, 512, 1100):
+        matmuls.run(op, out[:count], x[:count], decodes=False)
+    assert seen[:4] == ["native 1", "native 32", "gemm_block 33", "gemm_block 512"]
+    assert seen[4:] == [f"gemm_block {count}" for count in (512, 512, 76)]
 
 
 def test_large_weights_in_blocks_are_products_of_64_rows_each(

@@ -76,8 +76,9 @@ def epilogue_of(each: LinearOp) -> int:
 class MatmulOps:
     """Matmuls with their weights. Capturable in a CUDA graph.
 
-    Strict prefill uses cuBLAS. Strict decode uses our kernels if they take ``max_rows``, else
-    cuBLAS with at least :data:`LEAST_STRICT` rows.
+    Strict prefill uses cuBLAS, or for codes the kernels of decode steps with their bits. Strict
+    decode uses our kernels if they take ``max_rows``, else cuBLAS with at least
+    :data:`LEAST_STRICT` rows.
 
     Args:
         max_rows: Maximum rows in a decode step.
@@ -162,10 +163,10 @@ class MatmulOps:
             )
         elif kernel == BLOCK:
             if norm is not None and not gemv.takes_norm(packed.num_columns):
-                x, norm = self._norm(x, norm, decodes), None
+                x, norm = self._norm(x, norm, decodes or self._strict), None
             self._gemm_block(each, out, x, packed, bias, norm, decodes)
         elif kernel == GEMV:
-            self._native_product(each, out, x, packed, bias, norm, decodes)
+            self._native_product(each, out, x, packed, bias, norm, decodes or self._strict)
         else:
             x = self._norm(x, norm, decodes)
             triton_linear(out, x, packed, bias=bias, residual=each.residual, swiglu=each.swiglu)
@@ -244,22 +245,27 @@ class MatmulOps:
         norm: tuple[Tensor, float] | None,
         decodes: bool,
     ) -> None:
-        """Multiply all rows at once, with the layout of the only reader."""
+        """Multiply up to `gemm_block.MAX_TOKENS` rows at a time, with the layout of the only reader
+        for a single launch.
+        """
         is_there, self._is_fed = self._is_fed, False
-        out, feeds = self._fed_by(each, out, len(x), decodes)
-        gemm_block.linear(
-            out,
-            x,
-            packed,
-            epilogue=epilogue_of(each),
-            arranged=self._fed if is_there else self._arranged,
-            bias=bias,
-            norm=norm,
-            way=self._way(packed, len(x)),
-            is_there=is_there,
-            feeds=feeds,
-            alone=self._is_alone(each, packed, len(x)),
-        )
+        num_rows, most = len(x), gemm_block.MAX_TOKENS
+        out, feeds = self._fed_by(each, out, num_rows, decodes)
+        for first in range(0, num_rows, most):
+            rows = slice(first, min(first + most, num_rows))
+            gemm_block.linear(
+                out if num_rows <= most else out[rows],
+                x[rows],
+                packed,
+                epilogue=epilogue_of(each),
+                arranged=self._fed if is_there else self._arranged,
+                bias=bias,
+                norm=norm,
+                way=self._way(packed, rows.stop - first),
+                is_there=is_there,
+                feeds=feeds,
+                alone=rows.stop == num_rows and self._is_alone(each, packed, num_rows),
+            )
 
     def _fed_by(
         self, each: LinearOp, out: Tensor, num_rows: int, decodes: bool
@@ -271,7 +277,7 @@ class MatmulOps:
         if reader is None:
             return out, 0
         bound = self._bound(reader, decodes)
-        if bound.unaligned.at(num_rows) != BLOCK:
+        if bound.unaligned.at(num_rows) != BLOCK or num_rows > gemm_block.MAX_TOKENS:
             return out, 0
         self._is_fed = True
         return self._fed, gemm_block.num_places(self._way(bound.packed, num_rows), num_rows)

@@ -100,14 +100,16 @@ def _gemv_rows(site: MatmulSite) -> range:
 
 def _coded_rows(site: MatmulSite) -> range:
     """Return the rows for `GEMV`. In fast steps the rows fit a launch, else `CODED` runs them."""
-    if not site.has_whole_fours or _has_library_order(site):
+    if not site.has_whole_fours:
         return NONE
     return EVERY if site.arithmetic == STRICT else range(1, gemv.MAX_TOKENS + 1)
 
 
-def _has_library_order(site: MatmulSite) -> bool:
-    """Return whether a single kernel runs all rows, for equal sums: in strict prompts."""
-    return site.arithmetic == STRICT and not site.decodes
+def _coded_block_rows(site: MatmulSite) -> range:
+    """Return the rows for `BLOCK`. In strict prompts, several launches run any number of rows."""
+    rows = _block_rows(site)
+    is_every = rows and site.arithmetic == STRICT and not site.decodes
+    return range(rows.start, EVERY.stop) if is_every else rows
 
 
 def _block_rows(site: MatmulSite) -> range:
@@ -161,7 +163,7 @@ MATMUL: tuple[TableRow[MatmulSite], ...] = (
     TableRow(
         BLOCK,
         gemv.CODED,
-        lambda site: NONE if _has_library_order(site) else _block_rows(site),
+        _coded_block_rows,
         (STRICT, FAST),
         is_cpp=True,
     ),
