@@ -7,13 +7,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from tilewright.compiler.formats import stored_together
+from tilewright.compiler.ir.recipe import DecodesOnDevice
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig, ResolvedPrecision
@@ -442,6 +443,14 @@ class ModelWeights:
         self._shared = {source.tensor for source in parts if source.rows}
         self._kept: dict[str, Tensor] = {}
 
+    def on(self, device: torch.device) -> Self:
+        """Return the source with tensors on a device, if the checkpoint can decode there."""
+        if not isinstance(self._checkpoint, DecodesOnDevice):
+            return self
+        source = copy.copy(self)
+        source._checkpoint, source._kept = self._checkpoint.on(device), {}
+        return source
+
     def __call__(self, name: str) -> Tensor:
         if name in self._kept:
             return self._kept[name]
@@ -469,9 +478,11 @@ class ModelWeights:
         """
         inner = math.prod(self._checkpoint.names[name].shape[1:-1])
         outer = slice(first // inner, -(-last // inner))
-        _, found = self._checkpoint.stored(name, outer)
+        decodes, checkpoint = isinstance(self._checkpoint, DecodesOnDevice), self._checkpoint
+        blocks = (checkpoint.stored_blocks if decodes else checkpoint.stored)(name, outer)[1]
+        blocks = blocks if decodes else torch.from_numpy(blocks)
         begin = outer.start * inner
-        rows = torch.from_numpy(found).reshape((outer.stop - outer.start) * inner, -1)
+        rows = blocks.reshape((outer.stop - outer.start) * inner, -1)
         return rows[first - begin : last - begin]
 
 

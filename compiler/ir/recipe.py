@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -205,6 +205,17 @@ class ReadsStored(Protocol):
 
         Rows are counted over all axes except the last.
         """
+
+
+@runtime_checkable
+class DecodesOnDevice(Protocol):
+    """A tensor source or a checkpoint that can decode quantized tensors on a device.
+
+    A checkpoint also has ``stored_blocks``: its ``stored`` with blocks on the device.
+    """
+
+    def on(self, device: torch.device) -> Any:
+        """Return the same with tensors on a device."""
 
 
 @runtime_checkable

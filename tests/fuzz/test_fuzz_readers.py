@@ -243,7 +243,7 @@ def read_whole(values: Mapping[str, Any], tensors: Tensors, entries: Mapping[str
         if held is not None and get_format(held).block > 1:
             stored, data = weight.stored(read, 0, weight.shape[0])
             assert stored == STORED_NAMES[held]
-            unpacked = get_format(held).unpack(torch.from_numpy(data).flatten(), weight.shape)
+            unpacked = get_format(held).unpack(data.flatten(), weight.shape)
             assert torch.equal(unpacked.view(torch.int32), whole.view(torch.int32))
 
 

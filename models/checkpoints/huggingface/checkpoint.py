@@ -5,6 +5,7 @@ Architectures and tokenizers are defined elsewhere.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -38,7 +39,7 @@ from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.checkpoints.pairs import Order, half_split_order
 from tilewright.models.checkpoints.pieces import TensorSlice, View, expert_views, merged_type
 from tilewright.models.checkpoints.quantized.alternating import take_alternating
-from tilewright.models.checkpoints.quantized.base import QuantizedTensor, RawModel, RawTensor
+from tilewright.models.checkpoints.quantized.base import QuantizedTensor, RawModel, RawTensor, Read
 from tilewright.models.checkpoints.quantized.methods import take_quantized
 from tilewright.models.config import ModelConfig
 
@@ -80,7 +81,7 @@ class SafetensorsCheckpoint:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._device = path, torch.device("cpu")
         values = read_json(path / "config.json")
         self.config = self._config_of(values)
         self._shards, expected = find_shards(path)
@@ -113,6 +114,12 @@ class SafetensorsCheckpoint:
         self._views = self._make_views()
         self._settle_head(says="tie_word_embeddings" in values)
         self._settle_tower(why)
+
+    def on(self, device: torch.device) -> SafetensorsCheckpoint:
+        """Return the checkpoint with tensors on a device, which decodes most quantized tensors."""
+        checkpoint = copy.copy(self)
+        checkpoint._device = device
+        return checkpoint
 
     def _config_of(self, values: dict[str, Any]) -> ModelConfig:
         return config_of_hf(values, where=self.path / "config.json")
@@ -170,9 +177,17 @@ class SafetensorsCheckpoint:
     def _read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """Return a slice of a tensor. Scalars are whole."""
         if name not in self._quantized:
-            return self._read_raw(name, where)
-        with torch.device("cpu"):  # the caller's default device is for random tensors
-            return self._quantized[name].slices(self._read_raw, where)
+            return self._read_raw(name, where).to(self._device)
+        tensor = self._quantized[name]
+        # The caller's default device is for random tensors.
+        with self._device if tensor.runs_on_device else torch.device("cpu"):
+            return tensor.slices(self._reader(tensor), where).to(self._device)
+
+    def _reader(self, tensor: QuantizedTensor) -> Read:
+        """Return a read function for a tensor's arithmetic."""
+        if not tensor.runs_on_device:
+            return self._read_raw
+        return lambda name, where: self._read_raw(name, where).to(self._device)
 
     def _read_raw(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """Return a slice of a stored tensor, or the whole tensor without slices."""
@@ -219,6 +234,11 @@ class SafetensorsCheckpoint:
         return self._types[name]
 
     def stored(self, name: str, rows: slice | None = None) -> tuple[str, npt.NDArray[np.uint8]]:
+        """Return `stored_blocks` as an array."""
+        label, blocks = self.stored_blocks(name, rows)
+        return label, blocks.numpy()
+
+    def stored_blocks(self, name: str, rows: slice | None = None) -> tuple[str, Tensor]:
         """Return a quantized tensor's rows as blocks, and ggml's name of their format.
 
         The format is the equivalent of the tensor's `stored_type`.
@@ -232,19 +252,21 @@ class SafetensorsCheckpoint:
         start, stop = row_range(rows, num_rows)
         order = self._pair_order(name)
         if order is not None:
-            label, blocks = self._quantized[name].stored(self._read_raw, 0, num_rows)
-            return label, blocks.reshape(num_rows, -1)[order[start:stop]]
+            whole = self._quantized[name]
+            label, blocks = whole.stored(self._reader(whole), 0, num_rows)
+            return label, blocks.reshape(num_rows, -1)[torch.from_numpy(order[start:stop])]
         pieces = [TensorSlice(name, start, stop)]
         if name in self._views:
             pieces = list(self._views[name].rows(start, stop))
         kinds, parts = set(), []
         for piece in pieces:
             part = self._quantized[piece.tensor]
-            kind, blocks = part.stored(self._read_raw, piece.first, piece.stop)
+            kind, blocks = part.stored(self._reader(part), piece.first, piece.stop)
             kinds.add(kind)
-            parts.append(blocks)
+            parts.append(blocks.to(self._device))
         (kind,) = kinds
-        return kind, np.concatenate(parts).reshape(stop - start, -1)
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return kind, joined.reshape(stop - start, -1)
 
     def content_hash(self) -> str:
         headers = [_header_of(self.path / "config.json", whole=True)]

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.base import row_range
 from tilewright.models.checkpoints.quantized.base import WHOLE, QuantizedTensor, RawModel, Read
 from tilewright.models.checkpoints.quantized.float4 import MXFP4, label_of, scaled_pairs
+from tilewright.models.checkpoints.quantized.float8 import powers_of_two
 
 _FLOATS = ("F32", "F16", "BF16")
 _EXPERTS = ".mlp.experts"
@@ -30,6 +30,7 @@ class _ExpertTensor(QuantizedTensor):
     label: str
     first: int = 0
     step: int = 1
+    runs_on_device = True
 
     def slices(self, read: Read, where: tuple[slice, ...]) -> Tensor:
         experts, rows, columns = where
@@ -83,7 +84,7 @@ class _AlternatingBlocks(_ExpertTensor):
             raise CheckpointError(
                 f"tensor {self.names[1]} has a scale that is NaN; allowed: exponents below 255"
             )
-        return scaled_pairs(codes, torch.exp2(exponents.float() - 127))[..., columns]
+        return scaled_pairs(codes, powers_of_two(exponents))[..., columns]
 
     def stored_type(self, read: Read) -> str:
         return label_of(self.label, read(self.names[1], ()), lambda: read(self.names[0], ()))

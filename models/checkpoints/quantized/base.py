@@ -9,14 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.base import row_range, shown
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from torch import Tensor
 
 Read: TypeAlias = "Callable[[str, tuple[slice, ...]], Tensor]"
@@ -46,8 +44,10 @@ class QuantizedTensor(ABC):
         label: Scheme in the file.
         names: Stored tensors.
         num_shares: Weight count in the stored tensors.
+        runs_on_device: Whether the arithmetic runs on the device of read tensors, with equal bits.
     """
 
+    runs_on_device: ClassVar[bool] = False
     shape: tuple[int, ...]
     label: str
     names: tuple[str, ...]
@@ -67,8 +67,8 @@ class QuantizedTensor(ABC):
         """Return the label, which names the exact format, if any."""
         return self.label
 
-    def stored(self, read: Read, start: int, stop: int) -> tuple[str, npt.NDArray[np.uint8]]:
-        """Return ggml's name for the exact format, and rows as its blocks."""
+    def stored(self, read: Read, start: int, stop: int) -> tuple[str, Tensor]:
+        """Return ggml's name for the exact format, and rows as its blocks, uint8."""
         raise AssertionError(f"{self.label} has no blocks")
 
 

@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -68,13 +66,13 @@ class CodebookTensor(QuantizedTensor):
         is_normal = (scales >= 2.0**-100) & (scales <= 2.0**100) | (scales == 0)
         return self.label if bool(is_normal.all()) else f"{self.label}, extreme scales"
 
-    def stored(self, read: Read, start: int, stop: int) -> tuple[str, npt.NDArray[np.uint8]]:
+    def stored(self, read: Read, start: int, stop: int) -> tuple[str, Tensor]:
         columns = self.shape[1]
         pairs = read(self.names[0], (slice(start * columns // 2, stop * columns // 2), WHOLE))
         codes = torch.stack((pairs >> 4, pairs & 0xF), dim=-1).view(stop - start, columns)
         scales = self._scales(read).view(self.shape[0], -1)[start:stop]
         blocks = NF4.pack_encoded(ScaledEncoded(codes, scales, -1))
-        return STORED_NAMES[NF4.name], blocks.view(stop - start, -1).numpy()
+        return STORED_NAMES[NF4.name], blocks.view(stop - start, -1)
 
     def _scales(self, read: Read) -> Tensor:
         if not self.nested_block:

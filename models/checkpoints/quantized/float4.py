@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from tilewright.compiler.formats import STORED_NAMES, ScaledEncoded
 from tilewright.compiler.formats.scaled_codes import E2M1
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.base import WHOLE, QuantizedTensor, RawModel, Read
-from tilewright.models.checkpoints.quantized.float8 import CODES, take_float8
+from tilewright.models.checkpoints.quantized.float8 import CODES, powers_of_two, take_float8
 
 NVFP4, MXFP4 = 16, 32
 """Columns per block."""
@@ -40,6 +38,7 @@ class Float4Tensor(QuantizedTensor):
     label: str
     block: int
     divides: bool = False
+    runs_on_device = True
 
     def values(self, read: Read, start: int, stop: int) -> Tensor:
         rows = slice(start, stop)
@@ -52,11 +51,11 @@ class Float4Tensor(QuantizedTensor):
         is_normal = (scales >= 2.0**-100) & (scales <= 2.0**100) | (scales == 0)
         return self.label if bool(is_normal.all()) else f"{self.label}, extreme scales"
 
-    def stored(self, read: Read, start: int, stop: int) -> tuple[str, npt.NDArray[np.uint8]]:
+    def stored(self, read: Read, start: int, stop: int) -> tuple[str, Tensor]:
         rows = slice(start, stop)
         encoded = ScaledEncoded(self._codes(read, rows), self._scales(read, rows), -1)
         blocks = NVFP4_FORMAT.pack_encoded(encoded)
-        return STORED_NAMES[NVFP4_FORMAT.name], blocks.view(stop - start, -1).numpy()
+        return STORED_NAMES[NVFP4_FORMAT.name], blocks.view(stop - start, -1)
 
     def _codes(self, read: Read, rows: slice) -> Tensor:
         pairs = read(self.names[0], (rows, WHOLE))
@@ -65,8 +64,7 @@ class Float4Tensor(QuantizedTensor):
     def _scales(self, read: Read, rows: slice) -> Tensor:
         stored = read(self.names[1], (rows, WHOLE))
         if self.block == MXFP4:
-            scales = torch.exp2(stored.float() - 127)
-            scales[stored == 255] = torch.nan
+            scales = powers_of_two(stored)
         else:
             second = read(self.names[2], ()).float().reshape(1, 1)
             if not bool(second.isfinite() & (second > 0)):
@@ -87,7 +85,7 @@ def scaled_pairs(codes: Tensor, scales: Tensor) -> Tensor:
     Args:
         scales: Float32 scales ``[..., K / block]``.
     """
-    values = _PAIRS.index_select(0, codes.flatten().int())
+    values = _PAIRS.to(codes.device).index_select(0, codes.flatten().int())
     values.view(scales.numel(), -1).mul_(scales.reshape(-1, 1))
     return values.view(*scales.shape[:-1], -1)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -39,6 +37,7 @@ class Float8Tensor(QuantizedTensor):
     names: tuple[str, ...]
     block: tuple[int, int]
     is_exponent: bool = False
+    runs_on_device = True
 
     def values(self, read: Read, start: int, stop: int) -> Tensor:
         codes = read(self.names[0], (slice(start, stop), WHOLE)).float()
@@ -52,7 +51,7 @@ class Float8Tensor(QuantizedTensor):
         is_power = (torch.frexp(scales)[0] == 0.5) & is_normal | (scales == 0)
         return f"{self.label}, powers of two" if bool(is_power.all()) else self.label
 
-    def stored(self, read: Read, start: int, stop: int) -> tuple[str, npt.NDArray[np.uint8]]:
+    def stored(self, read: Read, start: int, stop: int) -> tuple[str, Tensor]:
         codes = read(self.names[0], (slice(start, stop), WHOLE)).view(torch.uint8)
         if bool((codes & 0x7F == 0x7F).any()):
             raise CheckpointError(f"tensor {self.names[0]} has NaN; allowed: finite values")
@@ -60,15 +59,14 @@ class Float8Tensor(QuantizedTensor):
         starts = torch.arange(0, self.shape[1], FP8.block)
         scales = self._scales(read)[torch.arange(start, stop) // height][:, starts // width]
         blocks = FP8.pack_encoded(ScaledEncoded(codes, scales, -1))
-        return STORED_NAMES[FP8.name], blocks.view(stop - start, -1).numpy()
+        return STORED_NAMES[FP8.name], blocks.view(stop - start, -1)
 
     def _scales(self, read: Read) -> Tensor:
         stored = read(self.names[1], ())
         if not self.is_exponent:
             scales = stored.float()
         else:
-            scales = torch.exp2(stored.view(torch.uint8).float() - 127)
-            scales[stored.view(torch.uint8).reshape(scales.shape) == 255] = torch.nan
+            scales = powers_of_two(stored.view(torch.uint8))
         if not bool(scales.isfinite().all()):
             raise CheckpointError(
                 f"tensor {self.names[1]} has a scale that is inf or NaN; allowed: finite scales"
@@ -96,6 +94,7 @@ class ExpertFloat8(QuantizedTensor):
     expert: int
     first: int
     num_shares: int
+    runs_on_device = True
 
     def values(self, read: Read, start: int, stop: int) -> Tensor:
         return self.stack.values(self._own(read), self.first + start, self.first + stop)
@@ -103,12 +102,23 @@ class ExpertFloat8(QuantizedTensor):
     def stored_type(self, read: Read) -> str:
         return self.stack.stored_type(self._own(read))
 
-    def stored(self, read: Read, start: int, stop: int) -> tuple[str, npt.NDArray[np.uint8]]:
+    def stored(self, read: Read, start: int, stop: int) -> tuple[str, Tensor]:
         return self.stack.stored(self._own(read), self.first + start, self.first + stop)
 
     def _own(self, read: Read) -> Read:
         expert = slice(self.expert, self.expert + 1)
         return lambda name, where: read(name, (expert, *where))[0]
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """Return float32 ``2 ** (e - 127)`` for uint8 exponents, or NaN for 255.
+
+    Every device gives the same bits.
+    """
+    bits = exponents.int() << 23
+    bits[exponents == 0] = 1 << 22  # subnormal
+    bits[exponents == 255] = 0x7FC00000
+    return bits.view(torch.float32)
 
 
 def read_fp8(config: Mapping[str, object], where: str, model: RawModel) -> None:

@@ -85,12 +85,12 @@ class IntegerTensor(QuantizedTensor):
             return f"{name}, groups of {self.group}"
         return name if self.scales_are_half(read) else f"{name}, wide scales"
 
-    def stored(self, read: Read, start: int, stop: int) -> tuple[str, npt.NDArray[np.uint8]]:
+    def stored(self, read: Read, start: int, stop: int) -> tuple[str, Tensor]:
         found = self.codes(read, start, stop)
         self._check(found.scales)
         kind = block_type(self.bits, is_symmetric=self.is_symmetric(read))
         assert kind is not None and found.groups is None
-        return kind, pack_blocks(found, self.group, kind)
+        return kind, torch.from_numpy(pack_blocks(found, self.group, kind))
 
     def _check(self, scales: Tensor) -> None:
         if not bool(scales.isfinite().all()):

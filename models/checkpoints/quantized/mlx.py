@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,7 +39,7 @@ class MlxTensor(QuantizedTensor):
         is_half = all(are_half(numbers) for numbers in self._numbers(read, WHOLE))
         return self.label if is_half else f"{self.label}, extreme scales"
 
-    def stored(self, read: Read, start: int, stop: int) -> tuple[str, npt.NDArray[np.uint8]]:
+    def stored(self, read: Read, start: int, stop: int) -> tuple[str, Tensor]:
         blocks = Q41 if self.bits <= 4 else Q51
         scales, minimums = self._numbers(read, slice(start, stop))
         scales, minimums = (
@@ -49,7 +47,7 @@ class MlxTensor(QuantizedTensor):
         )
         codes = self._codes(read, slice(start, stop)).to(torch.uint8)
         data = blocks.pack_encoded(ScaledEncoded(codes, scales, -1, minimums))
-        return STORED_NAMES[blocks.name], data.view(stop - start, -1).numpy()
+        return STORED_NAMES[blocks.name], data.view(stop - start, -1)
 
     def _codes(self, read: Read, rows: slice) -> Tensor:
         return fields(read(self.names[0], (rows, WHOLE)), self.bits, self.shape[1])

@@ -140,7 +140,7 @@ def test_values_are_the_package_s_bit_for_bit(scheme: str) -> None:
     if name == "bf16":
         assert torch.equal(expected.bfloat16().float(), expected)
     elif name is not None:
-        data = torch.from_numpy(weight.stored(read, first, rows)[1])
+        data = weight.stored(read, first, rows)[1]
         assert torch.equal(get_format(name).unpack(data.flatten(), expected.shape), expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.targets.test_stored import STORED, compiled
 from tests.tiny import prefill, random_tokens
 from tilewright.compiler.precision import load_precision
 from tilewright.models import load_model
+from tilewright.models.checkpoints.quantized.float8 import powers_of_two
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 
 
@@ -62,6 +64,35 @@ def test_mxfp4_experts_with_biases_are_near_the_reference(tmp_path: Path) -> Non
     found = torch.as_tensor(prefill(executable, tokens))
     executable.close()
     assert (found - expected).abs().max() < 0.03 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, "mxfp4"])
+def test_a_device_decodes_with_the_bits_of_the_cpu(
+    name: str, tmp_path: Path, device: torch.device
+) -> None:
+    if name == "mxfp4":
+        test_gpt_oss.write_mxfp4(
+            test_gpt_oss.make(expert_size=32, intermediate_size=32, hidden_size=64), tmp_path
+        )
+    else:
+        write(tmp_path, *FOLDERS[name])
+    checkpoint: Any = load_model(tmp_path, tokenizer=byte_tokenizer(300, "tiny")).checkpoint
+    decoding = checkpoint.on(device)
+    for tensor in checkpoint.names:
+        values, wanted = decoding.get(tensor), checkpoint.get(tensor)
+        assert values.device.type == device.type and values.dtype == wanted.dtype
+        assert torch.equal(values.cpu().view(torch.uint8), wanted.view(torch.uint8)), tensor
+        if tensor in checkpoint._quantized and name != "mxfp4":
+            blocks = decoding.stored_blocks(tensor)[1]
+            assert blocks.device.type == device.type
+            assert blocks.cpu().numpy().tobytes() == checkpoint.stored(tensor)[1].tobytes()
+
+
+def test_powers_of_two_are_exact() -> None:
+    exponents = torch.arange(256, dtype=torch.uint8)
+    wanted = torch.exp2(exponents.float() - 127)
+    powers = powers_of_two(exponents)
+    assert torch.equal(powers[:255], wanted[:255]) and bool(powers[255].isnan())
 
 
 def check(path: Path, tokens: list[int]) -> None:

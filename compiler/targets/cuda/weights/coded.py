@@ -117,16 +117,21 @@ def _stored(
     result, num_columns = get_format(format_name), recipe.shape[1]
     ordered, order = recipe_rows.sort()
     ends = [0, *((ordered.diff() != 1).nonzero().flatten() + 1).tolist(), len(recipe_rows)]
+    is_file_format = isinstance(result, GgmlFileFormat)  # read on the CPU
     runs = [
-        load_stored(recipe, get_weight, int(ordered[a]), int(ordered[b - 1]) + 1)
+        load_stored(recipe, get_weight, int(ordered[a]), int(ordered[b - 1]) + 1).to(
+            "cpu" if is_file_format else device
+        )
         for a, b in pairwise(ends)
     ]
-    data = torch.cat(runs)[order.argsort()]
+    data = runs[0] if len(runs) == 1 else torch.cat(runs)
+    if not torch.equal(ordered, recipe_rows):
+        data = data[order.argsort()]
     try:
         if isinstance(result, GgmlFileFormat):
             return _of_super_blocks(result, data, num_columns, device)
         assert isinstance(result, GgmlFormat | ScaledCodes)
-        encoded = result.read(data.to(device).flatten(), (len(data), num_columns))
+        encoded = result.read(data.flatten(), (len(data), num_columns))
         return _of_encoded(encoded, len(data), format_name)
     except CheckpointError as error:
         raise CheckpointError(f"{', '.join(recipe.names)}: {error}") from None

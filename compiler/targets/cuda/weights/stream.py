@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tilewright.compiler.ir.recipe import WeightRecipe, load_dense
+from tilewright.compiler.ir.recipe import DecodesOnDevice, WeightRecipe, load_dense
 from tilewright.compiler.targets.cuda.numerics import TABLES, format_values, storage_format
 from tilewright.compiler.targets.cuda.weights.coded import pack_coded
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
@@ -212,7 +212,7 @@ def load_weights(
         CheckpointError: A tensor is missing, has a different shape or is not finite.
         CompileError: Matmuls do not support a format.
     """
-    wanted = wanted_by(plan)
+    wanted, get_weight = wanted_by(plan), _decoding_on(device, get_weight)
     placed: dict[CudaTensorSpec, Placed] = {}
     for done, each in enumerate(wanted):
         placed[each] = _place(each, get_weight, device)
@@ -234,12 +234,23 @@ def load_draft_weights(
     """
     assert program.draft_layer is not None
     wanted, own = wanted_by(program.draft_layer), draft_wanted_by(program)
+    get_weight = _decoding_on(device, get_weight)
     placed: dict[CudaTensorSpec, Placed] = {}
     for done, spec in enumerate(wanted):
         is_own = spec in own
         placed[spec] = _place(spec, get_weight, device) if is_own else weights.placed(spec)
         progress("draft layer", done + 1, len(wanted))
     return Weights(placed)
+
+
+def _decoding_on(
+    device: torch.device, get_weight: Callable[[str], Tensor]
+) -> Callable[[str], Tensor]:
+    """Return a source that decodes quantized tensors on a device, if it can."""
+    if not isinstance(get_weight, DecodesOnDevice):
+        return get_weight
+    source: Callable[[str], Tensor] = get_weight.on(device)
+    return source
 
 
 def _place(
