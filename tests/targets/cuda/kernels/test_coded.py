@@ -85,6 +85,20 @@ def test_held_weight_has_the_values_of_the_file(kind: str, device: torch.device)
     assert torch.equal(some.cpu(), file.values[picked.cpu()])
 
 
+def test_a_second_launch_copies_nothing_from_the_host(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA graph captures it."""
+    file = File("nvfp4", 48, 64)
+    held, x = file.place(device), tokens((1, 64), device)
+    (rows, _), (out, _) = poisoned(file.shape, device), poisoned((1, 48), device)
+    for _ in range(2):
+        decode_rows(rows, held)
+        linear(out, x, held)
+        monkeypatch.setattr(torch, "tensor", None)
+    assert torch.equal(rows.cpu(), file.values)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_tokens", "rows"), [(1, 40), (20, 70)])
 def test_matmul_is_near_the_exact_product(

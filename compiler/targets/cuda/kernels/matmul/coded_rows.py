@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -65,6 +67,12 @@ def _decode_kernel(
     tl.store(out_ptr + line * out_stride + column, values, mask=column < num_columns)
 
 
+@functools.cache
+def _codebook(format_name: str, device: torch.device) -> Tensor:
+    """Return a codebook's float32 values. A captured launch cannot copy from the host."""
+    return torch.tensor(CODEBOOKS[format_name], device=device)
+
+
 def decode_rows(out: Tensor, weight: PackedWeight, rows: Tensor | None = None) -> None:
     """Write some rows, or all rows, to ``out [R, K]``, float32 or bfloat16.
 
@@ -73,9 +81,7 @@ def decode_rows(out: Tensor, weight: PackedWeight, rows: Tensor | None = None) -
     assert out.shape[1] == weight.num_columns and out.stride(1) == 1
     assert len(out) == (weight.num_rows if rows is None else len(rows))
     data, tile = weight.data, CODED_TILES[weight.format]
-    values = None
-    if tile.values == CODEBOOK:
-        values = torch.tensor(CODEBOOKS[weight.format], device=data.device)
+    values = _codebook(weight.format, data.device) if tile.values == CODEBOOK else None
     _decode_kernel[(len(out), weight.num_column_tiles)](
         out,
         rows,
