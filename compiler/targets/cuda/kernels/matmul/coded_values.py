@@ -22,6 +22,7 @@ _VALUES = {"integer": 0, "e4m3": 1, "codebook": 2}
 # A word with a bfloat16 pair.
 _ONES = tl.constexpr(0x3F803F80)
 _HALVES = tl.constexpr(0x00010001)
+_NO_ADDEND = tl.constexpr(-0x7FFF8000)  # -0.0 in both halves
 
 
 class CodedLayout(NamedTuple):
@@ -74,27 +75,26 @@ def typed_views(data: Tensor) -> tuple[Tensor, ...]:
 
 
 @triton.jit
-def _combined(pairs, factor, addend, IS_SUM: tl.constexpr, CHAINED: tl.constexpr):
-    """Return ``pairs * factor``, or with ``IS_SUM`` ``pairs + addend``. Pairs are int32.
+def fused(pairs, factor, addend, CHAINED: tl.constexpr):
+    """Return ``pairs * factor + addend`` for int32 bfloat16 pairs. All results are exact.
 
-    All results are exact.
+    GPUs before compute capability 9.0 have no separate sum and product.
     """
     if CHAINED:
-        asm: tl.constexpr = "add.rn.bf16x2 $0, $1, $2;" if IS_SUM else "mul.rn.bf16x2 $0, $1, $2;"
-        other = addend if IS_SUM else factor
         return tl.inline_asm_elementwise(
-            asm, "=r,r,r", [pairs, other], dtype=tl.int32, is_pure=True, pack=1
+            "fma.rn.bf16x2 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [pairs, factor, addend],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
-    low, high = pairs << 16, pairs & -0x10000
-    low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-    if IS_SUM:
-        addend += pairs * 0
-        low += (addend << 16).to(tl.float32, bitcast=True)
-        high += (addend & -0x10000).to(tl.float32, bitcast=True)
-    else:
-        factor += pairs * 0
-        low *= (factor << 16).to(tl.float32, bitcast=True)
-        high *= (factor & -0x10000).to(tl.float32, bitcast=True)
+    factor, addend = pairs * 0 + factor, pairs * 0 + addend
+    low = (pairs << 16).to(tl.float32, bitcast=True) * (factor << 16).to(tl.float32, bitcast=True)
+    low += (addend << 16).to(tl.float32, bitcast=True)
+    high = (pairs & -0x10000).to(tl.float32, bitcast=True)
+    high *= (factor & -0x10000).to(tl.float32, bitcast=True)
+    high += (addend & -0x10000).to(tl.float32, bitcast=True)
     low, high = low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
     return ((low >> 16) & 0xFFFF) | (high & -0x10000)
 
@@ -115,13 +115,13 @@ def pairs(
         moved = words >> (8 * LANE)
         bits = ((moved & 0x007F007F) << 4) | ((moved & 0x00800080) << 8)
         factor = 0x7B807B80  # `2 ** 120`
-        result = _combined(bits, factor, 0, False, CHAINED)
+        result = fused(bits, factor, _NO_ADDEND, CHAINED)
     elif LOW == 8:
         # `1 + (code & 127) / 128`, minus `1` or `2`.
         moved = words >> (8 * LANE)
         bits = (moved & 0x007F007F) | _ONES
         addend = (moved & 0x00800080) + (-0x407F4080)  # 0xBF80BF80
-        result = _combined(bits, 0, addend, True, CHAINED)
+        result = fused(bits, _ONES, addend, CHAINED)
     else:
         # `1 + code / 2 ** (LOW + HIGH)`, minus `1 + zero / 2 ** (LOW + HIGH)`.
         bits = (
@@ -135,7 +135,7 @@ def pairs(
             bits = bits | (((high_bits >> (HIGH * LANE)) & mask) << (7 - HIGH))
         zero: tl.constexpr = (LAYOUT.zero << (7 - LOW - HIGH)) * _HALVES
         addend = zero + (-0x407F4080)
-        result = _combined(bits | _ONES, 0, addend, True, CHAINED)
+        result = fused(bits | _ONES, _ONES, addend, CHAINED)
     return result
 
 
