@@ -75,7 +75,12 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
     import torch
 
     from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
-    from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16, gemm_block, gemv
+    from tilewright.compiler.targets.cuda.kernels.matmul import (
+        gemm_bf16,
+        gemm_block,
+        gemv,
+        gemv_triton,
+    )
     from tilewright.compiler.targets.cuda.steps.cublas import store_product
 
     values = (0.02 * torch.randn(size, device="cuda")).bfloat16()
@@ -97,6 +102,8 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
             "arranged": gemm_block.scratch(size[1], x.device),
         }
         yield variant("block", lambda at: gemm_block.linear(out, x, weights[at], **args))
+    if rows <= gemv.MAX_TOKENS:
+        yield variant("triton", lambda at: gemv_triton.linear(out, x, weights[at], swiglu=paired))
     plain = [values.clone() for _ in range(_copies(values.nbytes))]
     if paired:
         product: Launch = lambda at: swiglu(out, torch.mm(x, plain[at].T), paired=True)  # noqa: E731
@@ -375,7 +382,10 @@ def _sampling(rows: int, *, vocabulary: int) -> Iterator[Variant]:
     yield Variant("sort", lambda _: torch.sort(logits, descending=True), 1, logits.nbytes)
 
 
-_SIZES = {"28672x4096": True, "4096x14336": False, "6144x4096": False, "8192x28672": False}
+_SIZES = {
+    **{"28672x4096": True, "4096x14336": False, "6144x4096": False, "4096x4096": False},
+    **{"8192x28672": False, "128256x4096": False, "12352x2048": False, "2048x4096": False},
+}
 """Weight rows and columns, and whether gate and up are paired."""
 
 _DENSE_FORMATS = "bf16", "bfp8", "bfp4", "q40", "q80", "fp8"

@@ -24,6 +24,7 @@ from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.cuda.kernels.attention.rope import rotate_and_store
 from tilewright.compiler.targets.cuda.kernels.common import launch, nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16
+from tilewright.compiler.targets.cuda.kernels.matmul.tile_pairs import TileLayout
 from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
@@ -94,6 +95,8 @@ def _native(launches: Launches) -> Any:
 def _triton(launches: Launches) -> Any:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         sizes = {key: each for key, each in kwargs.items() if isinstance(each, int | float | str)}
+        if isinstance(layout := kwargs.get("LAYOUT"), TileLayout):
+            sizes["KIND"] = layout.name
         shown = [f"{key}={sizes[key]}" for key in _SHOWN if key in sizes]
         name = self.fn.__name__.strip("_").removesuffix("_kernel")
         numbers = [each for each in args if isinstance(each, int | float)]

@@ -85,8 +85,8 @@ def expected(x_TKC: torch.Tensor, held: PackedWeight, experts: torch.Tensor) -> 
     ("num_tokens", "top_k", "size", "own", "tile_size", "kind"),
     grid(
         [
-            *((1, 2, (40, 200), False, 16), (3, 3, (33, 130), True, 16)),
-            *((7, 1, (16, 9), False, 16), (19, 4, (70, 64), True, 64)),
+            *((1, 2, (40, 200), False, 8), (3, 3, (33, 130), True, 8)),
+            *((7, 1, (16, 9), False, 8), (19, 4, (70, 64), True, 64)),
         ],
         KINDS,
     ),
@@ -116,7 +116,7 @@ def test_products(
     assert bool(out[:, top_k * size[0] :].isnan().all())
 
 
-@pytest.mark.parametrize(("num_tokens", "tile_size"), [(2, 16), (19, 64)])
+@pytest.mark.parametrize(("num_tokens", "tile_size"), [(2, 8), (19, 64)])
 def test_all_exponents_of_mxfp4(num_tokens: int, tile_size: int, device: torch.device) -> None:
     dense, scales = whole_range_mxfp4((NUM_EXPERTS, 16, 124 * 32), device)
     held, experts = packed(dense, "mxfp4"), choice(num_tokens, 2, device)
@@ -156,7 +156,7 @@ def test_tilings_give_the_same_bits(swiglu: bool) -> None:
     assert all(torch.equal(each, found[0]) for each in found)
 
 
-@pytest.mark.parametrize("tile_size", [16, 128])
+@pytest.mark.parametrize("tile_size", [8, 128])
 @pytest.mark.parametrize("inner", [24, 13])
 @pytest.mark.parametrize("kind", KINDS)
 def test_swiglu_of_halves_that_need_not_be_whole_tiles(
@@ -178,22 +178,22 @@ def test_float32_operands_make_float32_products(device: torch.device) -> None:
     held, experts = weight("bfp8", (40, 90), device), choice(3, 2, device)
     x = torch.randn(3, 90, device=device)
     out = torch.full((3, 80), NAN, device=device)
-    expert_linear(out, x, held, grouped(experts, 16), top_k=2)
+    expert_linear(out, x, held, grouped(experts, 8), top_k=2)
     want = expected(x[:, None].expand(-1, 2, -1), held, experts).flatten(1)
     torch.testing.assert_close(out.double(), want, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pair_s_bits_do_not_depend_on_others(kind: str, device: torch.device) -> None:
-    """Twenty tokens of one expert: two tiles; and each alone."""
+    """Twenty tokens of one expert: three tiles; and each alone."""
     held = weight(kind, (32, 130), device)
     x = torch.randn(20, 130, device=device).bfloat16()
     experts = torch.full((20, 1), 3, dtype=torch.int32, device=device)
     together, alone = torch.empty(2, 20, 32, device=device)
-    expert_linear(together, x, held, grouped(experts, 16), top_k=1)
-    for row in (0, 15, 16, 19):
+    expert_linear(together, x, held, grouped(experts, 8), top_k=1)
+    for row in (0, 7, 8, 19):
         part = slice(row, row + 1)
-        expert_linear(alone[part], x[part], held, grouped(experts[part], 16), top_k=1)
+        expert_linear(alone[part], x[part], held, grouped(experts[part], 8), top_k=1)
         assert torch.equal(alone[part], together[part])
 
 

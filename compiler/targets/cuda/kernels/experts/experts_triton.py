@@ -26,16 +26,22 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import words_of
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import (
+    Operand,
     product,
-    tile_columns,
-    tile_weights,
+    segment_sums,
 )
+from tilewright.compiler.targets.cuda.kernels.matmul.tile_pairs import layout_of
+from tilewright.compiler.targets.cuda.kernels.matmul.tile_weights import tile_columns, tile_weights
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, PackedWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    PackedWeight,
+)
 
 _TUNING = tuning()["experts"]["triton"]
 DECODE_PAIRS: int = _TUNING["few_pairs"]
-"""Pairs in a tile in decode: the minimum for efficient tensor cores."""
+"""Pairs in a tile in decode: the minimum for tensor cores."""
 PREFILL_PAIRS: int = _TUNING["many_pairs"]
 """Pairs in a tile in prefill. On an H200, smaller tiles are slower for any number of pairs."""
 MOST_PAIRS: int = _TUNING["most_pairs"]
@@ -53,12 +59,14 @@ class Tiling:
         rows: Weight rows.
         columns: Columns in a step with TMA. 0: no TMA, steps are whole tiles.
         num_stages: Steps in flight.
+        is_cut: Whether each warp has a segment of K, as in `gemv_triton`.
     """
 
     rows: int
     columns: int
     num_warps: int
     num_stages: int
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +126,15 @@ def _tile(tiles_ptr, num_tiles):
     first = tl.load(tiles_ptr + num_tiles + tl.program_id(1))
     last = tl.load(tiles_ptr + 2 * num_tiles + tl.program_id(1))
     return expert, first, last
+
+
+@triton.jit
+def _pairs(order_ptr, first, last, top_k, PAIRS: tl.constexpr):
+    """Return a tile's tokens and choices, and a mask."""
+    place = first + tl.arange(0, PAIRS)
+    is_pair = place < last
+    pair = tl.load(order_ptr + place, mask=is_pair, other=0)
+    return (pair // top_k).to(tl.int64), pair % top_k, is_pair
 
 
 @triton.jit
@@ -224,10 +241,7 @@ def _expert_linear_kernel(
     wait_for_inputs(CHAINED)
     expert, first, last = _tile(tiles_ptr, num_tiles)
     if expert >= 0:
-        place = first + tl.arange(0, PAIRS)
-        is_pair = place < last
-        pair = tl.load(order_ptr + place, mask=is_pair, other=0)
-        token, choice = (pair // top_k).to(tl.int64), pair % top_k
+        token, choice, is_pair = _pairs(order_ptr, first, last, top_k, PAIRS)
         x_rows = x_ptr + token[None, :] * x_stride + choice[None, :] * x_each
         feature = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         packed_row = expert * row_tiles * 16 + feature
@@ -241,6 +255,69 @@ def _expert_linear_kernel(
                 data_ptr, words_ptr, packed_row, step, all_row_tiles, STEPS, KIND
             )
             sums = product(weights, x, sums, CHAINED)
+        out = _ExpertOutput(out_ptr, out_stride, out_each, num_rows)
+        pairs, epilogue = _Pairs(token, choice, is_pair), _Epilogue(bias_ptr, limit, alpha)
+        first_feature, sums = tl.program_id(0) * ROWS, sums * scale
+        _store_pairs(
+            out, sums, pairs, first_feature, epilogue, expert, ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED
+        )
+
+
+@triton.jit
+def _expert_linear_cut_kernel(
+    out_ptr,
+    x_ptr,
+    data_ptr,
+    words_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_rows,
+    num_columns,
+    num_steps,
+    row_tiles,
+    all_row_tiles,
+    num_tiles,
+    top_k,
+    out_stride,
+    out_each,
+    x_stride,
+    x_each,
+    scale,
+    bias_ptr,
+    limit,
+    alpha,
+    LAYOUT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Compute `_expert_linear_kernel` for small tiles of pairs, with the sums of `segment_sums`."""
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    expert, first, last = _tile(tiles_ptr, num_tiles)
+    if expert >= 0:
+        token, choice, is_pair = _pairs(order_ptr, first, last, top_k, PAIRS)
+        x_rows = x_ptr + token * x_stride + choice * x_each
+        sums = segment_sums(
+            data_ptr,
+            words_ptr,
+            Operand(x_rows[None, None, :], is_pair[None, None, :], num_columns),
+            expert * row_tiles + tl.program_id(0) * (ROWS // 16),
+            all_row_tiles,
+            num_steps,
+            LAYOUT,
+            SEGMENTS,
+            ROWS,
+            PAIRS,
+            STAGES,
+            IS_EVEN,
+            CHAINED,
+        )
         out = _ExpertOutput(out_ptr, out_stride, out_each, num_rows)
         pairs, epilogue = _Pairs(token, choice, is_pair), _Epilogue(bias_ptr, limit, alpha)
         first_feature, sums = tl.program_id(0) * ROWS, sums * scale
@@ -365,15 +442,23 @@ def expert_linear(
             **arguments,
         )
         return
-    _expert_linear_kernel[grid](
-        data_ptr=packed.data,
-        words_ptr=None if packed.kind == "bf16" else words_of(packed),
-        row_tiles=packed.num_row_tiles,
-        all_row_tiles=packed.num_experts * packed.num_row_tiles,
-        KIND=packed.kind,
-        STEPS=packed.num_column_tiles,
-        **arguments,
-    )
+    arguments |= {
+        "data_ptr": packed.data,
+        "words_ptr": None if packed.kind == "bf16" else words_of(packed),
+        "row_tiles": packed.num_row_tiles,
+        "all_row_tiles": packed.num_experts * packed.num_row_tiles,
+    }
+    if tiling.is_cut:
+        _expert_linear_cut_kernel[grid](
+            num_steps=packed.num_column_tiles,
+            LAYOUT=layout_of(packed.format),
+            SEGMENTS=tiling.num_warps,
+            STAGES=tiling.num_stages,
+            IS_EVEN=packed.num_columns % (TILE_COLUMNS * tiling.num_warps) == 0,
+            **arguments,
+        )
+        return
+    _expert_linear_kernel[grid](KIND=packed.kind, STEPS=packed.num_column_tiles, **arguments)
 
 
 def _arguments(
@@ -417,14 +502,15 @@ def _arguments(
 
 def tiling_of(packed: PackedWeight, tile_size: int, operand: torch.dtype) -> Tiling:
     """Return the tile sizes for a matmul, tuned on an H200."""
+    is_long = packed.num_column_tiles >= 8
     if tile_size == DECODE_PAIRS:
-        name = "few"
+        name = "exact" if operand == torch.float32 else "cut_long" if is_long else "cut"
     elif packed.kind != "bf16":
         name = "blocks"
     elif tile_size == MOST_PAIRS and operand == torch.bfloat16:
         name = "most"
     else:
-        name = "many_long" if packed.num_column_tiles >= 8 else "many"
+        name = "many_long" if is_long else "many"
     return Tiling(*_TUNING["tilings"][name])
 
 

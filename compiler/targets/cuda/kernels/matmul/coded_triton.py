@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,6 +31,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
     weights,
 )
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import (
+    Operand,
     OutputMatrix,
     product,
     store_rows,
@@ -41,14 +41,6 @@ from tilewright.compiler.targets.cuda.weights.coded_tiles import CODEBOOK, CODEB
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 _TUNING = tuning()["matmul"]["coded"]
-
-
-class _Operand(NamedTuple):
-    """A program's rows of ``x`` in a kernel: first elements, mask, and length."""
-
-    ptr: Any
-    is_token: Any
-    num_columns: Any
 
 
 @triton.jit
@@ -202,7 +194,7 @@ def _coded_kernel(
     segment, tile, lane, column, sums = _segments(
         tile, feature % 16, SEGMENTS, ROWS, TOKENS, LAYOUT.words
     )
-    operand = _Operand(x_ptr + token.to(tl.int64) * x_stride, token < num_tokens, num_columns)
+    operand = Operand(x_ptr + token.to(tl.int64) * x_stride, token < num_tokens, num_columns)
     weight = CodedWeight(
         data_ptr + offset,
         words_ptr + offset // 4,

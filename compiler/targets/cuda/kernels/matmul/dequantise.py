@@ -1,6 +1,6 @@
 """Dequantization of packed weights in Triton, for matmuls in cuBLAS.
 
-`linear` uses the same functions to decode tiles in registers.
+`tile_weights` uses the same functions to decode tiles in registers.
 """
 
 from __future__ import annotations

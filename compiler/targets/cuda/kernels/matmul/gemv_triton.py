@@ -1,7 +1,7 @@
 """Matmul with a packed weight in Triton, for all formats, and for GPUs without CUDA C++ kernels.
 
-Weights are the rows in ``tl.dot``. Tokens are its columns. A step is a tile with 128 columns, so a
-token's arithmetic does not depend on other tokens.
+Weights are the rows in ``tl.dot``. Tokens are its columns. A warp has a segment: every fourth tile
+of 128 columns. A token's arithmetic does not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -13,81 +13,26 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
-    block_of,
     chained,
     release_dependents,
     wait_for_inputs,
 )
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
-from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import (
-    BFP4_BYTES,
-    BFP4_EXPONENTS,
-    BFP8_BYTES,
-    BFP8_EXPONENTS,
-    MXFP4_BYTES,
-    bfp4_nibbles,
-    bfp4_values,
-    bfp8_codes,
-    bfp8_values,
-    mxfp4_codes,
-    mxfp4_values,
-    words_of,
+from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import words_of
+from tilewright.compiler.targets.cuda.kernels.matmul.tile_pairs import (
+    both_sides,
+    in_order_of_words,
+    layout_of,
+    pairs_of,
 )
-from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, PackedWeight
+from tilewright.compiler.targets.cuda.tuning import tuning
+from tilewright.compiler.targets.cuda.weights.packed_weight import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    PackedWeight,
+)
 
-_MAX_TOKENS = 64  # a program's; more are in further programs, which read the weights again
-_MIN_LARGE_ROWS = 8192  # weight rows from which a program has two tiles
-
-
-@triton.jit
-def tile_columns(IS_BFP4: tl.constexpr):
-    """int32 ``[128]``: a tile's columns in memory order.
-
-    The order in bfp4 and mxfp4 is t, half, word.
-    """
-    column = tl.arange(0, 128)
-    if IS_BFP4:
-        column = column // 16 % 2 * 64 + column // 32 * 16 + column % 16
-    return column
-
-
-@triton.jit
-def tile_weights(
-    data_ptr, words_ptr, feature, step, num_row_tiles, STEPS: tl.constexpr, KIND: tl.constexpr
-):
-    """bfloat16 ``[rows, 128]``: tile ``step``, columns in the order of `tile_columns`."""
-    # Rows past the last tile repeat it; they are not stored.
-    tile = tl.minimum(feature // 16, num_row_tiles - 1).to(tl.int64)
-    if KIND == "bf16":
-        source = (tile * 16 + feature % 16) * (STEPS * 128) + step * 128
-        weights = tl.load(data_ptr + source[:, None] + tl.arange(0, 128)[None, :])
-    else:
-        tile = tile * STEPS + step
-        side, group, block = feature % 16 // 8, feature % 8, tl.arange(0, 8)[None, :]
-        if KIND == "bfp8":
-            source = tile * (BFP8_BYTES // 4) + side * 128 + group * 16
-            word = tl.arange(0, 32)[None, :]
-            words = tl.load(words_ptr + source[:, None] + word // 16 * 256 + word % 16)
-            source = tile * BFP8_BYTES + BFP8_EXPONENTS + group * 16 + side
-            exponents = tl.load(data_ptr + source[:, None] + block % 4 * 4 + block // 4 * 2)
-            codes = bfp8_codes(words).reshape(feature.shape[0], 8, 16)
-            values = bfp8_values(codes, exponents[:, :, None])
-        elif KIND == "mxfp4":
-            source = tile * (MXFP4_BYTES // 4) + side * 128 + group * 16
-            words = tl.load(words_ptr + source[:, None] + tl.arange(0, 16)[None, :])
-            source = tile * MXFP4_BYTES + 1024 + group * 8 + side
-            exponents = tl.load(data_ptr + source[:, None] + block // 4 * 4 + block % 2 * 2)
-            codes = mxfp4_codes(words).reshape(feature.shape[0], 8, 16)
-            values = mxfp4_values(codes, exponents[:, :, None])
-        else:
-            source = tile * (BFP4_BYTES // 4) + side * 128 + group * 16
-            words = tl.load(words_ptr + source[:, None] + tl.arange(0, 16)[None, :])
-            source = tile * BFP4_BYTES + BFP4_EXPONENTS + group * 16 + side
-            exponents = tl.load(data_ptr + source[:, None] + block * 2)
-            nibbles = bfp4_nibbles(words).reshape(feature.shape[0], 8, 16)
-            values = bfp4_values(nibbles, exponents[:, :, None])
-        weights = values.to(tl.bfloat16).reshape(feature.shape[0], 128)
-    return weights
+_TUNING = tuning()["matmul"]["triton"]
 
 
 @triton.jit
@@ -147,6 +92,146 @@ def store_rows(
         _store(out, sums, feature, token, out.num_rows, RESIDUAL, CHAINED)
 
 
+class Operand(NamedTuple):
+    """A program's rows of ``x`` in a kernel: first elements, mask, and length."""
+
+    ptr: Any
+    is_token: Any
+    num_columns: Any
+
+
+@triton.jit
+def _load(x, column, IS_EVEN: tl.constexpr):
+    inside = x.is_token
+    if not IS_EVEN:
+        inside = (column < x.num_columns) & inside
+    return tl.load(x.ptr + column, mask=inside, other=0.0)
+
+
+@triton.jit
+def _bf16_sums(
+    data_ptr,
+    x,
+    first_tile,
+    num_tiles,
+    num_steps,
+    SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """As `segment_sums`, for bfloat16 weights."""
+    segment, column = tl.arange(0, SEGMENTS)[:, None, None], tl.arange(0, 128)
+    row = tl.minimum(tl.arange(0, ROWS), (num_tiles - first_tile) * 16 - 1)[None, :, None]
+    source = data_ptr + first_tile.to(tl.int64) * (16 * num_steps * 128)
+    source += row * (num_steps * 128) + column[None, None, :]
+    sums = tl.zeros((SEGMENTS, ROWS, TOKENS), tl.float32)
+    for first in tl.range(0, num_steps, SEGMENTS, num_stages=STAGES):
+        step = first + segment
+        own = _load(x, step * 128 + column[None, :, None], IS_EVEN)
+        # Segments after the last step repeat it. They find no columns.
+        step = step if IS_EVEN else tl.minimum(step, num_steps - 1)
+        sums = product(tl.load(source + step * 128), own, sums, CHAINED)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def _block_sums(
+    words_ptr,
+    x,
+    first_tile,
+    num_tiles,
+    num_steps,
+    LAYOUT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """As `segment_sums`, for block formats."""
+    TILE: tl.constexpr = LAYOUT.tile
+    SPAN: tl.constexpr = LAYOUT.span
+    WORDS: tl.constexpr = 4 * SPAN
+    segment = tl.arange(0, SEGMENTS)[:, None, None]
+    pair, word = tl.arange(0, ROWS // 2)[None, :, None], tl.arange(0, WORDS)[None, None, :]
+    tile = tl.minimum(pair // 8, num_tiles - 1 - first_tile) * num_steps
+    source = words_ptr + first_tile.to(tl.int64) * num_steps * TILE
+    of_words = pair % 8 * 16 + word // SPAN * 4 + word % SPAN
+    lane = tl.arange(0, LAYOUT.lanes)[None, None, :]
+    of_exponents = LAYOUT.exponents + pair % 8 * LAYOUT.lanes + lane
+    column = tl.arange(0, 128)[None, :, None]
+    sums = tl.zeros((SEGMENTS, ROWS, TOKENS), tl.float32)
+    for first in tl.range(0, num_steps, SEGMENTS, num_stages=STAGES):
+        step = first + segment
+        own = in_order_of_words(_load(x, step * 128 + column, IS_EVEN), SPAN)
+        # Segments after the last step repeat it. They find no columns.
+        step = step if IS_EVEN else tl.minimum(step, num_steps - 1)
+        words = source + (step + tile) * TILE
+        exponents = tl.load(words + of_exponents)
+        words += of_words
+        top = pairs_of(tl.load(words), tl.load(words + LAYOUT.half), exponents, 0, LAYOUT, CHAINED)
+        words += 128
+        low = pairs_of(tl.load(words), tl.load(words + LAYOUT.half), exponents, 8, LAYOUT, CHAINED)
+        sums = product(both_sides(top, low), own, sums, CHAINED)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def segment_sums(
+    data_ptr,
+    words_ptr,
+    x,
+    first_tile,
+    num_tiles,
+    num_steps,
+    LAYOUT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Return float32 ``[ROWS, TOKENS]`` for the weight rows from row tile ``first_tile``.
+
+    Rows after the last tile repeat it. ``IS_EVEN``: all segments have whole tiles in all steps.
+    """
+    if LAYOUT is None:
+        sums = _bf16_sums(
+            data_ptr,
+            x,
+            first_tile,
+            num_tiles,
+            num_steps,
+            SEGMENTS,
+            ROWS,
+            TOKENS,
+            STAGES,
+            IS_EVEN,
+            CHAINED,
+        )
+    else:
+        sums = _block_sums(
+            words_ptr,
+            x,
+            first_tile,
+            num_tiles,
+            num_steps,
+            LAYOUT,
+            SEGMENTS,
+            ROWS,
+            TOKENS,
+            STAGES,
+            IS_EVEN,
+            CHAINED,
+        )
+    return sums
+
+
 @triton.jit
 def _linear_kernel(
     out_ptr,
@@ -158,13 +243,16 @@ def _linear_kernel(
     num_rows,
     num_columns,
     num_row_tiles,
+    num_steps,
     out_stride,
     x_stride,
     scale,
-    KIND: tl.constexpr,
-    STEPS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_EVEN: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SWIGLU: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -173,15 +261,22 @@ def _linear_kernel(
     wait_for_inputs(CHAINED)
     feature = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    is_token = (token < num_tokens)[None, :]
-    x_rows = x_ptr + token[None, :].to(tl.int64) * x_stride
-    order = tile_columns(KIND == "bfp4")
-    sums = tl.zeros((ROWS, TOKENS), tl.float32)
-    for step in range(STEPS):
-        column = step * 128 + order[:, None]
-        x = tl.load(x_rows + column, mask=(column < num_columns) & is_token, other=0.0)
-        weights = tile_weights(data_ptr, words_ptr, feature, step, num_row_tiles, STEPS, KIND)
-        sums = product(weights, x, sums, CHAINED)
+    x_rows = x_ptr + token[None, None, :].to(tl.int64) * x_stride
+    sums = segment_sums(
+        data_ptr,
+        words_ptr,
+        Operand(x_rows, (token < num_tokens)[None, None, :], num_columns),
+        tl.program_id(0) * (ROWS // 16),
+        num_row_tiles,
+        num_steps,
+        LAYOUT,
+        SEGMENTS,
+        ROWS,
+        TOKENS,
+        STAGES,
+        IS_EVEN,
+        CHAINED,
+    )
     sums *= scale
     out = OutputMatrix(out_ptr, out_stride, num_tokens, num_rows)
     store_rows(out, bias_ptr, sums, feature, token, ROWS, TOKENS, RESIDUAL, SWIGLU, CHAINED)
@@ -209,29 +304,35 @@ def linear(
     assert out.shape == (num_tokens, num_rows // 2 if swiglu else num_rows)
     assert x.shape[1] >= packed.num_columns and x.stride(1) == 1 and out.stride(1) == 1
     assert not swiglu or (packed.is_paired and not residual)
-    rows = TILE_ROWS if num_rows < _MIN_LARGE_ROWS else 2 * TILE_ROWS
-    tokens = min(_MAX_TOKENS, block_of(num_tokens))
+    family = "bf16" if packed.format == "bf16" else "blocks"
+    is_large = family == "blocks" and (num_rows >= _TUNING["min_large_rows"] or num_tokens > 8)
+    rows = 2 * TILE_ROWS if is_large else TILE_ROWS
+    segments, stages = _TUNING["segments"], _TUNING["num_stages"]["large" if is_large else family]
+    tokens = min(_TUNING["tokens"][family], max(8, triton.next_power_of_2(num_tokens)))
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_tokens, tokens))
     _linear_kernel[grid](
         out,
         x,
         packed.data,
-        None if packed.kind == "bf16" else words_of(packed),
+        None if family == "bf16" else words_of(packed),
         bias,
         num_tokens,
         num_rows,
         packed.num_columns,
         packed.num_row_tiles,
+        packed.num_column_tiles,
         out.stride(0),
         x.stride(0),
         packed.scale,
-        KIND=packed.kind,
-        STEPS=packed.num_column_tiles,
+        LAYOUT=layout_of(packed.format),
+        SEGMENTS=segments,
         ROWS=rows,
         TOKENS=tokens,
+        STAGES=stages,
+        IS_EVEN=packed.num_columns % (TILE_COLUMNS * segments) == 0,
         RESIDUAL=residual,
         SWIGLU=swiglu,
-        num_warps=4,
-        num_stages=6 if rows == TILE_ROWS else 4,
+        num_warps=segments,
+        num_stages=stages,
         **chained(out),
     )
