@@ -348,6 +348,17 @@ def test_few_rows_of_a_strict_step_are_the_library_s_of_more(decodes: bool) -> N
         assert not torch.equal(alone[:3], out[:3])
 
 
+def test_the_library_rounds_float32_rows_to_the_weight() -> None:
+    """A model with its norms after its layers has float32 rows without a norm."""
+    plan, _, products = products_of("bf16", gpu=ADA)
+    for each in (one for one in plan.products if one.norm is None):
+        rows, columns = each.weight.shape
+        x, results = torch.randn(20, columns), torch.zeros(2, 20, rows)
+        for result, rows_of_x in zip(results, (x, x.bfloat16()), strict=True):
+            products.run(each, result, rows_of_x, decodes=False)
+        assert torch.equal(*results) and results.any()
+
+
 def test_strict_prompts_of_codes_run_the_kernels_of_decode_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -386,6 +386,7 @@ class MatmulOps:
         weight = self._bound(each, False).values
         if weight is None:
             weight = self._dense(packed, stride if is_whole else packed.num_rows)
+        x = x.to(weight.dtype)  # float32 without a norm before the product
         if each.swiglu:
             gate_up = torch.mm(x, weight.T)
             if bias is not None:
