@@ -116,7 +116,7 @@ class Schemes:
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise CheckpointError(
-                f"{where}: quantization_config.config_groups = {str(groups)[:40]}; "
+                f"{where}: quantization_config.config_groups = {repr(groups)[:40]}; "
                 "allowed: an object"
             )
         self.where = f"{where}: quantization_config.config_groups"
@@ -128,7 +128,7 @@ class Schemes:
             scheme = _scheme(group, f"{prefix}.weights")
             targets = group.get("targets", ["Linear"]) if isinstance(group, Mapping) else None
             if not isinstance(targets, list):
-                raise CheckpointError(f"{prefix}.targets = {str(targets)[:40]}; allowed: a list")
+                raise CheckpointError(f"{prefix}.targets = {repr(targets)[:40]}; allowed: a list")
             for target in targets:
                 self._add(target, scheme, prefix)
 
@@ -170,14 +170,14 @@ def _scheme(group: object, where: str) -> Scheme:
     weights = weights if isinstance(weights, Mapping) else {}
     bits = weights.get("num_bits")
     if type(bits) is not int or not 1 <= bits <= 8:
-        raise CheckpointError(f"{where}.num_bits = {str(bits)[:40]}; allowed: 1 to 8")
+        raise CheckpointError(f"{where}.num_bits = {repr(bits)[:40]}; allowed: 1 to 8")
     strategy, size = weights.get("strategy"), weights.get("group_size")
     if strategy is not None and strategy not in _STRATEGIES:
         raise CheckpointError(
             f"{where}.strategy = {str(strategy)[:40]!r}; allowed: {', '.join(_STRATEGIES)}"
         )
     if size is not None and (type(size) is not int or not (size == -1 or 1 <= size <= _MAX_SIZE)):
-        raise CheckpointError(f"{where}.group_size = {str(size)[:40]}; allowed: -1, or 1 and above")
+        raise CheckpointError(f"{where}.group_size = {repr(size)[:40]}; allowed: -1 or above 0")
     if strategy in ("group", "tensor_group") and (size is None or size == -1):
         raise CheckpointError(f"{where}.group_size is missing; allowed: columns in a group")
     if strategy not in ("group", "tensor_group", None) and size not in (None, -1):
@@ -192,7 +192,7 @@ def _scheme(group: object, where: str) -> Scheme:
         )
     symmetric = weights.get("symmetric")
     if symmetric not in (True, False, None):
-        raise CheckpointError(f"{where}.symmetric = {str(symmetric)[:40]}; allowed: true, false")
+        raise CheckpointError(f"{where}.symmetric = {repr(symmetric)[:40]}; allowed: true, false")
     has_zeros = None if symmetric is None else not symmetric
     size = None if size == -1 else size
     return Scheme(where, bits, strategy, size, block, has_zeros, _has_order(weights, where))

@@ -116,5 +116,5 @@ def _setting(
     value = own.get(key, common.get(key))
     if type(value) is not int or value not in allowed:
         names = ", ".join(map(str, allowed))
-        raise CheckpointError(f"{where}: {key} = {str(value)[:40]}; allowed: {names}")
+        raise CheckpointError(f"{where}: {key} = {repr(value)[:40]}; allowed: {names}")
     return value

@@ -182,7 +182,7 @@ def _blocks(
         or shape[1] % sizes[1]
         or 0 in shape
     ):
-        what = f"has block_size {str(sizes)[:40]} for shape {list(shape)}"
+        what = f"has block_size {repr(sizes)[:40]} for shape {list(shape)}"
         raise model.error(f"{module}.{_CODES}", what, "sizes that divide two axes")
     return sizes[0], sizes[1]
 

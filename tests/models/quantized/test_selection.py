@@ -152,7 +152,7 @@ REFUSED = [
     (INT4, of_compressed(4, ignore=["re:" + "(a|ab)" * 5 + "$"]), SAME, "up to 4 groups"),
     (INT4, of_weights(symmetric=False), SAME, "weight_zero_point is missing; allowed"),
     (INT4, of_weights(actorder="group"), SAME, "weight_g_idx is missing; allowed"),
-    (INT4, of_weights(symmetric="no"), SAME, "symmetric = no; allowed: true, false"),
+    (INT4, of_weights(symmetric="no"), SAME, "symmetric = 'no'; allowed: true, false"),
     (INT4, of_compressed(4, ignore="lm_head"), SAME, "ignore = 'lm_head'; allowed: a list"),
     (FP4, {**NV, "ignore": [UP]}, SAME, DENSE.format("ignore", UP)),
     (FP8, {**BLOCKS, "modules_to_not_convert": ["up_proj"]}, SAME, "not_convert has 'up_proj'"),
