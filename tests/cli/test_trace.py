@@ -43,12 +43,24 @@ def test_trace_prints_operations_and_settings_of_a_target(
     assert "ff1_3" in said and "performance" in said and "worst" in said
 
 
+def test_trace_selects_cache_formats_for_a_run(tiny_gguf: Path, tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "cache.yaml"
+    selection = ("--cache-formats", "bfp8", "bfp4", "--max-kl", "1", "-o", path)
+    printed = run("trace", tiny_gguf, "--tokens", "64", *selection)
+    assert "0.v_cache" in printed and "against fp32 weights" in printed
+    assert "kv_cache: bfp4" in path.read_text()
+    assert run("run", tiny_gguf, "--precision", path, "--target", "reference", "--prompt", "a")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (("--tokens", "5000"), "allowed by text and model"),
         (("--precision", "nonsense"), "unknown precision"),
         (("--target", "nowhere"), "nowhere"),
+        (("--cache-formats", "bfp8"), "with --max-kl and --output FILE"),
+        (("--max-kl", "1"), "with --cache-formats"),
+        (("--cache-formats", "bfp8", "--max-kl", "1", "-o", "x.yaml"), "without them"),
     ],
 )
 def test_trace_refuses_bad_options(

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewright.compiler.precision import PrecisionConfig, load_precision
+from tilewright.compiler.precision import PrecisionConfig, list_precisions, load_precision
+from tilewright.compiler.precision.names import ALLOWED_FORMATS
 from tilewright.errors import ConfigError
 from tilewright.evaluate.cases.prompts import accuracy_text
 from tilewright.models import calibrated_precision, check_header, find_model
-from tilewright.options.arguments import integer, option, parse
+from tilewright.options.arguments import integer, option, parse, real
 from tilewright.utils.json_lines import check_writable
 
 
@@ -39,6 +40,20 @@ class _TraceArgs:
     top: int = option("number of rows in the table", default=20, type=integer(1, 100_000))
     as_json: bool = option("print the trace as JSON", "--json", default=False)
     plot: str | None = option("write NAME.svg and NAME.png: the errors by layer", metavar="NAME")
+    cache_formats: tuple[str, ...] = option(
+        "instead of a trace, select the formats of keys and values in each layer",
+        default=(),
+        nargs="+",
+        choices=ALLOWED_FORMATS["kv_cache"],
+    )
+    max_kl: float | None = option(
+        "with --cache-formats: KL bound against an unrounded cache, in nats",
+        type=real(0, 100),
+        metavar="NATS",
+    )
+    output: str | None = option(
+        "with --cache-formats: YAML of the selection", "-o", "--output", metavar="FILE"
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -56,10 +71,35 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{found}: calibrated weights; allowed: with --reference ORIGINAL")
     precision = load_precision(options.precision or own or "performance")
     text = accuracy_text(options.text or "accuracy").content
-    if options.plot is not None:
-        check_writable(Path(options.plot))
+    _check(options, precision)
     warnings.filterwarnings("ignore", module="torch")
     return _run(options, found, precision, text)
+
+
+def _check(options: _TraceArgs, precision: PrecisionConfig) -> None:
+    """Check the options of a selection, and the files to write.
+
+    Raises:
+        ConfigError: for conflicting options, or a configuration that no file can inherit.
+    """
+    if options.plot is not None:
+        check_writable(Path(options.plot))
+    if not options.cache_formats:
+        if options.max_kl is not None or options.output is not None:
+            raise ConfigError("--max-kl or --output; allowed: with --cache-formats")
+        return
+    if options.max_kl is None or options.output is None:
+        raise ConfigError("--cache-formats; allowed: with --max-kl and --output FILE")
+    if options.as_json or options.fast or options.plot or options.target:
+        raise ConfigError(
+            "--cache-formats with --json, --fast, --plot or --target; allowed: without them"
+        )
+    if precision.name not in list_precisions():
+        raise ConfigError(
+            f"--precision {precision.name[:60]!r}: the selection inherits it; allowed: a "
+            "configuration of precision_cfgs/"
+        )
+    check_writable(Path(options.output))
 
 
 def _run(options: _TraceArgs, found: Path, precision: PrecisionConfig, text: str) -> int:
@@ -80,8 +120,16 @@ def _run(options: _TraceArgs, found: Path, precision: PrecisionConfig, text: str
     if options.tokens > (most := min(len(ids), model.config.max_positions)):
         raise ConfigError(f"--tokens {options.tokens}; allowed by text and model: up to {most}")
     tokens = sequences(ids, options.tokens, options.tokens)
+    how: Any
+    if options.cache_formats:
+        from tilewright.cli.commands.select_cache import select
+
+        assert options.max_kl is not None and options.output is not None
+        names = tuple(dict.fromkeys(options.cache_formats))
+        how = {"names": names, "max_kl": options.max_kl, "output": Path(options.output)}
+        return select(model, original or model, precision, tokens, **how)
     with compile_progress(err()) as progress:
-        how: Any = {"original": original, "restores": not options.fast, "progress": progress}
+        how = {"original": original, "restores": not options.fast, "progress": progress}
         traced = trace(model, precision, tokens, **how)
         if (target := options.target) is not None:
             truth = original or model

@@ -125,7 +125,8 @@ def _fidelities(
     lowered = {part: level for part, level in levels.items() if level is not None}
     known = sorted({layer for layers in places.values() for layer in layers})
     usual = base.resolve(known[-1] + 1 if known else 1)
-    families = {OP_GROUP_OF[group] for group in places if group not in GLOBAL_GROUPS}
+    products = [group for group in places if group in PRODUCT_GROUPS]
+    families = {OP_GROUP_OF[group] for group in products if group not in GLOBAL_GROUPS}
     in_base = {
         f"{each}_{phase}": usual.fidelity(each, phase) for each in families for phase in PHASES
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tilewright.evaluate.report.table import Table
+from tilewright.evaluate.tracing.cache_formats import CacheSelection
 from tilewright.evaluate.tracing.layer_trace import LossTrace, TraceRow
 
 
@@ -64,3 +65,13 @@ def plot_trace(trace: LossTrace, path: Path, title: str) -> None:
         axes.set(xlabel="layer", ylabel="relative error of outputs", title=title)
         axes.legend()
         save(figure, path)
+
+
+def selection_lines(selection: CacheSelection) -> list[tuple[str, ...]]:
+    """Return a line for each layer's keys and values: added KL by format, selected format."""
+    names = tuple(dict.fromkeys(name for _, name in selection.losses))
+    lines: list[tuple[str, ...]] = [("unit", *(f"KL of {name}" for name in names), "selected")]
+    for unit, selected in selection.formats.items():
+        losses = (f"{selection.losses[unit, name].kl:.1e}" for name in names)
+        lines.append((str(unit), *losses, selected))
+    return lines
