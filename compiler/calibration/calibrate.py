@@ -34,10 +34,10 @@ from tilewright.compiler.calibration.plan import (
     SegmentPlan,
     plan_segments,
 )
-from tilewright.compiler.driver import CompilableModel, lower_model, weight_source
+from tilewright.compiler.driver import CompilableModel, ModelWeights, lower_model, weight_source
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.formats.coded_rows import code_rows
-from tilewright.compiler.ir.recipe import load_dense
+from tilewright.compiler.ir.recipe import load_rows
 from tilewright.compiler.precision import ResolvedPrecision
 from tilewright.compiler.targets.interface.base import Progress
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION
@@ -235,7 +235,7 @@ class _CalibrationRun:
     def __init__(
         self,
         model: CompilableModel,
-        source: Callable[[str], Tensor],
+        source: ModelWeights,
         writer: SegmentWriter,
         method: Method,
         device: torch.device,
@@ -345,8 +345,7 @@ class _CalibrationRun:
         if isinstance(node, Node) and node in self._weights:
             rows = self._weights[node].flatten(0, -2)
             return rows[matrix.start + piece[0] : matrix.start + piece[1]]
-        dense = load_dense(matrix.recipe, self._source)
-        return dense[piece[0] : piece[1]].to(self._device)
+        return load_rows(matrix.recipe, self._source, *piece).to(self._device)
 
     def _importance(self, matrix: MatrixPlan, moments: Moments | None) -> Tensor | None:
         """Return the mean squares for a matrix's inputs. None: no token reached it."""
