@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.ops.dense import rms_norm, rotate
-from tilewright.compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.library import Cost, like, operator
 
 
 def _attend(
@@ -60,7 +60,7 @@ def _attention_cost(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Cost:
 
 
 @operator(
-    fake=lambda q, k, v, scale, window=0, soft_cap=0.0, sinks=None: torch.empty_like(q),
+    fake=lambda q, k, v, scale, window=0, soft_cap=0.0, sinks=None: like(q),
     cost=_attention_cost,
 )
 def attention(
@@ -124,7 +124,7 @@ def _step_cost(q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, *_: object) ->
 
 
 @operator(
-    fake=lambda q, *args, **kwargs: torch.empty_like(q),
+    fake=lambda q, *args, **kwargs: like(q),
     cost=_step_cost,
     mutates=("kv_cache",),
 )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ops.dense import rms_norm
-from tilewright.compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.library import Cost, like, operator
 
 
 def on_wire(x: Tensor, wire: str) -> Tensor:
@@ -41,7 +41,7 @@ def _reduce_cost(x: Tensor, count: int, *_: object) -> Cost:
     return Cost(float(count - 1) * size, size, size, elements_sent=float(count - 1) * size)
 
 
-@operator(fake=lambda x, count, wire: torch.empty_like(x), cost=_reduce_cost)
+@operator(fake=lambda x, count, wire: like(x), cost=_reduce_cost)
 def all_reduce(x: Tensor, count: int, wire: str) -> Tensor:
     """Return the sum of ``x`` over the ``count`` ranks in a group. ``wire`` is the link format."""
     return all_reduce_group([x], wire)[0].clone()
@@ -67,7 +67,7 @@ def _add_cost(
 
 
 @operator(
-    fake=lambda x, residual, *_: (torch.empty_like(residual), torch.empty_like(residual)),
+    fake=lambda x, residual, *_: (like(residual), like(residual)),
     cost=_add_cost,
 )
 def all_reduce_add(
@@ -135,7 +135,7 @@ def _scatter_cost(x: Tensor, sizes: Sequence[int], wire: str, axis: int = -1) ->
     return Cost(sent, size, size / count, elements_sent=sent)
 
 
-@operator(fake=lambda x, sizes, wire, axis=-1: torch.empty_like(x), cost=_scatter_cost)
+@operator(fake=lambda x, sizes, wire, axis=-1: like(x), cost=_scatter_cost)
 def reduce_scatter(x: Tensor, sizes: list[int], wire: str, axis: int = -1) -> Tensor:
     """Sum ``x`` over all ranks. Each rank gets its shard along ``axis``, with its size in
     ``sizes``.
@@ -160,7 +160,7 @@ def _exchange_cost(x: Tensor, counts: Sequence[int]) -> Cost:
     return Cost(0.0, size, size, elements_sent=away)
 
 
-@operator(fake=lambda x, counts: torch.empty_like(x), cost=_exchange_cost)
+@operator(fake=lambda x, counts: like(x), cost=_exchange_cost)
 def all_to_all(x: Tensor, counts: list[int]) -> Tensor:
     """Send rows of ``x [T, C]`` to all ranks: the first ``counts[0]`` rows to rank 0, and so on.
 

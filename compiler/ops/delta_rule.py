@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tilewright.compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.library import Cost, like, operator
 
 CHUNK = 64
 """Tokens per chunk in the chunked form."""
@@ -44,7 +44,7 @@ def _conv_cost(x: Tensor, weight: Tensor, *_: object) -> Cost:
     return Cost(2.0 * x.numel() * weight.shape[-1], x.numel() + weight.numel(), x.numel())
 
 
-@operator(fake=lambda x, weight, silu=True: torch.empty_like(x), cost=_conv_cost)
+@operator(fake=lambda x, weight, silu=True: like(x), cost=_conv_cost)
 def causal_conv1d(x: Tensor, weight: Tensor, silu: bool = True) -> Tensor:
     """Convolve each channel of ``x [T, C]`` along the sequence. Return ``[T, C]``.
 
@@ -55,9 +55,7 @@ def causal_conv1d(x: Tensor, weight: Tensor, silu: bool = True) -> Tensor:
     return _convolve(x, weight, before, silu).contiguous()
 
 
-@operator(
-    fake=lambda x, weight, window, *_: torch.empty_like(x), cost=_conv_cost, mutates=("window",)
-)
+@operator(fake=lambda x, weight, window, *_: like(x), cost=_conv_cost, mutates=("window",))
 def causal_conv1d_step(
     x: Tensor,
     weight: Tensor,

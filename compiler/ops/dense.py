@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewright.compiler.ops.library import Cost, CostFunction, operator
+from tilewright.compiler.ops.library import Cost, CostFunction, like, operator
 
 
 def _elementwise(flops_per_element: float) -> CostFunction:
@@ -56,14 +56,14 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x.dtype) * weight
 
 
-@operator(fake=lambda x, weight, eps: torch.empty_like(x), cost=_elementwise(4.0))
+@operator(fake=lambda x, weight, eps: like(x), cost=_elementwise(4.0))
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Apply RMSNorm to ``x [..., C]`` with ``weight [C]``, in fp32 (Zhang and Sennrich, 2019)."""
     return _rms_norm(x, weight, eps)
 
 
 @operator(
-    fake=lambda x, residual, weight, eps: (torch.empty_like(x), torch.empty_like(x)),
+    fake=lambda x, residual, weight, eps: (like(x), like(x)),
     cost=_elementwise(5.0),
 )
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def rotate(
 
 
 @operator(
-    fake=lambda x, positions, inv_freq, interleaved=False, factor=1.0: torch.empty_like(x),
+    fake=lambda x, positions, inv_freq, interleaved=False, factor=1.0: like(x),
     cost=_elementwise(3.0),
 )
 def rope(
@@ -112,13 +112,13 @@ def rope(
     return rotate(x, positions, inv_freq, interleaved, factor)
 
 
-@operator(fake=lambda gate, up: torch.empty_like(gate), cost=_elementwise(5.0))
+@operator(fake=lambda gate, up: like(gate), cost=_elementwise(5.0))
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return ``silu(gate) * up``, both ``[T, C]`` (Shazeer, 2020)."""
     return torch.nn.functional.silu(gate) * up
 
 
-@operator(fake=lambda gate, up, limit, alpha: torch.empty_like(gate), cost=_elementwise(8.0))
+@operator(fake=lambda gate, up, limit, alpha: like(gate), cost=_elementwise(8.0))
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
     """Return ``(up + 1) * gate * sigmoid(alpha * gate)``, both ``[T, C]``, in gpt-oss.
 
@@ -128,13 +128,13 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tens
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
-@operator(fake=lambda x, gate: torch.empty_like(x), cost=_elementwise(4.0))
+@operator(fake=lambda x, gate: like(x), cost=_elementwise(4.0))
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Return ``x * sigmoid(gate)`` for ``x [T, C]`` and ``gate [T, C]`` or ``[T, 1]``."""
     return x * torch.sigmoid(gate)
 
 
-@operator(fake=lambda x, approximate="none": torch.empty_like(x), cost=_elementwise(8.0))
+@operator(fake=lambda x, approximate="none": like(x), cost=_elementwise(8.0))
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Apply GELU (Hendrycks and Gimpel, 2016). ``approximate`` is ``none`` or ``tanh``."""
     return torch.nn.functional.gelu(x, approximate=approximate)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.ops.dense import rms_norm
-from tilewright.compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.library import Cost, like, operator
 from tilewright.compiler.ops.vision import full_attention
 
 
@@ -31,7 +31,7 @@ def _cost(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Cost:
     return Cost(flops, q.numel() + k.numel() + v.numel(), q.numel())
 
 
-@operator(fake=lambda q, k, v, is_padding, scale: torch.empty_like(q), cost=_cost)
+@operator(fake=lambda q, k, v, is_padding, scale: like(q), cost=_cost)
 def tile_attention(q: Tensor, k: Tensor, v: Tensor, is_padding: Tensor, scale: float) -> Tensor:
     """Compute attention between all image rows: ``q``, ``k``, ``v [P, H, D]``.
 
@@ -67,7 +67,7 @@ def _cross_cost(
 
 
 @operator(
-    fake=lambda q, cache, visible, norm, eps, num_kv_heads, layer, scale: torch.empty_like(q),
+    fake=lambda q, cache, visible, norm, eps, num_kv_heads, layer, scale: like(q),
     cost=_cross_cost,
 )
 def cross_attention(
@@ -106,7 +106,7 @@ def cross_attention(
 
 
 @operator(
-    fake=lambda x, visible: torch.empty_like(x),
+    fake=lambda x, visible: like(x),
     cost=lambda x, visible: Cost(1.0 * x.numel(), x.numel(), x.numel()),
 )
 def mask_text_rows(x: Tensor, visible: Tensor) -> Tensor:

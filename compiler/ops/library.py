@@ -44,11 +44,10 @@ class Operator:
 
     name: str
     reference: Callable[..., Any]
-    custom_op: Any
     cost: CostFunction
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.custom_op(*args, **kwargs)
+        return self.overload(*args, **kwargs)
 
     @property
     def overload(self) -> Any:
@@ -56,6 +55,15 @@ class Operator:
 
 
 OPERATORS: dict[Any, Operator] = {}
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def like(x: torch.Tensor) -> torch.Tensor:
+    """Return an empty contiguous tensor like ``x``, for fakes.
+
+    ``empty_like`` and ``new_empty`` of a dynamic length take longer.
+    """
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def operator(
@@ -71,9 +79,11 @@ def operator(
 
     def declare(reference: Callable[..., Any]) -> Operator:
         name = reference.__name__
-        custom = torch.library.custom_op(f"{NAMESPACE}::{name}", reference, mutates_args=mutates)
-        custom.register_fake(fake)
-        entry = Operator(name, reference, custom, cost)
+        schema = torch.library.infer_schema(reference, mutates_args=mutates)
+        _LIBRARY.define(name + schema)
+        _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+        entry = Operator(name, reference, cost)
         OPERATORS[entry.overload] = entry
         return entry
 

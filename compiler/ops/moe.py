@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.ops.dense import swiglu
-from tilewright.compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.library import Cost, like, operator
 
 
 def expected_experts(num_experts: int, num_tokens: int, top_k: int) -> float:
@@ -62,7 +62,7 @@ def router(
 
 
 @operator(
-    fake=lambda experts, first, count: torch.empty_like(experts),
+    fake=lambda experts, first, count: like(experts),
     cost=lambda experts, first, count: Cost(0.0, experts.numel(), experts.numel()),
 )
 def local_experts(experts: Tensor, first: int, count: int) -> Tensor:
@@ -133,7 +133,7 @@ def _experts_cost(
 
 
 @operator(
-    fake=lambda x, logits, gate, up, down, top_k, renormalise: torch.empty_like(x),
+    fake=lambda x, logits, gate, up, down, top_k, renormalise: like(x),
     cost=_experts_cost,
 )
 def experts(

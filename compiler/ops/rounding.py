@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.library import Cost, like, operator
 
 
 def _cost(x: Tensor) -> Cost:
@@ -14,7 +13,7 @@ def _cost(x: Tensor) -> Cost:
     return Cost(4.0 * count, count, count)
 
 
-@operator(fake=lambda x: torch.empty_like(x), cost=_cost)
+@operator(fake=like, cost=_cost)
 def round_q80(x: Tensor) -> Tensor:
     """Round ``x [..., C]`` to q80 values: integers times a float16 scale per block along C.
 

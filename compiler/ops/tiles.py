@@ -8,20 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewright.compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.library import Cost, like, operator
 
 
 def _elementwise(x: Tensor, *_: object) -> Cost:
     return Cost(3.0 * x.numel(), 2.0 * x.numel(), x.numel())
 
 
-@operator(fake=lambda residual, x, gate: torch.empty_like(residual), cost=_elementwise)
+@operator(fake=lambda residual, x, gate: like(residual), cost=_elementwise)
 def add_gated(residual: Tensor, x: Tensor, gate: Tensor) -> Tensor:
     """Return ``residual + tanh(gate) * x``. ``gate`` is ``[1]``."""
     return residual + gate.tanh() * x
 
 
-@operator(fake=lambda x, table, aspect, gate: torch.empty_like(x), cost=_elementwise)
+@operator(fake=lambda x, table, aspect, gate: like(x), cost=_elementwise)
 def add_tile_rows(x: Tensor, table: Tensor, aspect: Tensor, gate: Tensor) -> Tensor:
     """Add ``tanh(gate)`` times an aspect ratio's rows to ``x [N, P, C]``.
 
@@ -31,7 +31,7 @@ def add_tile_rows(x: Tensor, table: Tensor, aspect: Tensor, gate: Tensor) -> Ten
     return x + gate.tanh() * table.index_select(0, aspect).view(tiles, -1, width)
 
 
-@operator(fake=lambda x, rows, gate: torch.empty_like(x), cost=_elementwise)
+@operator(fake=lambda x, rows, gate: like(x), cost=_elementwise)
 def add_position_rows(x: Tensor, rows: Tensor, gate: Tensor) -> Tensor:
     """Add ``1 - tanh(gate)`` times ``rows [P, C]`` to all tiles in ``x [N, P, C]``."""
     return x + (1 - gate.tanh()) * rows

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewright.compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.library import Cost, like, operator
 
 
 def _norm_cost(x: Tensor, *_: object) -> Cost:
     return Cost(5.0 * x.numel(), x.numel(), x.numel())
 
 
-@operator(fake=lambda x, weight, bias, eps: torch.empty_like(x), cost=_norm_cost)
+@operator(fake=lambda x, weight, bias, eps: like(x), cost=_norm_cost)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Normalize ``x [..., C]`` to zero mean and unit variance (Ba et al., 2016)."""
     return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
@@ -25,7 +25,7 @@ def _full_cost(q: Tensor, *_: object) -> Cost:
     return Cost(4.0 * q.shape[0] * q.numel(), 3.0 * q.numel(), q.numel())
 
 
-@operator(fake=lambda q, k, v, scale: torch.empty_like(q), cost=_full_cost)
+@operator(fake=lambda q, k, v, scale: like(q), cost=_full_cost)
 def full_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Compute attention of all rows to all rows, ``[P, H, D]`` to ``[P, H, D]``."""
     by_head = [heads.transpose(0, 1).unsqueeze(0) for heads in (q, k, v)]
@@ -59,7 +59,7 @@ def merge_rows(x: Tensor, count: int) -> Tensor:
 
 
 @operator(
-    fake=lambda x, rows: torch.empty_like(x),
+    fake=lambda x, rows: like(x),
     cost=lambda x, rows: Cost(1.0 * x.numel(), 2.0 * x.numel(), x.numel()),
 )
 def add_rows(x: Tensor, rows: Tensor) -> Tensor:
