@@ -130,7 +130,13 @@ def test_many_rules_for_many_layers(num_rules: int, num_layers: int, scratch: Pa
     assert guarded(read, file_size=len(rules), seconds=20) == ""
 
 
-@pytest.mark.parametrize("part", [" ", "\n", "{", "}", ",", "a", "a:", "{a: ", "precision_cfg = "])
+PARTS = [" ", "\n", "a", "{", ",", "a:"]
+MORE_PARTS = ["}", "{a: ", "precision_cfg = "]
+
+
+@pytest.mark.parametrize(
+    "part", [*PARTS, *(pytest.param(part, marks=pytest.mark.slow) for part in MORE_PARTS)]
+)
 def test_long_headings(part: str) -> None:
     text = "precision_cfg = {}" + part * ((MAX_HEADING_LENGTH - 20) // len(part))
     guarded(lambda: parse_heading(text), file_size=len(text), seconds=10, factor=150)
