@@ -72,6 +72,7 @@ def hasten() -> None:
     _leave_spreading_to_numpy(interpreter)
     _convert_by_table(interpreter)
     _operate_directly(interpreter)
+    _make_values_directly(interpreter)
 
 
 class _Kept:
@@ -244,6 +245,7 @@ WHOLE = {
     "floordiv": lambda lhs, rhs: (lhs - np.fmod(lhs, rhs)) // rhs,
 }
 INTEGERS = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"})
+WHOLE_OR_FLOAT = INTEGERS | {"fp32"}
 NUMBERS = {"int32": (int,), "int64": (int,), "uint32": (int,), "fp32": (int, float)}
 """Types of Python numbers that become the tensor's type."""
 ADDRESSES = {"int32", "int64"}
@@ -383,3 +385,63 @@ def _operate_directly(interpreter: Any) -> None:
                     setattr(tensor, name, moved(made) if name == "__add__" else made)
 
     interpreter._patch_attr = patch_directly
+
+
+CASTS = {("fp32", "bf16"), ("bf16", "fp32"), ("fp32", "fp16"), ("fp16", "fp32")}
+"""Casts of floats without a step between. Integers and float32 are cast to each other directly."""
+
+
+def _make_values_directly(interpreter: Any) -> None:
+    """Make ranges once. Add axes, cast and call device functions without the checks of types."""
+    core, semantic, handle_of = (
+        interpreter.tl.core,
+        interpreter.TritonSemantic,
+        interpreter.TensorHandle,
+    )
+    kernel = interpreter.InterpretedFunction
+    spread, make_range, cast = semantic.expand_dims, semantic.arange, semantic.cast
+    kinds: dict[tuple[Any, ...], Any] = {}
+    ranges: dict[tuple[int, ...], Any] = {}
+    functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+    def init_handle(self: Any, data: np.ndarray, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    def range_once(self: Any, *bounds: int, **named: Any) -> Any:
+        if any(value is not None for value in named.values()):
+            return make_range(self, *bounds, **named)
+        if bounds not in ranges:
+            ranges[bounds] = make_range(self, *bounds)
+        return ranges[bounds]
+
+    def with_axis(self: Any, value: Any, axis: int) -> Any:
+        sizes, element = getattr(value.type, "sizes", ()), value.type.scalar
+        if not 0 <= axis <= len(sizes) != 0:
+            return spread(self, value, axis)
+        key = (element.name, axis, *sizes)
+        if key not in kinds:
+            kinds[key] = core.block_type(element, [*sizes[:axis], 1, *sizes[axis:]])
+        data = value.handle.data[(slice(None),) * axis + (None,)]
+        return core.tensor(handle_of(data, value.handle.dtype.scalar), kinds[key])
+
+    def cast_directly(self: Any, value: Any, dtype: Any, rounding: Any = None) -> Any:
+        source, target = value.dtype, dtype.scalar
+        names = source.name, target.name
+        if rounding is not None or not (names in CASTS or WHOLE_OR_FLOAT.issuperset(names)):
+            return cast(self, value, dtype, rounding)
+        if source is target:
+            return value
+        kind = value.type.with_element_ty(target) if value.type.is_block() else target
+        return core.tensor(self.builder.cast_impl(value.handle, target), kind)
+
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        if self.fn not in functions:
+            interpreter._patch_lang(self.fn)
+            functions[self.fn] = self.rewrite()
+        try:
+            return functions[self.fn](*args, **named)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    handle_of.__init__, kernel.__call__ = init_handle, call
+    semantic.arange, semantic.expand_dims, semantic.cast = range_once, with_axis, cast_directly
