@@ -1,8 +1,11 @@
 """Lower recorded launches of Triton kernels for a GPU without a device, and print the failures.
 
-With ``--compile``, compile them to machine code, and compare their shared memory with the GPU's.
+The first launch of a kernel for coded weights is lowered with all tiles. ``--all-tiles`` lowers
+every launch with all tiles. With ``--compile``, compile the launches to machine code, and compare
+their shared memory with the GPU's.
+
 The interpreter runs Python, so it accepts kernels that do not compile: a value with different
-types in two branches, or an argument that must be a constant. Run it in a process of its own,
+types in two branches, or an argument that must be a constant. Run it in a separate process,
 because the interpreter replaces the compiler for a whole process.
 """
 
@@ -167,11 +170,15 @@ def launches_of(patch: pytest.MonkeyPatch, cases: Sequence[Any]) -> dict[Key, La
 def main() -> int:
     """Lower the launches. Return 1 after an error."""
     failed, compiles = 0, "--compile" in sys.argv
+    has_all_tiles = "--all-tiles" in sys.argv
+    seen: set[tuple[tuple[int, int], str]] = set()
     with pytest.MonkeyPatch.context() as patch:
         launches = launches_of(patch, OF_ADA if compiles else CASES)
     for (capability, module, name, constants), launch in launches.items():
         driver.set_active(_Driver(capability))
-        for each in [launch] if compiles else of_all_tiles(launch):
+        is_whole = has_all_tiles or not (compiles or (capability, name) in seen)
+        seen.add((capability, name))
+        for each in of_all_tiles(launch) if is_whole else [launch]:
             try:
                 lower(*each, capability=capability, compiles=compiles)
             except Exception as error:

@@ -28,3 +28,8 @@ def test_launches_are_lowered_for_their_gpus() -> None:
 @pytest.mark.slow
 def test_launches_compile_and_fit_on_compute_capability_89() -> None:
     assert set(KERNELS) <= lowered_kernels("--compile")
+
+
+@pytest.mark.slow
+def test_each_launch_is_lowered_with_all_tiles() -> None:
+    assert set(KERNELS) <= lowered_kernels("--all-tiles")
