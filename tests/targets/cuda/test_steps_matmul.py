@@ -348,15 +348,30 @@ def test_few_rows_of_a_strict_step_are_the_library_s_of_more(decodes: bool) -> N
         assert not torch.equal(alone[:3], out[:3])
 
 
-def test_the_library_rounds_float32_rows_to_the_weight() -> None:
-    """A model with its norms after its layers has float32 rows without a norm."""
-    plan, _, products = products_of("bf16", gpu=ADA)
-    for each in (one for one in plan.products if one.norm is None):
-        rows, columns = each.weight.shape
-        x, results = torch.randn(20, columns), torch.zeros(2, 20, rows)
-        for result, rows_of_x in zip(results, (x, x.bfloat16()), strict=True):
-            products.run(each, result, rows_of_x, decodes=False)
-        assert torch.equal(*results) and results.any()
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("name", ["bf16", "bfp8", "all-q40"])
+@pytest.mark.parametrize("gpu", [ADA, HOPPER])
+def test_float32_rows_without_a_norm_are_rounded(
+    gpu: Gpu, name: str, decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model with its norms after its layers has such rows."""
+
+    def make() -> Any:
+        return tiny_model(**SMALL | {"hidden_size": 64, "intermediate_size": 64})
+
+    seen: list[torch.Tensor] = []
+    kernels = ((gemv, "linear"), (gemm_block, "linear"), (gemm_bf16, "linear"))
+    kernels += ((steps_products, "triton_linear"), (steps_products, "coded_linear"))
+    for module, kernel in (*kernels, (steps_products, "add_product")):
+        monkeypatch.setattr(module, kernel, lambda out, x, *_, **__: seen.append(x.clone()))
+    plan, _, products = products_of(name, gpu=gpu, make=make)
+    each = next(one for one in plan.products if one.norm is None)
+    rows, columns = each.weight.shape
+    for count in (1, 20, 200):
+        x = torch.randn(count, columns)
+        products.run(each, torch.zeros(count, rows), x, decodes=decodes)
+        assert torch.equal(torch.cat(seen), x.bfloat16())
+        seen.clear()
 
 
 def test_strict_prompts_of_codes_run_the_kernels_of_decode_steps(

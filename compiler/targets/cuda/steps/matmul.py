@@ -162,10 +162,11 @@ class MatmulOps:
                 is_small_m=decodes if self._strict else None,
             )
         elif kernel == BLOCK:
-            if norm is not None and not gemv.takes_norm(packed.num_columns):
+            if norm is None or not gemv.takes_norm(packed.num_columns):
                 x, norm = self._norm(x, norm, decodes or self._strict), None
             self._gemm_block(each, out, x, packed, bias, norm, decodes)
         elif kernel == GEMV:
+            x = x if norm is not None else self._norm(x, None, decodes)
             self._native_product(each, out, x, packed, bias, norm, decodes or self._strict)
         else:
             x = self._norm(x, norm, decodes)
@@ -311,15 +312,20 @@ class MatmulOps:
             )
 
     def _norm(self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool) -> Tensor:
-        """Return x, or its norm in a separate buffer."""
-        if norm is None:
+        """Return x, or its norm in a separate buffer. Float32 rows of a model with norms after its
+        layers are rounded there.
+        """
+        if norm is None and (x.dtype == self._operand or self._operand == torch.float32):
             return x
-        weight, eps = norm
         stride = padded(x.shape[1])
         if len(x) * stride <= self._normed.numel():
             out = self._normed[: len(x) * stride].view(-1, stride)
         else:
             out = torch.empty(len(x), stride, dtype=self._operand, device=self.device)
+        if norm is None:
+            out[:, x.shape[1] :] = 0
+            return out[:, : x.shape[1]].copy_(x)
+        weight, eps = norm
         if self._norms[gemv.takes_norm(weight.numel()), decodes].at(len(x)) == CPP:
             gemv.rms_norm(out, x, weight, eps=eps, num_tokens=len(x))
         else:
@@ -386,7 +392,6 @@ class MatmulOps:
         weight = self._bound(each, False).values
         if weight is None:
             weight = self._dense(packed, stride if is_whole else packed.num_rows)
-        x = x.to(weight.dtype)  # float32 without a norm before the product
         if each.swiglu:
             gate_up = torch.mm(x, weight.T)
             if bias is not None:
