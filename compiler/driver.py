@@ -462,14 +462,16 @@ class ModelWeights:
         return tensor
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Return rows ``[first, last)`` of a matrix. Read only these rows, except from a cached
-        tensor.
+        """Return rows ``[first, last)``, counted over all axes except the last. Read only the
+        matrices of these rows, except from a cached tensor.
         """
         if name in self._constants or name in self._shared:
-            return self(name)[first:last].clone()
-        tensor = self._checkpoint.get(name, slice(first, last))
+            return self(name).flatten(0, -2)[first:last].clone()
+        inner = math.prod(self._checkpoint.names[name].shape[1:-1])
+        begin = first // inner
+        tensor = self._checkpoint.get(name, slice(begin, -(-last // inner)))
         assert isinstance(tensor, Tensor)
-        return tensor
+        return tensor.flatten(0, -2)[first - begin * inner : last - begin * inner]
 
     def stored(self, name: str, first: int, last: int) -> Tensor:
         """Return file bytes for rows ``[first, last)`` in a block format, uint8 ``[rows, bytes]``.

@@ -180,3 +180,12 @@ def test_a_tensor_with_nan_is_named(target: str, name: str) -> None:
     tensor[3, 3] = float("nan")
     with pytest.raises(CheckpointError, match=r"k_proj\.weight' holds NaN or inf"):
         compile_model(model, precision_of(name), target=target, options=OPTIONS)
+
+
+def test_rows_of_stacked_experts_are_counted_over_all_matrices() -> None:
+    model = tiny_model(model_type="gpt_oss", num_experts=3, experts_per_token=2, expert_size=8)
+    weights = weight_source(model)
+    name = "model.layers.0.mlp.experts.gate_proj.weight"
+    assert weights(name).shape[:2] == (3, 8)
+    for first, last in ((0, 5), (7, 17), (23, 24)):
+        assert torch.equal(weights.rows(name, first, last), weights(name).flatten(0, 1)[first:last])
