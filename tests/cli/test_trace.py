@@ -70,6 +70,19 @@ def test_trace_refuses_bad_options(
     assert said in capfd.readouterr().err
 
 
+def test_a_selection_needs_a_shipped_configuration_and_another_text(
+    tiny_gguf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    named = tmp_path / "performance.yaml"
+    named.write_text("precision: {wqkv: bfp8}\n")
+    argv = ["trace", str(tiny_gguf), "--cache-formats", "bfp8", "--max-kl", "1", "-o"]
+    argv.append(str(tmp_path / "out.yaml"))
+    assert main([*argv, "--precision", str(named)]) == 2
+    assert "a configuration of precision_cfgs/" in capfd.readouterr().err
+    assert main([*argv, "--text", "held-out"]) == 2
+    assert "allowed: another text" in capfd.readouterr().err
+
+
 def _heading(kv_cache: str) -> str:
     names = ("li_ff1_3", "li_ff2", "li_qkv_prefill", "li_o_prefill", "sdpa_prefill", "li_lm_head")
     fidelities = ", ".join(f"{name}: hifi4" for name in names)

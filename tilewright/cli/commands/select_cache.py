@@ -26,8 +26,6 @@ from tilewright.models import LoadedModel
 from tilewright.utils.environment import environment
 from tilewright.utils.files import write_file
 
-_CHECK_TEXT = "held-out"
-
 
 def select(
     model: LoadedModel,
@@ -38,12 +36,13 @@ def select(
     names: Sequence[str],
     max_kl: float,
     output: Path,
+    check_text: str,
 ) -> int:
     """Select formats, compare them with uniform formats on another text, and write the YAML."""
     with compile_progress(err()) as progress:
         probe = CacheProbe(model, precision, tokens_ST)
         selection = select_formats(probe, names, max_kl, progress)
-    text = accuracy_text(_CHECK_TEXT).content
+    text = accuracy_text(check_text).content
     length = tokens_ST.shape[1]
     other_ST = sequences(model.tokenizer.encode(text), length, length)
     lines = [
@@ -55,10 +54,12 @@ def select(
     print_columns(out(), selection_lines(selection))
     if other_ST.numel():
         rows = _compared(CacheProbe(model, precision, other_ST), selection, original, other_ST)
-        lines.append(f"Text {_CHECK_TEXT} against fp32 weights, with standard errors of KL:")
+        lines.append(f"Text {check_text} against fp32 weights, with standard errors of KL:")
         out().print(lines[-1])
         print_columns(out(), rows)
         lines += [", ".join(cells) for cells in rows]
+    else:
+        note(err(), f"text {check_text}: fewer than {length} tokens, so nothing is compared")
     now = environment()
     about = f"Selected by `tilewright trace --cache-formats`, commit {now.commit or 'unknown'}."
     write_file(output, selection_yaml(precision, selection, [about, *lines]).encode())

@@ -17,6 +17,9 @@ from tilewright.models import calibrated_precision, check_header, find_model
 from tilewright.options.arguments import integer, option, parse, real
 from tilewright.utils.json_lines import check_writable
 
+CHECK_TEXT = "held-out"
+"""Text to compare a selection of cache formats."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TraceArgs:
@@ -69,14 +72,15 @@ def main(argv: list[str]) -> int:
     own = calibrated_precision(found)
     if own is not None and options.reference is None:
         raise ConfigError(f"{found}: calibrated weights; allowed: with --reference ORIGINAL")
-    precision = load_precision(options.precision or own or "performance")
+    configuration = options.precision or own or "performance"
+    precision = load_precision(configuration)
     text = accuracy_text(options.text or "accuracy").content
-    _check(options, precision)
+    _check(options, configuration)
     warnings.filterwarnings("ignore", module="torch")
     return _run(options, found, precision, text)
 
 
-def _check(options: _TraceArgs, precision: PrecisionConfig) -> None:
+def _check(options: _TraceArgs, configuration: str) -> None:
     """Check the options of a selection, and the files to write.
 
     Raises:
@@ -94,11 +98,13 @@ def _check(options: _TraceArgs, precision: PrecisionConfig) -> None:
         raise ConfigError(
             "--cache-formats with --json, --fast, --plot or --target; allowed: without them"
         )
-    if precision.name not in list_precisions():
+    if configuration not in list_precisions():
         raise ConfigError(
-            f"--precision {precision.name[:60]!r}: the selection inherits it; allowed: a "
+            f"--precision {configuration[:60]!r}: the selection inherits it; allowed: a "
             "configuration of precision_cfgs/"
         )
+    if options.text == CHECK_TEXT:
+        raise ConfigError(f"--text {CHECK_TEXT}: checks the selection; allowed: another text")
     check_writable(Path(options.output))
 
 
@@ -127,6 +133,7 @@ def _run(options: _TraceArgs, found: Path, precision: PrecisionConfig, text: str
         assert options.max_kl is not None and options.output is not None
         names = tuple(dict.fromkeys(options.cache_formats))
         how = {"names": names, "max_kl": options.max_kl, "output": Path(options.output)}
+        how["check_text"] = CHECK_TEXT
         return select(model, original or model, precision, tokens, **how)
     with compile_progress(err()) as progress:
         how = {"original": original, "restores": not options.fast, "progress": progress}
