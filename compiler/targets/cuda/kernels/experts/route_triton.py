@@ -176,7 +176,7 @@ def route(
         E=block_of(num_experts),
         K=block_of(top_k, least=1),
         RENORMALISE=renormalise,
-        num_warps=min(8, max(1, num_experts // 256)),
+        num_warps=min(8, max(1, block_of(num_experts) // 256)),
         **chained(logits),
     )
 
