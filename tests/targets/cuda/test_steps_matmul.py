@@ -360,9 +360,9 @@ def test_float32_rows_without_a_norm_are_rounded(
         return tiny_model(**SMALL | {"hidden_size": 64, "intermediate_size": 64})
 
     seen: list[torch.Tensor] = []
-    kernels = ((gemv, "linear"), (gemm_block, "linear"), (gemm_bf16, "linear"))
-    kernels += ((steps_products, "triton_linear"), (steps_products, "coded_linear"))
-    for module, kernel in (*kernels, (steps_products, "add_product")):
+    ours = [(module, "linear") for module in (gemv, gemm_block, gemm_bf16)]
+    others = [(steps_products, f"{one}_linear") for one in ("triton", "coded")]
+    for module, kernel in (*ours, *others, (steps_products, "add_product")):
         monkeypatch.setattr(module, kernel, lambda out, x, *_, **__: seen.append(x.clone()))
     plan, _, products = products_of(name, gpu=gpu, make=make)
     each = next(one for one in plan.products if one.norm is None)
