@@ -109,75 +109,14 @@ def _load(x, column, IS_EVEN: tl.constexpr):
 
 
 @triton.jit
-def _bf16_sums(
-    data_ptr,
-    x,
-    first_tile,
-    num_tiles,
-    num_steps,
-    SEGMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """As `segment_sums`, for bfloat16 weights."""
-    segment, column = tl.arange(0, SEGMENTS)[:, None, None], tl.arange(0, 128)
-    row = tl.minimum(tl.arange(0, ROWS), (num_tiles - first_tile) * 16 - 1)[None, :, None]
-    source = data_ptr + first_tile.to(tl.int64) * (16 * num_steps * 128)
-    source += row * (num_steps * 128) + column[None, None, :]
-    sums = tl.zeros((SEGMENTS, ROWS, TOKENS), tl.float32)
-    for first in tl.range(0, num_steps, SEGMENTS, num_stages=STAGES):
-        step = first + segment
-        own = _load(x, step * 128 + column[None, :, None], IS_EVEN)
-        # Segments after the last step repeat it. They find no columns.
-        step = step if IS_EVEN else tl.minimum(step, num_steps - 1)
-        sums = product(tl.load(source + step * 128), own, sums, CHAINED)
-    return tl.sum(sums, axis=0)
-
-
-@triton.jit
-def _block_sums(
-    words_ptr,
-    x,
-    first_tile,
-    num_tiles,
-    num_steps,
-    LAYOUT: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """As `segment_sums`, for block formats."""
-    TILE: tl.constexpr = LAYOUT.tile
-    SPAN: tl.constexpr = LAYOUT.span
-    WORDS: tl.constexpr = 4 * SPAN
-    segment = tl.arange(0, SEGMENTS)[:, None, None]
-    pair, word = tl.arange(0, ROWS // 2)[None, :, None], tl.arange(0, WORDS)[None, None, :]
-    tile = tl.minimum(pair // 8, num_tiles - 1 - first_tile) * num_steps
-    source = words_ptr + first_tile.to(tl.int64) * num_steps * TILE
-    of_words = pair % 8 * 16 + word // SPAN * 4 + word % SPAN
-    lane = tl.arange(0, LAYOUT.lanes)[None, None, :]
-    of_exponents = LAYOUT.exponents + pair % 8 * LAYOUT.lanes + lane
-    column = tl.arange(0, 128)[None, :, None]
-    sums = tl.zeros((SEGMENTS, ROWS, TOKENS), tl.float32)
-    for first in tl.range(0, num_steps, SEGMENTS, num_stages=STAGES):
-        step = first + segment
-        own = in_order_of_words(_load(x, step * 128 + column, IS_EVEN), SPAN)
-        # Segments after the last step repeat it. They find no columns.
-        step = step if IS_EVEN else tl.minimum(step, num_steps - 1)
-        words = source + (step + tile) * TILE
-        exponents = tl.load(words + of_exponents)
-        words += of_words
-        top = pairs_of(tl.load(words), tl.load(words + LAYOUT.half), exponents, 0, LAYOUT, CHAINED)
-        words += 128
-        low = pairs_of(tl.load(words), tl.load(words + LAYOUT.half), exponents, 8, LAYOUT, CHAINED)
-        sums = product(both_sides(top, low), own, sums, CHAINED)
-    return tl.sum(sums, axis=0)
+def _block_weights(words, of_words, of_exponents, LAYOUT: tl.constexpr, CHAINED: tl.constexpr):
+    """Return the weights of tiles in a block format, from pointers to their first words."""
+    exponents = tl.load(words + of_exponents)
+    words += of_words
+    top = pairs_of(tl.load(words), tl.load(words + LAYOUT.half), exponents, 0, LAYOUT, CHAINED)
+    words += 128
+    low = pairs_of(tl.load(words), tl.load(words + LAYOUT.half), exponents, 8, LAYOUT, CHAINED)
+    return both_sides(top, low)
 
 
 @triton.jit
@@ -200,36 +139,33 @@ def segment_sums(
 
     Rows after the last tile repeat it. ``IS_EVEN``: all segments have whole tiles in all steps.
     """
+    segment, column = tl.arange(0, SEGMENTS)[:, None, None], tl.arange(0, 128)
     if LAYOUT is None:
-        sums = _bf16_sums(
-            data_ptr,
-            x,
-            first_tile,
-            num_tiles,
-            num_steps,
-            SEGMENTS,
-            ROWS,
-            TOKENS,
-            STAGES,
-            IS_EVEN,
-            CHAINED,
-        )
+        row = tl.minimum(tl.arange(0, ROWS), (num_tiles - first_tile) * 16 - 1)[None, :, None]
+        source = data_ptr + first_tile.to(tl.int64) * (16 * num_steps * 128)
+        source += row * (num_steps * 128) + column[None, None, :]
     else:
-        sums = _block_sums(
-            words_ptr,
-            x,
-            first_tile,
-            num_tiles,
-            num_steps,
-            LAYOUT,
-            SEGMENTS,
-            ROWS,
-            TOKENS,
-            STAGES,
-            IS_EVEN,
-            CHAINED,
-        )
-    return sums
+        SPAN: tl.constexpr = LAYOUT.span
+        pair, word = tl.arange(0, ROWS // 2)[None, :, None], tl.arange(0, 4 * SPAN)[None, None, :]
+        tile = tl.minimum(pair // 8, num_tiles - 1 - first_tile) * num_steps
+        source = words_ptr + first_tile.to(tl.int64) * num_steps * LAYOUT.tile
+        of_words = pair % 8 * 16 + word // SPAN * 4 + word % SPAN
+        lane = tl.arange(0, LAYOUT.lanes)[None, None, :]
+        of_exponents = LAYOUT.exponents + pair % 8 * LAYOUT.lanes + lane
+    sums = tl.zeros((SEGMENTS, ROWS, TOKENS), tl.float32)
+    for first in tl.range(0, num_steps, SEGMENTS, num_stages=STAGES):
+        step = first + segment
+        own = _load(x, step * 128 + column[None, :, None], IS_EVEN)
+        # Segments after the last step repeat it. They find no columns.
+        step = step if IS_EVEN else tl.minimum(step, num_steps - 1)
+        if LAYOUT is None:
+            weights = tl.load(source + step * 128)
+        else:
+            own = in_order_of_words(own, SPAN)
+            words = source + (step + tile) * LAYOUT.tile
+            weights = _block_weights(words, of_words, of_exponents, LAYOUT, CHAINED)
+        sums = product(weights, own, sums, CHAINED)
+    return tl.sum(sums, axis=0)
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def _factors_of(exponents, SHIFT: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def _swapped(words, CHAINED: tl.constexpr):
-    """Exchange the bytes of span half word."""
+    """Exchange the bytes in both halves of a word."""
     if CHAINED:
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $1, 0x2301;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1
@@ -140,5 +140,5 @@ def both_sides(top, low):
     S: tl.constexpr = top.shape[0]
     G: tl.constexpr = top.shape[1]
     W: tl.constexpr = top.shape[2]
-    joined = tl.join(top, low).reshape(S, G // 8, 8, W, 2)
-    return weights(tl.permute(joined, (0, 1, 4, 2, 3)).reshape(S, 2 * G, W))
+    sides = tl.join(top, low).reshape(S, G // 8, 8, W, 2)
+    return weights(tl.permute(sides, (0, 1, 4, 2, 3)).reshape(S, 2 * G, W))
