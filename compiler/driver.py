@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tilewright.compiler.formats import stored_together
-from tilewright.compiler.ir.recipe import DecodesOnDevice
+from tilewright.compiler.ir.recipe import DecodesOnDevice, StoresBlocks
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig, ResolvedPrecision
@@ -467,25 +467,30 @@ class ModelWeights:
         """
         if name in self._constants or name in self._shared:
             return self(name).flatten(0, -2)[first:last].clone()
-        inner = math.prod(self._checkpoint.names[name].shape[1:-1])
-        begin = first // inner
-        tensor = self._checkpoint.get(name, slice(begin, -(-last // inner)))
+        outer, rows = self._outer(name, first, last)
+        tensor = self._checkpoint.get(name, outer)
         assert isinstance(tensor, Tensor)
-        return tensor.flatten(0, -2)[first - begin * inner : last - begin * inner]
+        return tensor.flatten(0, -2)[rows]
 
     def stored(self, name: str, first: int, last: int) -> Tensor:
         """Return file bytes for rows ``[first, last)`` in a block format, uint8 ``[rows, bytes]``.
 
         Rows are counted over all axes except the last.
         """
+        outer, rows = self._outer(name, first, last)
+        if isinstance(self._checkpoint, StoresBlocks):
+            _, blocks = self._checkpoint.stored_blocks(name, outer)
+        else:
+            blocks = torch.from_numpy(self._checkpoint.stored(name, outer)[1])
+        inner = math.prod(self._checkpoint.names[name].shape[1:-1])
+        return blocks.reshape((outer.stop - outer.start) * inner, -1)[rows]
+
+    def _outer(self, name: str, first: int, last: int) -> tuple[slice, slice]:
+        """Return the first axis' range with rows ``[first, last)``, and the rows inside it."""
         inner = math.prod(self._checkpoint.names[name].shape[1:-1])
         outer = slice(first // inner, -(-last // inner))
-        decodes, checkpoint = isinstance(self._checkpoint, DecodesOnDevice), self._checkpoint
-        blocks = (checkpoint.stored_blocks if decodes else checkpoint.stored)(name, outer)[1]
-        blocks = blocks if decodes else torch.from_numpy(blocks)
         begin = outer.start * inner
-        rows = blocks.reshape((outer.stop - outer.start) * inner, -1)
-        return rows[first - begin : last - begin]
+        return outer, slice(first - begin, last - begin)
 
 
 class RankWeights(ModelWeights):

@@ -209,13 +209,18 @@ class ReadsStored(Protocol):
 
 @runtime_checkable
 class DecodesOnDevice(Protocol):
-    """A tensor source or a checkpoint that can decode quantized tensors on a device.
-
-    A checkpoint also has ``stored_blocks``: its ``stored`` with blocks on the device.
-    """
+    """A tensor source or a checkpoint that can decode quantized tensors on a device."""
 
     def on(self, device: torch.device) -> Any:
         """Return the same with tensors on a device."""
+
+
+@runtime_checkable
+class StoresBlocks(DecodesOnDevice, Protocol):
+    """A checkpoint that can have blocks on a device."""
+
+    def stored_blocks(self, name: str, rows: slice | None = None) -> tuple[str, Tensor]:
+        """Return the name of the blocks' format, and the blocks of some rows."""
 
 
 @runtime_checkable

@@ -265,8 +265,8 @@ class SafetensorsCheckpoint:
             kinds.add(kind)
             parts.append(blocks.to(self._device))
         (kind,) = kinds
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return kind, joined.reshape(stop - start, -1)
+        blocks = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return kind, blocks.reshape(stop - start, -1)
 
     def content_hash(self) -> str:
         headers = [_header_of(self.path / "config.json", whole=True)]
