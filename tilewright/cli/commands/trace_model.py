@@ -126,17 +126,23 @@ def _run(options: _TraceArgs, found: Path, precision: PrecisionConfig, text: str
     if options.tokens > (most := min(len(ids), model.config.max_positions)):
         raise ConfigError(f"--tokens {options.tokens}; allowed by text and model: up to {most}")
     tokens = sequences(ids, options.tokens, options.tokens)
-    how: Any
     if options.cache_formats:
         from tilewright.cli.commands.select_cache import select
 
         assert options.max_kl is not None and options.output is not None
         names = tuple(dict.fromkeys(options.cache_formats))
-        how = {"names": names, "max_kl": options.max_kl, "output": Path(options.output)}
-        how["check_text"] = CHECK_TEXT
-        return select(model, original or model, precision, tokens, **how)
+        return select(
+            model,
+            original or model,
+            precision,
+            tokens,
+            names=names,
+            max_kl=options.max_kl,
+            output=Path(options.output),
+            check_text=CHECK_TEXT,
+        )
     with compile_progress(err()) as progress:
-        how = {"original": original, "restores": not options.fast, "progress": progress}
+        how: Any = {"original": original, "restores": not options.fast, "progress": progress}
         traced = trace(model, precision, tokens, **how)
         if (target := options.target) is not None:
             truth = original or model
