@@ -125,9 +125,9 @@ def test_only_the_cuda_target_needs_triton_and_no_module_needs_cuda_bindings() -
     own = [name for name in names if name.startswith(CUDA) or name.endswith("_cuda")]
     without_triton = [name for name in names if name not in own]
     assert len(own) > 50 and len(without_triton) > 300
-    asked = [(("cuda", "triton"), without_triton), (("cuda",), own)]
+    cases = [(("cuda", "triton"), without_triton), (("cuda",), own)]
     command = [sys.executable, "-c", IMPORT_ALL_WITHOUT]
     done = subprocess.run(
-        command, cwd=ROOT, input=json.dumps(asked), capture_output=True, text=True, check=False
+        command, cwd=ROOT, input=json.dumps(cases), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
