@@ -59,7 +59,8 @@ template <int F> struct Source {
     } else {
       a = weight + ((size_t)tile * num_steps + step) * step_bytes<F> + lane * 16;
       const int four = F == FP8 ? lane & 15 : F == MXFP4 ? lane >> 1 : lane;
-      b = a + pieces<F> * 512 - lane * 16 + four * 4;
+      // Equal for bfp4, but with it the compiler schedules the loop for 8 tokens better (15 %).
+      b = F == BFP4 ? a + pieces<F> * 512 - lane * 12 : a + pieces<F> * 512 - lane * 16 + four * 4;
       to = lane * 16;
       to4 = pieces<F> * 512 + four * 4;
     }
