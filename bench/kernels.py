@@ -53,7 +53,7 @@ def _copies(num_bytes: int) -> int:
     return max(2, min(MAX_COPIES, -(-COLD_BYTES // num_bytes)))
 
 
-def _pack(values: Any, fmt: str, *, paired: bool) -> Any:
+def pack(values: Any, fmt: str, *, paired: bool) -> Any:
     """Return a packed weight, in tiles of codes or not."""
     from tilewright.compiler.ir.recipe import Segment, WeightRecipe
     from tilewright.compiler.targets.cuda.kernels.matmul import gemv
@@ -63,7 +63,33 @@ def _pack(values: Any, fmt: str, *, paired: bool) -> Any:
     if fmt not in gemv.CODED:
         return hold(values, fmt, paired=paired)
     recipe = WeightRecipe((Segment("w", len(values)),), tuple(values.shape), fmt)
-    return pack_coded(recipe, lambda name: values, values.device, paired=paired)
+    source: Any = lambda name: values  # noqa: E731
+    if fmt == "nvfp4":
+        recipe, source = recipe.as_stored(fmt), RandomBlocks(tuple(values.shape), values.device)
+    return pack_coded(recipe, source, values.device, paired=paired)
+
+
+class RandomBlocks:
+    """Random blocks of NVFP4 with two second scales. Values have the variance 1 / columns."""
+
+    def __init__(self, size: tuple[int, int], device: Any) -> None:
+        import torch
+
+        from tilewright.compiler.formats import NVFP4, ScaledEncoded
+
+        codes = torch.randint(0, 16, size, dtype=torch.uint8, device=device)
+        blocks = size[0], -(-size[1] // NVFP4.block)
+        bits = torch.randint(0x38, 0x7F, blocks, dtype=torch.uint8, device=device)
+        scales = bits.view(torch.float8_e4m3fn).float() / (400 * size[1] ** 0.5)
+        scales[len(scales) // 2 :] *= 0.7
+        self._blocks = NVFP4.pack_encoded(ScaledEncoded(codes, scales, -1)).view(size[0], -1)
+
+    def __call__(self, name: str) -> Any:
+        raise AssertionError("blocks are not decoded")
+
+    def stored(self, name: str, first: int, last: int) -> Any:
+        """Return the blocks of some rows."""
+        return self._blocks[first:last]
 
 
 def _again(packed: Any) -> Any:
@@ -76,6 +102,7 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
 
     from tilewright.compiler.targets.cuda.kernels.elementwise.swiglu import swiglu
     from tilewright.compiler.targets.cuda.kernels.matmul import (
+        coded_triton,
         gemm_bf16,
         gemm_block,
         gemv,
@@ -84,7 +111,7 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
     from tilewright.compiler.targets.cuda.steps.cublas import store_product
 
     values = (0.02 * torch.randn(size, device="cuda")).bfloat16()
-    first = _pack(values, fmt, paired=paired)
+    first = pack(values, fmt, paired=paired)
     weights = [first, *(_again(first) for _ in range(_copies(first.data.nbytes) - 1))]
     x = torch.randn(rows, size[1], device="cuda").bfloat16()
     width, dtype = (size[0] // 2, torch.bfloat16) if paired else (size[0], torch.float32)
@@ -103,7 +130,8 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
         }
         yield variant("block", lambda at: gemm_block.linear(out, x, weights[at], **args))
     if rows <= gemv.MAX_TOKENS:
-        yield variant("triton", lambda at: gemv_triton.linear(out, x, weights[at], swiglu=paired))
+        twin = coded_triton if fmt in gemv.CODED else gemv_triton
+        yield variant("triton", lambda at: twin.linear(out, x, weights[at], swiglu=paired))
     plain = [values.clone() for _ in range(_copies(values.nbytes))]
     if paired:
         product: Launch = lambda at: swiglu(out, torch.mm(x, plain[at].T), paired=True)  # noqa: E731
@@ -126,7 +154,7 @@ def _layer(rows: int, *, fmt: str) -> Iterator[Variant]:
     attended = torch.randn(1, 4096, device="cuda").bfloat16()
     inner = torch.empty(1, 14_336, device="cuda", dtype=torch.bfloat16)
     first = {
-        name: _pack((0.02 * torch.randn(size, device="cuda")).bfloat16(), fmt, paired=name == "up")
+        name: pack((0.02 * torch.randn(size, device="cuda")).bfloat16(), fmt, paired=name == "up")
         for name, size in sizes.items()
     }
     num_bytes = sum(packed.data.nbytes for packed in first.values())
@@ -388,7 +416,7 @@ _SIZES = {
 }
 """Weight rows and columns, and whether gate and up are paired."""
 
-_DENSE_FORMATS = "bf16", "bfp8", "bfp4", "q40", "q80", "fp8"
+_DENSE_FORMATS = "bf16", "bfp8", "bfp4", "q40", "q80", "fp8", "nvfp4"
 _HEADS = {"8b": (32, 8, 128), "35b-a3b": (16, 2, 256)}
 
 CASES: dict[str, Build] = {

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gc
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,6 +24,7 @@ from bench.cuda.rows import (
     TTFT,
     BenchRow,
 )
+from bench.random_files import write_folder
 from tilewright.api import load
 from tilewright.cli.arguments.bench import RunOptions, read_options
 from tilewright.cli.measure import measure
@@ -41,7 +44,8 @@ from tilewright.evaluate.measure.roofline import (
 from tilewright.evaluate.measure.timing import TimedRequest, TimedRun, time_jobs
 from tilewright.evaluate.results.record import RANDOM_WEIGHTS, Ceilings, Result
 from tilewright.loading.program import compile_program
-from tilewright.loading.source import ModelHandle
+from tilewright.loading.source import ModelHandle, source_of
+from tilewright.models import FoundModel, load_model
 from tilewright.runtime.engine import Engine
 
 _LONG_PROMPT, _LONG_REPEATS = 16384, 3
@@ -95,7 +99,8 @@ class Bench:
         self._target, self._repeats, self._num_ranks = target, repeats, num_ranks
         self._context = rows[0].program[-1]
         model = self._options_of(rows[0]).model
-        self.source: ModelHandle = load(model.path)
+        self._folder = tempfile.TemporaryDirectory()
+        self.source = self._source(rows[0], model.path)
         batch = max(row.batch for row in rows)
         self.options = CompileOptions(max_batch=batch, max_context=self._context)
         self.compiled: Compiled = compile_program(self.source, model, self.options, progress)
@@ -176,6 +181,14 @@ class Bench:
         # The peak memory covers several programs in this process.
         return runs, replace(result, peak_memory_bytes=None, command=command)
 
+    def _source(self, workload: BenchRow, path: FoundModel) -> ModelHandle:
+        """Return a shape, or a written folder with its tokenizer."""
+        if not workload.scheme:
+            return load(path)
+        folder = Path(self._folder.name, f"{workload.shape}-{workload.scheme}")
+        write_folder(workload.shape, workload.scheme, folder)
+        return source_of(load_model(folder, tokenizer=load_model(path).tokenizer), path)
+
     def _options_of(self, row: BenchRow) -> RunOptions:
         ranks = self._num_ranks
         return run_options(row, target=self._target, repeats=self._repeats, num_ranks=ranks)
@@ -184,6 +197,7 @@ class Bench:
         """Release the program's memory."""
         self.compiled.executable.close()
         self._measured.clear()
+        self._folder.cleanup()
         release_memory()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.cases.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
@@ -49,6 +50,8 @@ class BenchRow:
 
     Attributes:
         floor, goal: bounds in the metric's unit. None: no bound.
+        scheme: scheme of the random quantized folder with the weights, see `random_files`. Empty:
+            random values in the precision.
         context: the program's positions. 0: the row's positions. Rows with equal shape,
             precision and context share a program.
     """
@@ -63,11 +66,16 @@ class BenchRow:
     prompt_length: int = TABLE_PROMPT_LENGTH
     num_generated: int = TABLE_GENERATED_TOKENS
     context: int = 0
+    scheme: str = ""
 
     @property
     def program(self) -> tuple[str, str, int]:
         """Return the key for the row's program: shape, precision and positions."""
-        return self.shape, self.precision, self.context or self.prompt_length + self.num_generated
+        return (
+            f"{self.shape} {self.scheme}",
+            self.precision,
+            self.context or self.prompt_length + self.num_generated,
+        )
 
     def is_met(self, value: float, bound: float) -> bool:
         """Return whether a value reaches the bound."""
@@ -78,10 +86,11 @@ _1B, _8B, _70B = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
 _35B = "qwen3.5-35b-a3b"
 _2K, _64K = 2048 + TABLE_GENERATED_TOKENS, 65536 + TABLE_GENERATED_TOKENS
 _PRECISIONS = {name: f"all-{name}" for name in ("bfp8", "bfp4", "q40", "q80", "fp8")}
+_PRECISIONS["nvfp4"] = "stored"
 """Precisions by short name, if the names differ."""
 
 
-def _rows(prefix: str, shape: str, decode: str, *, first: str = "-", **more: int) -> list[BenchRow]:
+def _rows(prefix: str, shape: str, decode: str, *, first: str = "-", **more: Any) -> list[BenchRow]:
     """Return decode rows, with a row for the first token in second place.
 
     Args:
@@ -118,6 +127,7 @@ ROWS: tuple[BenchRow, ...] = (
     *_rows("8b-q40", _8B, "1: 32: 256:", first=""),
     *_rows("8b-q80", _8B, "1: 32: 256:", first=""),
     *_rows("8b-fp8", _8B, "1: 32: 256:", first=""),
+    *_rows("8b-nvfp4", _8B, "1: 32: 256:", first="", scheme="nvfp4"),
     *(
         replace(row, name=f"{row.name}-{length}", prompt_length=length, context=_2K)
         for name in ("bf16", "bfp8", "performance", "bfp4")

@@ -45,6 +45,7 @@ _DECODE = {
         for name in ("q40", "q80", "fp8")
         for batch in (1, 32, 256)
     },
+    **{("8b", "stored", batch): (None, None) for batch in (1, 32, 256)},
     ("1b", "bf16", 1): (1150, 1450),
     ("1b", "performance", 1): (1900, 2800),
     ("70b", "performance", 1): (60, 68),
@@ -72,7 +73,7 @@ def test_the_rows_are_what_was_promised() -> None:
     first = {row.name: row.floor for row in ROWS if row.name.endswith("-ttft")}
     assert first.pop("35b-a3b-bf16-ttft") == 26
     assert first.pop("70b-performance-ttft") == 40
-    codes = dict.fromkeys(("bfp4", "q40", "q80", "fp8"))
+    codes = dict.fromkeys(("bfp4", "q40", "q80", "fp8", "nvfp4"))
     floors = {"bf16": 6, "bfp8": 6.5, "performance": 6.5, **codes}
     assert first == {f"8b-{name}-ttft": floor for name, floor in floors.items()}
     others = {

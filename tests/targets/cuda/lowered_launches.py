@@ -31,7 +31,7 @@ from tests.tiny import precision_of
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import CodedLayout, layout_of
 from tilewright.compiler.targets.cuda.kernels.sampling.cutoff import SearchScratch
 from tilewright.compiler.targets.cuda.kernels.sampling.sample import draw
-from tilewright.compiler.targets.cuda.weights.coded_tiles import CODEBOOK, CODED_TILES
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODEBOOK, CODED_TILES, FLOAT4
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.shapes import SHAPES
 
@@ -135,8 +135,11 @@ def of_all_tiles(launch: Launch) -> list[Launch]:
     found, place = [], kernel.arg_names.index("floats_ptr") + 1
     type_of_values = torch.int32 if kernel.arg_names[place] == "pairs_ptr" else torch.float32
     for tile in CODED_TILES.values():
-        values = torch.empty(256, dtype=type_of_values) if tile.values == CODEBOOK else None
-        operands = (*args[:place], values, *args[place + 1 :])
+        is_float4 = tile.values == FLOAT4
+        has_values = tile.values == CODEBOOK or (is_float4 and type_of_values == torch.float32)
+        values = torch.empty(256, dtype=type_of_values) if has_values else None
+        factors = torch.empty(16, dtype=torch.float64) if is_float4 else None
+        operands = (*args[:place], values, factors, *args[place + 2 :])
         found.append((kernel, operands, {**settings, "LAYOUT": layout_of(tile)}))
     return found
 

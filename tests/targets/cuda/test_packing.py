@@ -139,9 +139,9 @@ def test_a_code_of_an_mxfp4_tile(row: int, column: int) -> None:
     half, lane = column // 64, 4 * (row % 8) + column % 64 // 16
     word = row // 8 * 128 + lane * 4 + half * 2 + column % 16 // 8
     pair, upper = column % 8 // 2, column % 2 * 16
-    # -1.5 is the code 15 (-6) at the exponent -2.
-    bits = [15 - 3 * pair, *(6 - 3 * pair + bit for bit in range(3))] if pair < 3 else ()
-    wanted = sum(1 << (bit + upper) for bit in bits or (10, 11, 13, 14))
+    # -1.5 is the code 15 (-6) at the exponent -2. A sign is in the other half word.
+    bits = ((6, 7, 8, 15), (0, 1, 2, 9), (10, 11, 12, 19), (4, 5, 13, 14))[pair]
+    wanted = sum(1 << (bit + upper) % 32 for bit in bits)
     words = tile[:1024].view(torch.int32).tolist()
     assert [at for at, value in enumerate(words) if value] == [word]
     assert words[word] & 0xFFFFFFFF == wanted

@@ -23,6 +23,7 @@ from tilewright.compiler.targets.cuda.weights.coded_tiles import (
     CODEBOOKS,
     CODED_TILES,
     E4M3,
+    FLOAT4,
     INTEGER,
     CodedRows,
     tile_rows,
@@ -31,6 +32,7 @@ from tilewright.compiler.targets.cuda.weights.coded_tiles import (
 from tilewright.compiler.targets.cuda.weights.experts import on_device
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import GROUP, check_pairs
+from tilewright.compiler.targets.cuda.weights.packing_nvfp4 import scales_of, split_scales
 from tilewright.errors import CheckpointError
 
 _CHUNK_ELEMENTS = 1 << 26
@@ -59,7 +61,7 @@ def pack_coded(
         with torch.device(device):  # generated weights
             dense = load_dense(recipe, on_device(get_weight, device))
     step = max(1, _CHUNK_ELEMENTS // (num_columns * TILE_ROWS)) * TILE_ROWS
-    parts = []
+    parts, factors = [], []
     for first in range(0, num_rows, step):
         last = min(first + step, num_rows)
         recipe_rows = _recipe_rows(first, last, num_rows, paired)
@@ -69,15 +71,31 @@ def pack_coded(
             assert isinstance(get_weight, ReadsStored)
             rows = _stored(recipe, get_weight, recipe_rows, device)
         parts.append(tile_rows(rows, CODED_TILES[format_name]))
+        if rows.second_scales is not None:
+            factors.append(rows.second_scales)
     data = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return PackedWeight(format_name, num_rows, num_columns, data.contiguous(), is_paired=paired)
+    second_scales = None
+    if factors:
+        padding = factors[0].new_ones(-num_rows % TILE_ROWS)
+        second_scales = torch.cat((*factors, padding))
+    return PackedWeight(
+        format_name,
+        num_rows,
+        num_columns,
+        data.contiguous(),
+        is_paired=paired,
+        second_scales=second_scales,
+    )
 
 
 def unpack_coded(weight: PackedWeight) -> Tensor:
     """Return the float32 values ``[num_rows, num_columns]``, in tile order."""
     tile = CODED_TILES[weight.format]
     rows = untile_rows(weight.data, tile)
-    scales = rows.scales.float()
+    if weight.second_scales is not None:
+        scales = scales_of(rows.scales, weight.second_scales)
+    else:
+        scales = rows.scales.float()
     if rows.factors is not None:
         scales = rows.factors.float().repeat_interleave(tile.num_groups, 1) * scales
     values = _code_values(rows.codes, weight.format) * scales.repeat_interleave(tile.group, 1)
@@ -138,14 +156,16 @@ def _stored(
 
 
 def _of_encoded(encoded: ScaledEncoded, num_rows: int, format_name: str) -> CodedRows:
-    minima = encoded.minimums
-    rows = CodedRows(
+    minima, factors = encoded.minimums, None
+    _check_finite(format_name, encoded.scales, minima)
+    if CODED_TILES[format_name].values == FLOAT4:
+        encoded, factors = split_scales(encoded)
+    return CodedRows(
         encoded.codes.view(torch.uint8).reshape(num_rows, -1),
         encoded.scales.reshape(num_rows, -1),
         minimums=None if minima is None else minima.reshape(num_rows, -1),
+        second_scales=factors,
     )
-    _check_finite(format_name, rows.scales, rows.minimums)
-    return rows
 
 
 def _of_super_blocks(

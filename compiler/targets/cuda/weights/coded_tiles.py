@@ -12,8 +12,13 @@ lane ``4 g + t`` has 8 columns from every block of 32.
 in byte ``p``.
 8-bit words: word ``w`` of half ``q`` has columns ``64 q + 32 p + 2 w`` and the next one for
 ``p`` 0 and 1, in bytes ``p`` and ``p + 2``.
+Float words: the low half word has the first codes, the high half word the second. Magnitudes have
+the bits ``6-8``, ``0-2``, ``10-12``, and ``4``, ``5``, ``14``. Signs are bits ``15``, ``9``, ``3``
+in the other half word, and ``13``.
 High bits: element ``w`` has the bits for columns ``32 p + 2 w + h`` from bit
 ``(p + 4 h) * high_bits``.
+Float scales: byte ``p`` of word ``16 h + n`` is the scale of line ``n`` for group
+``2 p + h``.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from torch import Tensor
 from tilewright.compiler.formats.ggml_small_blocks import IQ4_VALUES
 from tilewright.compiler.formats.scaled_codes import E2M1, NF4_VALUES
 
-INTEGER, E4M3, CODEBOOK = "integer", "e4m3", "codebook"
+INTEGER, E4M3, CODEBOOK, FLOAT4 = "integer", "e4m3", "codebook", "float4"
 ROWS, COLUMNS = 16, 128
 _WORDS = 16
 
@@ -41,11 +46,12 @@ class CodedTile:
     Attributes:
         low_bits: Bits per code in the words: 4 or 8.
         group: Columns per scale: 16, 32 or 128.
-        scale: ``fp16``, ``fp32``, or a small integer type with a factor: ``u8``, ``i8``.
+        scale: ``fp16``, ``fp32``, a small integer type with a factor: ``u8``, ``i8``, or ``e5m3``
+            with second scales: ``(1 + m / 8) * 2 ** (e - 30)``.
         factor: Type for the factors. Empty: scales have none.
         high_bits: Additional bits per code.
         zero: The code for 0, or for the minimum.
-        values: ``INTEGER``, ``E4M3``, or ``CODEBOOK`` for 16 free values.
+        values: ``INTEGER``, ``E4M3``, ``FLOAT4``, or ``CODEBOOK`` for 16 free values.
         has_minimums: Whether a group also has a minimum, with its scale's types.
         subtracts: Whether the minimum is subtracted.
     """
@@ -91,12 +97,13 @@ class CodedTile:
         return self.offsets[-1]
 
 
-SIZES = {"fp16": 2, "fp32": 4, "u8": 1, "i8": 1}
+SIZES = {"fp16": 2, "fp32": 4, "u8": 1, "i8": 1, "e5m3": 1}
 _TYPES = {
     "fp16": torch.float16,
     "fp32": torch.float32,
     "u8": torch.uint8,
     "i8": torch.int8,
+    "e5m3": torch.uint8,
 }
 
 CODED_TILES: Mapping[str, CodedTile] = MappingProxyType(
@@ -111,7 +118,7 @@ CODED_TILES: Mapping[str, CodedTile] = MappingProxyType(
         "q6_k": CodedTile(4, 16, "i8", "fp16", high_bits=2, zero=32),
         "iq4_xs": CodedTile(4, 32, "i8", "fp16", values=CODEBOOK),
         "fp8": CodedTile(8, 128, "fp32", values=E4M3),
-        "nvfp4": CodedTile(4, 16, "fp32", values=CODEBOOK),
+        "nvfp4": CodedTile(4, 16, "e5m3", values=FLOAT4),
         "nf4": CodedTile(4, 64, "fp32", values=CODEBOOK),
     }
 )
@@ -134,6 +141,7 @@ class CodedRows:
         factors: ``[N, ceil(K / 128)]``. None: the tile has none.
         minimums: As ``scales``.
         minimum_factors: As ``factors``.
+        second_scales: float64 ``[N]``, outside tiles. See `packing_nvfp4`.
     """
 
     codes: Tensor
@@ -141,14 +149,7 @@ class CodedRows:
     factors: Tensor | None = None
     minimums: Tensor | None = None
     minimum_factors: Tensor | None = None
-
-    def parts(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors in tile order."""
-        return self.codes, self.scales, self.factors, self.minimums, self.minimum_factors
-
-    def take(self, rows: Tensor) -> CodedRows:
-        """Return some rows."""
-        return CodedRows(*(item if item is None else item[rows] for item in self.parts()))  # type: ignore[arg-type]
+    second_scales: Tensor | None = None
 
 
 def tile_rows(rows: CodedRows, tile: CodedTile) -> Tensor:
@@ -168,7 +169,8 @@ def tile_rows(rows: CodedRows, tile: CodedTile) -> Tensor:
         if item is not None:
             item = _pad(item.to(_TYPES[name]), (padded[0], padded[1] // group))
             item = item.view(shape[0], ROWS, shape[1], -1).permute(0, 2, 3, 1).contiguous()
-            parts.append(item.view(torch.uint8))
+            item = item.view(torch.uint8)
+            parts.append(item.view(*shape, 4, 32).mT if name == "e5m3" else item)
     data = torch.cat([item.reshape(*shape, -1) for item in parts], dim=-1)
     assert data.shape[-1] == tile.num_bytes
     return data
@@ -185,6 +187,8 @@ def untile_rows(data: Tensor, tile: CodedTile) -> CodedRows:
     def shared(piece: Tensor, name: str) -> Tensor | None:
         if not piece.shape[-1]:
             return None
+        if name == "e5m3":
+            piece = piece.reshape(*data.shape[:2], 32, 4).mT
         result = piece.contiguous().view(_TYPES[name]).view(*data.shape[:2], -1, ROWS)
         return result.permute(0, 3, 1, 2).reshape(num_rows, -1)
 
@@ -205,6 +209,8 @@ def _words(codes: Tensor, tile: CodedTile) -> Tensor:
         parts = codes.view(*codes.shape[:-1], 2, 2, _WORDS, 2)
         return parts.permute(0, 1, 3, 2, 5, 6, 4).flatten(2)
     parts = (codes & 0xF).view(*codes.shape[:-1], 4, _WORDS, 2)
+    if tile.values == FLOAT4:
+        return float4_halves(parts.movedim(-3, 0)).view(torch.uint8).flatten(-2)
     if tile.values == CODEBOOK:  # a byte has both codes of a pair
         return (parts[..., 0] | parts[..., 1] << 4).transpose(-1, -2).flatten(-2)
     parts = parts.permute(0, 1, 2, 4, 5, 3)  # [p, w, h] to [w, h, p]
@@ -217,12 +223,33 @@ def _low_codes(words: Tensor, tile: CodedTile) -> Tensor:
     if tile.low_bits == 8:
         parts = words.reshape(*words.shape[:-1], 2, ROWS, _WORDS, 2, 2)
         return parts.permute(0, 1, 3, 2, 6, 4, 5).reshape(*shape, COLUMNS)
+    if tile.values == FLOAT4:
+        halves = words.contiguous().view(torch.int16).reshape(*shape, _WORDS, 2)
+        return codes_of_halves(halves).movedim(0, -3).reshape(*shape, COLUMNS)
     if tile.values == CODEBOOK:
         parts = words.reshape(*shape, _WORDS, 4).transpose(-1, -2)
         return torch.stack((parts & 0xF, parts >> 4), dim=-1).reshape(*shape, COLUMNS)
     parts = words.reshape(*shape, _WORDS, 2, 2)
     parts = torch.stack((parts & 0xF, parts >> 4), dim=-1).flatten(-2)
     return parts.permute(0, 1, 2, 5, 3, 4).reshape(*shape, COLUMNS)
+
+
+def float4_halves(codes: Tensor) -> Tensor:
+    """Return int16 half words ``[..., 2]`` for 4-bit float codes ``[4, ..., 2]``."""
+    magnitudes, signs = codes.int() & 7, codes.int() >> 3
+    halves = magnitudes[0] << 6 | signs[0] << 15 | magnitudes[1] | signs[1] << 9
+    halves |= magnitudes[2] << 10 | signs[2].flip(-1) << 3
+    halves |= (magnitudes[3] & 3) << 4 | magnitudes[3] >> 2 << 14 | signs[3] << 13
+    return halves.to(torch.int16)
+
+
+def codes_of_halves(halves: Tensor) -> Tensor:
+    """Return the uint8 codes ``[4, ..., 2]`` of `float4_halves`."""
+    halves = halves.int()
+    codes = [halves >> 6 & 7 | halves >> 12 & 8, halves & 7 | halves >> 6 & 8]
+    codes.append(halves >> 10 & 7 | halves.flip(-1) & 8)
+    codes.append(halves >> 4 & 3 | halves >> 12 & 4 | halves >> 10 & 8)
+    return torch.stack(codes).to(torch.uint8)
 
 
 def _high_bits(codes: Tensor, tile: CodedTile) -> Tensor:

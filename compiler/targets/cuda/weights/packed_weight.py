@@ -17,10 +17,9 @@ vector's words are in column order. A 32-bit word has these bits:
   ``4 i .. 4 i + 3`` with value + 8 if i is ``0`` or ``2``. If i is ``1`` or ``3``, the bits
   ``4 i .. 4 i + 2`` are the magnitude. The sign is bit ``15`` for ``i = 1`` and bit ``7`` for
   ``i = 3``.
-- mxfp4: Vectors as in bfp4. In a half word, column ``2 i`` or ``2 i + 1`` has its 4-bit float code
-  in the bits ``6 - 3 i .. 8 - 3 i`` with the sign in bit ``15 - 3 i``. If i is ``3``, the code has
-  the bits ``10``, ``11`` and ``13``, and the sign is bit ``14``. Lanes ``4 g + t`` and
-  ``4 g + t + 1`` with even t share four exponents, because a block has 32 columns.
+- mxfp4: Vectors as in bfp4. Words are the float words of `coded_tiles`, with pair i for
+  the columns ``2 i`` and ``2 i + 1``. Lanes ``4 g + t`` and ``4 g + t + 1`` with even t share four
+  exponents, because a block has 32 columns.
 """
 
 from __future__ import annotations
@@ -69,6 +68,8 @@ class PackedWeight:
         is_paired: Rows alternate: 8 gate, 8 up. Rows g and g + 8 of a tile are a gate and its up.
         scale: The stored values' factor, a power of two. 1 unless a value is 2 or more.
         num_experts: Weight count in ``data``.
+        second_scales: Factors of rows in tile order, float64, for whole tiles. A product with a
+            tile's scale rounds to the file's float32 scale. None: the format has none.
     """
 
     kind: str
@@ -78,6 +79,7 @@ class PackedWeight:
     is_paired: bool = False
     scale: float = 1.0
     num_experts: int = 1
+    second_scales: Tensor | None = None
 
     @property
     def format(self) -> str:

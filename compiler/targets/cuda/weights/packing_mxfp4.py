@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.formats.scaled_codes import E2M1
+from tilewright.compiler.targets.cuda.weights.coded_tiles import codes_of_halves, float4_halves
 from tilewright.compiler.targets.cuda.weights.packed_weight import EXPONENTS, TILE_ROWS
 from tilewright.errors import CompileError
 
@@ -65,16 +66,10 @@ def _first(found: Tensor) -> int:
 def values_mxfp4(data: Tensor) -> Tensor:
     """Return the values in tiles with padding, float32 ``[N, K]``."""
     tiles, steps = data.shape[:2]
-    words = data[..., :_CODE_BYTES].contiguous().view(torch.int32)
+    halves = data[..., :_CODE_BYTES].contiguous().view(torch.int16)
     # Tiles, then g + 8, g, t, half, word.
-    words = words.view(tiles, steps, 2, 8, 4, 2, 2).permute(0, 2, 3, 1, 5, 4, 6)
-    words = words.reshape(tiles * TILE_ROWS, -1, 1)
-    halves = torch.cat((words & 0xFFFF, words >> 16 & 0xFFFF), dim=-1)
-    columns = []
-    for pair in range(3):
-        columns.append(halves >> (6 - 3 * pair) & 7 | (halves >> (15 - 3 * pair) & 1) << 3)
-    columns.append(halves >> 10 & 3 | (halves >> 13 & 1) << 2 | (halves >> 14 & 1) << 3)
-    codes = torch.stack(columns, dim=2).reshape(tiles * TILE_ROWS, -1)
+    halves = halves.view(tiles, steps, 2, 8, 4, 2, 4).permute(0, 2, 3, 1, 5, 4, 6)
+    codes = codes_of_halves(halves.reshape(tiles * TILE_ROWS, -1, 2)).movedim(0, 2).flatten(1)
     # Tiles, then g, t / 2, half, g + 8.
     stored = data[..., _CODE_BYTES:].reshape(tiles, steps, 8, 2, 2, 2)
     stored = stored.permute(0, 5, 2, 1, 4, 3).reshape(tiles * TILE_ROWS, -1)
@@ -85,14 +80,7 @@ def values_mxfp4(data: Tensor) -> Tensor:
 
 def _words(codes: Tensor) -> Tensor:
     """Return the bytes for codes ``[N, K]`` by tile."""
-    pairs = codes.view(len(codes), -1, 4, 2).to(torch.int32)
-    magnitudes, signs = pairs & 7, pairs >> 3
-    halves = torch.zeros_like(pairs[:, :, 0])
-    for pair in range(3):
-        halves |= magnitudes[:, :, pair] << (6 - 3 * pair) | signs[:, :, pair] << (15 - 3 * pair)
-    last = magnitudes[:, :, 3]
-    halves |= (last & 3) << 10 | (last >> 2) << 13 | signs[:, :, 3] << 14
-    words = (halves[..., 0] | halves[..., 1] << 16).view(torch.uint8)
+    words = float4_halves(codes.view(len(codes), -1, 4, 2).movedim(2, 0)).view(torch.uint8)
     # Tile, g + 8, g, then tile, half, t, bytes.
     parts = words.view(len(codes) // TILE_ROWS, 2, 8, -1, 2, 4, 8)
     return parts.permute(0, 3, 1, 2, 5, 4, 6).flatten(2)

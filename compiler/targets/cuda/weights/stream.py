@@ -16,9 +16,14 @@ from torch import Tensor
 from tilewright.compiler.ir.recipe import DecodesOnDevice, WeightRecipe, load_dense
 from tilewright.compiler.targets.cuda.numerics import TABLES, format_values, storage_format
 from tilewright.compiler.targets.cuda.weights.coded import pack_coded
-from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES, FLOAT4
 from tilewright.compiler.targets.cuda.weights.experts import on_device, packed_sizes, place_experts
-from tilewright.compiler.targets.cuda.weights.packed_weight import EXPONENTS, PackedWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import (
+    EXPERT_TILE_BYTES,
+    EXPONENTS,
+    TILE_ROWS,
+    PackedWeight,
+)
 from tilewright.compiler.targets.cuda.weights.packing import GROUP, fits, hold
 from tilewright.compiler.targets.host.tensor_files import save_tensors
 from tilewright.compiler.targets.interface.base import Progress
@@ -40,7 +45,7 @@ from tilewright.compiler.targets.program.instructions import (
 )
 from tilewright.errors import CheckpointError, one_line
 
-_DATA, _SCALE = "data", "scale"
+_DATA, _SCALE, _SECOND = "data", "scale", "second_scales"
 _SHARED = frozenset(("model.embed_tokens.weight", "lm_head.weight"))
 """Tensors of a model that its draft layer has, too. Other equal names are different tensors."""
 
@@ -310,14 +315,19 @@ def _tensors(placed: Placed) -> dict[str, Tensor]:
     """Return a tensor's file contents."""
     if isinstance(placed, PackedWeight):
         name = _data_name(placed.format)
-        return {name: placed.data.contiguous(), _SCALE: torch.tensor(placed.scale)}
+        tensors = {name: placed.data.contiguous(), _SCALE: torch.tensor(placed.scale)}
+        if placed.second_scales is not None:
+            tensors[_SECOND] = placed.second_scales
+        return tensors
     return {_DATA: placed.contiguous(), _SCALE: torch.tensor(1.0)}
 
 
 def _data_name(format_name: str) -> str:
-    """Return the name of a tensor's data in its file. An old order of 8-bit codes has another."""
+    """Return the name of a tensor's data in its file. An old order of codes has another."""
     tile = CODED_TILES.get(format_name)
-    return "halves" if tile is not None and tile.low_bits == 8 else _DATA
+    has_halves = tile is not None and tile.low_bits == 8
+    is_float4 = format_name in EXPERT_TILE_BYTES or (tile is not None and tile.values == FLOAT4)
+    return "rotated" if is_float4 else "halves" if has_halves else _DATA
 
 
 def read_weights(
@@ -339,21 +349,28 @@ def read_weights(
             raise CheckpointError(
                 f"{path}: not a weight of this program ({one_line(error)})"
             ) from None
-        placed[spec] = _as_placed(spec, data, scale, path)
+        placed[spec] = _as_placed(spec, data, scale, path, tensors.get(_SECOND))
         progress("weights", done + 1, len(wanted))
     return Weights(placed)
 
 
-def _as_placed(wanted: CudaTensorSpec, data: Tensor, scale: float, path: Path) -> Placed:
+def _as_placed(
+    wanted: CudaTensorSpec, data: Tensor, scale: float, path: Path, second_scales: Tensor | None
+) -> Placed:
     shape = wanted.recipe.shape
     if wanted.kind == "fp32":
         if tuple(data.shape) != shape or data.dtype != torch.float32:
             raise CheckpointError(f"{path}: not a weight of this program; compile it again")
         return data
     num_experts, rows, columns = packed_sizes(wanted.recipe, paired=wanted.is_paired)
-    packed = PackedWeight(wanted.kind, rows, columns, data, wanted.is_paired, scale, num_experts)
-    is_power = scale > 0 and math.frexp(scale)[0] == 0.5
-    if tuple(data.shape) != packed.data_shape or data.dtype != packed.data_type or not is_power:
+    packed = PackedWeight(
+        wanted.kind, rows, columns, data, wanted.is_paired, scale, num_experts, second_scales
+    )
+    is_whole = scale > 0 and math.frexp(scale)[0] == 0.5
+    if wanted.kind in CODED_TILES and CODED_TILES[wanted.kind].values == FLOAT4:
+        length = TILE_ROWS * len(data)
+        is_whole = second_scales is not None and tuple(second_scales.shape) == (length,)
+    if tuple(data.shape) != packed.data_shape or data.dtype != packed.data_type or not is_whole:
         raise CheckpointError(f"{path}: not a weight of this program; compile it again")
     return packed
 

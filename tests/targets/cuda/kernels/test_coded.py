@@ -42,6 +42,8 @@ class File:
             codes = torch.from_numpy(rng.integers(0, 16, self.shape, np.uint8))
             blocks = num_rows, -(-num_columns // self.format.block)
             scales = torch.from_numpy(rng.uniform(0.01, 0.02, blocks).astype(np.float32))
+            if kind == "nvfp4":
+                scales = nvfp4_scales(rng, blocks)
             self.data = self.format.pack_encoded(ScaledEncoded(codes, scales, -1))
             self.data = self.data.view(num_rows, -1)
         else:
@@ -63,6 +65,14 @@ class File:
     def place(self, device: torch.device, *, paired: bool = False) -> PackedWeight:
         recipe = WeightRecipe((Segment("w", self.shape[0]),), self.shape)
         return pack_coded(recipe.as_stored(self.format.name), self, device, paired=paired)
+
+
+def nvfp4_scales(rng: np.random.Generator, shape: tuple[int, int]) -> torch.Tensor:
+    """Return e4m3 scales times or divided by a second scale, for two tensors."""
+    bytes_ = torch.from_numpy(rng.integers(0, 127, shape, np.uint8))
+    stored = bytes_.view(torch.float8_e4m3fn).float() * torch.tensor((1, -1))[bytes_[:1].long() & 1]
+    half = shape[0] // 2
+    return torch.cat((stored[:half] * 3.1e-5, stored[half:] / 18561.7))
 
 
 def size_of(kind: str, columns: int) -> int:
@@ -146,16 +156,30 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(is_small_m: bool, device: tor
 def test_a_warp_reads_the_fragments_of_the_matrix_unit(kind: str) -> None:
     """Emulates `multiply_coded`: a lane's 16-byte reads, and `decode_pair` in integers."""
     file, tile = File(kind, 16, 128), CODED_TILES[kind]
-    data = file.place(torch.device("cpu")).data[0, 0]
+    held = file.place(torch.device("cpu"))
+    data = held.data[0, 0]
     words = data[: 16 * tile.low_bits * 16].view(torch.int32).view(-1, 2, 8, 4, 4).long()
     lane, found = torch.arange(4), torch.zeros(16, 128)
     for block, half, k, h in itertools.product(range(4), range(2), range(4), range(2)):
-        piece = words[0 if kind == "q40" else block // 2, half, :, :, k]  # [g, t]
+        piece = words[0 if tile.low_bits == 4 else block // 2, half, :, :, k]  # [g, t]
+        columns = 32 * block + 8 * lane + 2 * k + h
+        if kind == "nvfp4":
+            value = _float4(piece, block) >> 16 * h & 0xFFFF
+            found[8 * half : 8 * half + 8, columns] = _bfloat16(value)
+            continue
         shift = 16 * h + (4 * block if kind == "q40" else 8 * (block % 2))
         codes = piece >> shift & (0xF if kind == "q40" else 0xFF)
-        columns = 32 * block + 8 * lane + 2 * k + h
         found[8 * half : 8 * half + 8, columns] = _decoded(codes, kind, block)
     scales = data[16 * tile.low_bits * 16 :].contiguous()
+    if kind == "nvfp4":
+        assert held.second_scales is not None
+        parts = scales.view(2, 16, 4).permute(1, 2, 0).flatten(1).long()  # [row, group]
+        factors = _bfloat16(parts * 16 + 0x6F80).repeat_interleave(16, 1)
+        exact = (found * factors).double()
+        assert torch.equal(exact.bfloat16().double(), exact)
+        wanted = file.values.double() / held.second_scales.unsqueeze(1)
+        torch.testing.assert_close(exact, wanted, rtol=1e-6, atol=0)
+        return
     scales = scales.view(torch.float32 if kind == "fp8" else torch.float16).view(-1, 16).float()
     assert torch.equal(found * scales.T.repeat_interleave(tile.group, 1), file.values)
 
@@ -167,6 +191,13 @@ def _decoded(codes: torch.Tensor, kind: str, block: int) -> torch.Tensor:
     if kind == "q80":
         return (_bfloat16(codes ^ 0x80) * 2.0**127 - 2) * 64
     return _bfloat16((codes & 0x80) << 8 | (codes & 0x7F) << 4) * 2.0**120
+
+
+def _float4(words: torch.Tensor, i: int) -> torch.Tensor:
+    words = words & 0xFFFFFFFF
+    if i == 3:
+        return words << 2 & 0x80C080C0 | words >> 6 & 0x01000100
+    return (words, words << 6, words >> 4 | words << 28)[i] & 0x81C081C0
 
 
 def _bfloat16(bits: torch.Tensor) -> torch.Tensor:

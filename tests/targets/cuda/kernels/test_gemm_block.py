@@ -30,12 +30,8 @@ def source_of(kind: str) -> nvrtc.KernelSource:
     return gemm_block.CODED_SOURCE if kind in gemv.CODED else gemm_block.SOURCE
 
 
-def ways_of(kind: str) -> dict[str, tuple[tuple[int, int], ...]]:
-    return gemm_block.CODED_WAYS if kind in gemv.CODED else gemm_block.WAYS
-
-
 def step_us(kind: str) -> dict[gemm_block.BlockTileConfig, float]:
-    return gemm_block._CODED_STEP_US if kind in gemv.CODED else gemm_block._STEP_US
+    return gemm_block._CODED_STEP_US if kind in gemv.SUMMED else gemm_block._STEP_US
 
 
 def test_what_it_takes() -> None:
@@ -201,7 +197,7 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
     cut = "cut" if gemv.num_slices(held) > 1 else "gemm_block"
     ways = [
         gemm_block.BlockTileConfig(*way, resident)
-        for way in ways_of(kind)[cut]
+        for way in gemm_block.ways_of(kind)[cut]
         for resident in (1, 2)
     ]
     if cut == "cut":

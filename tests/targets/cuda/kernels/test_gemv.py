@@ -12,12 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from bench.kernels import pack
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul import gemv
-from tilewright.compiler.targets.cuda.weights.coded import pack_coded, unpack_coded
+from tilewright.compiler.targets.cuda.weights.coded import unpack_coded
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
-from tilewright.compiler.targets.cuda.weights.packing import hold
 from tilewright.compiler.targets.cuda.weights.packing import unpack as unpack_blocks
 
 KINDS = ["bf16", "bfp8", "bfp4", *gemv.CODED]
@@ -186,7 +185,8 @@ def test_it_compiles_without_spills(source: nvrtc.KernelSource, tmp_path: Path) 
     assert [name for name, spilled, _ in kernels if spilled != "0"] == []
     for name, _, used in kernels:
         if name.startswith("gemv"):  # three blocks of one token fit, and two of more or of 4 bits
-            has_three = "_0_" in name and not name.startswith(("gemv_q40", "gemv_bfp4"))
+            four_bits = tuple(f"gemv_{kind}" for kind in ("q40", "bfp4", "nvfp4"))
+            has_three = "_0_" in name and not name.startswith(four_bits)
             assert int(used) <= (80 if has_three else 128), name
 
 
@@ -206,11 +206,7 @@ def gpu(device: torch.device) -> torch.device:
 
 
 def weight(kind: str, size: tuple[int, int], gpu: torch.device, *, paired: bool) -> PackedWeight:
-    dense = torch.randn(size, device=gpu) / size[1] ** 0.5
-    if kind in gemv.CODED:
-        recipe = WeightRecipe((Segment("w", size[0]),), size, kind)
-        return pack_coded(recipe, lambda name: dense, gpu, paired=paired)
-    return hold(dense, kind, paired=paired)
+    return pack(torch.randn(size, device=gpu) / size[1] ** 0.5, kind, paired=paired)
 
 
 def unpack(held: PackedWeight) -> torch.Tensor:
@@ -293,7 +289,7 @@ def test_every_kernel_gives_the_same_bits(
     held = weight(kind, size, gpu, paired=False)
     x = tokens(held, gpu)
     want = poisoned(size[0], gpu)[:64, : size[0]]
-    depths = {"bf16": 2, "bfp4": 4, "q40": 4}
+    depths = {"bf16": 2, "bfp4": 4, "q40": 4, "nvfp4": 4}
     reference = gemv.LaunchGrid(4, 1, depths.get(kind, 3))
     count = gemv.most_tokens(held)
     gemv.linear(want, x, held, epilogue=gemv.STORE, num_tokens=count, grid=reference)

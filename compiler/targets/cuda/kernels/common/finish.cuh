@@ -53,7 +53,7 @@ __device__ __forceinline__ void finish_tile(const Product &p, int token, int til
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (is_there(first + m, i))
-            *place(first + m, i) = old[m][i] + sums[first + m][i] * p.scale;
+            *place(first + m, i) = old[m][i] + scaled(p, row + (i >> 1) * 8, sums[first + m][i]);
     }
     return;
   }

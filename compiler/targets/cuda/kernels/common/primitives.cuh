@@ -83,6 +83,16 @@ __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
+__device__ __forceinline__ u32 both_halves(u32 v, bool is_high) {
+  u32 d;
+  if (is_high)
+    asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};}"
+        : "=r"(d) : "r"(v));
+  else
+    asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};}"
+        : "=r"(d) : "r"(v));
+  return d;
+}
 // (v & mask) | bits in one instruction. The compiler would emit two for constants.
 __device__ __forceinline__ u32 mask_or(u32 v, u32 mask, u32 bits) {
   u32 d;

@@ -3,16 +3,21 @@
 
 #include "primitives.cuh"
 
-constexpr int BF16 = 0, BFP8 = 1, BFP4 = 2, Q40 = 3, Q80 = 4, FP8 = 5, MXFP4 = 6;  // formats
+// Formats.
+constexpr int BF16 = 0, BFP8 = 1, BFP4 = 2, Q40 = 3, Q80 = 4, FP8 = 5, MXFP4 = 6, NVFP4 = 7;
 constexpr int STORE = 0, ADD = 1, SWIGLU = 2;  // epilogues
 constexpr int SLICES = 8;
 constexpr int STEP = 128;  // columns in a tile
 
 // Small codes with scales for blocks: see coded_tiles.py.
-template <int F> constexpr bool is_coded = F == Q40 || F == Q80 || F == FP8;
+template <int F> constexpr bool is_coded = F == Q40 || F == Q80 || F == FP8 || F == NVFP4;
+// The matrix unit sums a block's codes, and float32 applies the scale. In NVFP4, codes times scales
+// are exact in bfloat16.
+template <int F> constexpr bool is_summed = is_coded<F> && F != NVFP4;
 // Lanes read data copied by their peers.
 template <int F> constexpr bool is_exchanged = F == BF16 || is_coded<F>;
-template <int F> constexpr int pieces = F == BF16 ? 8 : F == BFP4 || F == Q40 || F == MXFP4 ? 2 : 4;
+template <int F>
+constexpr int pieces = F == BF16 ? 8 : F == BFP8 || F == Q80 || F == FP8 ? 4 : 2;
 template <int F>
 constexpr int step_bytes = pieces<F> * 512 + (F == BF16 ? 0 : F == FP8 || F == MXFP4 ? 64 : 128);
 template <int F> constexpr int tile_bytes = F == BF16 ? 16 * STEP * 2 : step_bytes<F>;  // in memory
@@ -25,6 +30,7 @@ struct Product {
   const void *x;  // bf16 [M, x_stride], or fp32 [K] with a norm (M = 1)
   const float *norm;      // [K], or null
   const float *bias;      // [N], or null
+  const double *second_scales;  // of rows, in whole tiles, or null
   void *out;              // fp32 [M, out_stride] (STORE, ADD), bf16 (SWIGLU: [M, N / 2])
   int num_tokens, num_rows, num_columns, num_tiles, num_steps, num_slices;
   int x_stride, out_stride, epilogue;
@@ -103,12 +109,18 @@ template <int F> __device__ __forceinline__ u32 second_offset(int lane) {
   if (F == BF16) return weight_offset<F>(lane) ^ 32;
   if (F == FP8) return pieces<F> * 512 + (lane >> 2) * 4;
   if (F == MXFP4) return pieces<F> * 512 + (lane >> 1) * 4;
+  if (F == NVFP4) return pieces<F> * 512 + ((lane >> 1 & 1) * 16 + (lane >> 2)) * 4;
   return pieces<F> * 512 + (is_coded<F> ? (lane >> 3) * 32 + (lane & 1) * 16 : lane * 4);
 }
 
 // 2^e in both halves, for byte `i` of the exponents. Both formats use this scale.
 __device__ __forceinline__ u32 scale_of(u32 exponents, int i) {
   return __byte_perm(exponents, 0, 0x4440 | i) * 0x00800080u + 0x3F803F80u;
+}
+// (1 + m / 8) * 2^(e + 96) in both halves, for e5m3 byte `i`. The product selects a half for free.
+__device__ __forceinline__ u32 scale_of_e5m3(u32 bytes, int i) {
+  const u32 two = i & 1 ? (bytes & 0xFF00FF00u) / 16 : (bytes & 0x00FF00FFu) * 16;
+  return both_halves(two + 0x6F806F80u, i & 2);
 }
 // Decode four A fragments of 16 columns for each half of a tile; see packed_weight.py. Codes are
 // subnormal bfloat16, or above 2^-122, and the scale makes them exact.
@@ -129,13 +141,15 @@ __device__ __forceinline__ void decode_bfp4(u32 (&a)[8], u32 w0, u32 w1, u32 sca
   }
 }
 // A bfloat16 with a 4-bit float code as its sign, lowest two exponent bits and highest fraction bit
-// is the code's value times 2^-126. Three codes only need a shift; the last has the remaining bits.
+// is the code's value times 2^-126. Three codes only need a rotation; the last has the remaining bits.
+__device__ __forceinline__ u32 decode_float4(u32 w, int i, u32 scale) {
+  const u32 v = i == 0 ? w : i == 1 ? w << 6 : __funnelshift_r(w, w, 4);
+  if (i < 3) return multiply2(v & 0x81C081C0u, scale);
+  return multiply2(mask_or(w >> 6, 0x01000100u, w << 2 & 0x80C080C0u), scale);
+}
 __device__ __forceinline__ void decode_word_mxfp4(u32 *a, u32 w, u32 scale) {
-  const u32 high = mask_or(w >> 5, 0x01000100u, w << 1 & 0x80008000u);
-  a[0] = multiply2(w & 0x81C081C0u, scale);
-  a[1] = multiply2(w << 3 & 0x81C081C0u, scale);
-  a[2] = multiply2(w << 6 & 0x81C081C0u, scale);
-  a[3] = multiply2(mask_or(w >> 4, 0x00C000C0u, high), scale);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = decode_float4(w, i, scale);
 }
 // Decode a pair of codes from a word, exactly; see coded_tiles.py. A bfloat16 with eight bits at its
 // end is linear in them, because subnormal. Integers are in units that `gemv.py` multiplies by.
@@ -149,14 +163,17 @@ template <int F> __device__ __forceinline__ u32 decode_pair(u32 w, int i) {
   const u32 v = i ? w : w << 8;
   return multiply2(mask_or(v, 0x80008000u, v >> 4 & 0x07F007F0u), 0x7B807B80u);
 }
-// Decode fragments for a block of columns, from words for rows g (w) and g + 8 (v).
+// Decode fragments for a block of columns, from words for rows g (w) and g + 8 (v). `scales`: these
+// rows' words with scales, for NVFP4.
 template <int F>
 __device__ __forceinline__ void decode_block(u32 (&top)[4], u32 (&low)[4], const u32 (&w)[4],
-                                             const u32 (&v)[4], int i) {
+                                             const u32 (&v)[4], const u32 *scales, int i) {
+  u32 first, second;
+  if (F == NVFP4) first = scale_of_e5m3(scales[0], i), second = scale_of_e5m3(scales[1], i);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    top[k] = decode_pair<F>(w[k], i);
-    low[k] = decode_pair<F>(v[k], i);
+    top[k] = F == NVFP4 ? decode_float4(w[k], i, first) : decode_pair<F>(w[k], i);
+    low[k] = F == NVFP4 ? decode_float4(v[k], i, second) : decode_pair<F>(v[k], i);
   }
 }
 
@@ -247,7 +264,7 @@ __device__ __forceinline__ void add_scaled(float (&acc)[4], const float (&sums)[
 #pragma unroll
   for (int i = 0; i < 4; ++i) acc[i] = fmaf(sums[i], i & 2 ? scale.y : scale.x, acc[i]);
 }
-// As above. The matrix unit sums products of codes over a block, and float32 applies the scale.
+// As above, for code tiles.
 template <int F, int MT, int R, bool ONE>
 __device__ __forceinline__ void multiply_coded(float (&acc)[R][MT][4], u32 weight, u32 scales_at,
                                                u32 x, u32 x_row8) {
@@ -256,7 +273,7 @@ __device__ __forceinline__ void multiply_coded(float (&acc)[R][MT][4], u32 weigh
   float sums[R][WHOLE][4];
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    if (F == FP8) {
+    if (F == FP8 || F == NVFP4) {
       scales[r][0] = read4(scales_at + r * step_bytes<F>);
       scales[r][1] = read4(scales_at + r * step_bytes<F> + 32);
     } else {
@@ -268,13 +285,13 @@ __device__ __forceinline__ void multiply_coded(float (&acc)[R][MT][4], u32 weigh
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const int half = F == Q40 ? 0 : j & 2, i = F == Q40 ? j : j & 1;
+    const int half = pieces<F> == 2 ? 0 : j & 2, i = pieces<F> == 2 ? j : j & 1;
     u32 top[R][4], low[R][4];
     float2 scale[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      decode_block<F>(top[r], low[r], w[r][half], w[r][half + 1], i);
-      if (F != FP8) scale[r] = halves(scales[r][j]);
+      decode_block<F>(top[r], low[r], w[r][half], w[r][half + 1], scales[r], i);
+      if (is_summed<F> && F != FP8) scale[r] = halves(scales[r][j]);
     }
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
@@ -282,8 +299,8 @@ __device__ __forceinline__ void multiply_coded(float (&acc)[R][MT][4], u32 weigh
       read_x<ONE>(b, x + m * x_row8 + j * 64);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        float(&sum)[4] = sums[r][F == FP8 ? m : 0];
-        if (F != FP8 || j == 0) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
+        float(&sum)[4] = is_summed<F> ? sums[r][F == FP8 ? m : 0] : acc[r][m];
+        if (is_summed<F> && (F != FP8 || j == 0)) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
 #pragma unroll
         for (int k = 0; k < 4; k += 2) {
           const u32 a[4] = {top[r][k], low[r][k], top[r][k + 1], low[r][k + 1]};
@@ -291,7 +308,7 @@ __device__ __forceinline__ void multiply_coded(float (&acc)[R][MT][4], u32 weigh
         }
         if (F == FP8 && j == 3)
           scale[r] = make_float2(__uint_as_float(scales[r][0]), __uint_as_float(scales[r][1]));
-        if (F != FP8 || j == 3) add_scaled(acc[r][m], sum, scale[r]);
+        if (is_summed<F> && (F != FP8 || j == 3)) add_scaled(acc[r][m], sum, scale[r]);
       }
     }
   }
@@ -312,13 +329,17 @@ template <class P> __device__ __forceinline__ float swiglu(const P &p, float gat
   up = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
   return __fdividef(gate, 1.0f + __expf(-gate * p.alpha)) * (up + 1.0f);
 }
+// Return a row's sum times its scale. An addition after it is not fused: kernels have equal bits.
+__device__ __forceinline__ float scaled(const Product &p, int row, float sum) {
+  return p.second_scales ? __fmul_rn(sum, (float)p.second_scales[row]) : sum * p.scale;
+}
 // Write two values of a tile: rows g and g + 8. With SWIGLU, they are gate and up.
 __device__ __forceinline__ void finish(const Product &p, int token, int tile, int g, float top,
                                        float low) {
   if (token >= p.num_tokens) return;
   const int row = tile * 16 + g;
-  top *= p.scale;
-  low *= p.scale;
+  top = scaled(p, row, top);
+  low = scaled(p, row + 8, low);
   if (p.bias) {
     if (row < p.num_rows) top += p.bias[row];
     if (row + 8 < p.num_rows) low += p.bias[row + 8];

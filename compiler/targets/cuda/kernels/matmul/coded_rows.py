@@ -24,7 +24,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
     scales_of,
     typed_views,
 )
-from tilewright.compiler.targets.cuda.weights.coded_tiles import CODEBOOK, CODEBOOKS, CODED_TILES
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODEBOOKS, CODED_TILES
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 
@@ -38,6 +38,7 @@ def _decode_kernel(
     half_words_ptr,
     floats_ptr,
     values_ptr,
+    second_scales_ptr,
     num_columns,
     num_steps,
     out_stride,
@@ -56,6 +57,8 @@ def _decode_kernel(
     if LAYOUT.factor:
         factors = numbers(weight, source + LAYOUT.factors, lane, LAYOUT.factor)
     scales = scales_of(weight, source + LAYOUT.scales, group, factors, LAYOUT)
+    if second_scales_ptr is not None:
+        scales = (scales.to(tl.float64) * tl.load(second_scales_ptr + feature)).to(tl.float32)
     values = code_values(codes, values_ptr, LAYOUT) * scales
     if LAYOUT.has_minimums:
         if LAYOUT.factor:
@@ -81,12 +84,13 @@ def decode_rows(out: Tensor, weight: PackedWeight, rows: Tensor | None = None) -
     assert out.shape[1] == weight.num_columns and out.stride(1) == 1
     assert len(out) == (weight.num_rows if rows is None else len(rows))
     data, tile = weight.data, CODED_TILES[weight.format]
-    values = _codebook(weight.format, data.device) if tile.values == CODEBOOK else None
+    values = _codebook(weight.format, data.device) if weight.format in CODEBOOKS else None
     _decode_kernel[(len(out), weight.num_column_tiles)](
         out,
         rows,
         *typed_views(data),
         values,
+        weight.second_scales,
         weight.num_columns,
         weight.num_column_tiles,
         out.stride(0),

@@ -21,10 +21,15 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     wait_for_inputs,
 )
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
+    FLOAT4,
+    NO_ADDEND,
     CodedWeight,
+    float4_pairs,
+    fused,
     layout_of,
     numbers,
     pairs,
+    scale_pairs,
     scales_of,
     spread,
     typed_views,
@@ -111,6 +116,9 @@ def _add_step(
         if LAYOUT.has_minimums:
             minima_factors = numbers(weight, source + LAYOUT.minima_factors, lane, LAYOUT.factor)
     whole = tl.zeros_like(sums)
+    if LAYOUT.decoding == FLOAT4:
+        at = tl.expand_dims((source + LAYOUT.scales) // 4 + lane, -1) + tl.arange(0, 2) * 16
+        scale_words = tl.load(weight.words + at)
     for half in tl.static_range(2 if LOW == 8 else 16 // WORDS):
         index = lane * 16 + half * (256 if LOW == 8 else WORDS)
         words, high_bits = _load(weight, source, index, LAYOUT)
@@ -120,8 +128,15 @@ def _add_step(
             if not IS_EVEN:
                 inside = (column + start < operand.num_columns) & operand.is_token
             x = tl.load(operand.ptr + column + start, mask=inside, other=0.0)
-            codes = weights(pairs(words, high_bits, weight.codebook, item, LAYOUT, CHAINED))
-            if GROUP == 128:
+            if LAYOUT.decoding == FLOAT4:
+                factors = scale_pairs(scale_words, item)
+                codes = fused(float4_pairs(words, item), factors, NO_ADDEND, CHAINED)
+            else:
+                codes = pairs(words, high_bits, weight.codebook, item, LAYOUT, CHAINED)
+            codes = weights(codes)
+            if LAYOUT.decoding == FLOAT4:
+                sums = product(codes, x, sums, CHAINED)
+            elif GROUP == 128:
                 whole = product(codes, x, whole, CHAINED)
             else:
                 group = start // GROUP * 16 + lane
@@ -165,6 +180,7 @@ def _coded_kernel(
     half_words_ptr,
     floats_ptr,
     pairs_ptr,
+    second_scales_ptr,
     bias_ptr,
     num_tokens,
     num_rows,
@@ -211,6 +227,9 @@ def _coded_kernel(
     if SEGMENTS > 1:
         sums = tl.sum(sums, axis=0)
     out, sums = OutputMatrix(out_ptr, out_stride, num_tokens, num_rows), sums * LAYOUT.unit
+    if second_scales_ptr is not None:
+        factors = tl.load(second_scales_ptr + feature, mask=feature < num_rows, other=0.0)
+        sums *= factors.to(tl.float32)[:, None]
     store_rows(out, bias_ptr, sums, feature, token, ROWS, TOKENS, RESIDUAL, SWIGLU, CHAINED)
 
 
@@ -280,6 +299,7 @@ def linear(
         x,
         *typed_views(data),
         values,
+        weight.second_scales,
         bias,
         num_tokens,
         num_rows,

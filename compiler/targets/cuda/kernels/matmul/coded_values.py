@@ -14,15 +14,15 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CodedTile
 
-_FP16, _FP32, _U8, _I8 = (tl.constexpr(number) for number in range(1, 5))
-_SCALES = {"": 0, "fp16": 1, "fp32": 2, "u8": 3, "i8": 4}
-_INTEGER, _FLOAT8, _CODEBOOK = (tl.constexpr(number) for number in range(3))
-_VALUES = {"integer": 0, "e4m3": 1, "codebook": 2}
+_FP16, _FP32, _U8, _I8, _E5M3 = (tl.constexpr(number) for number in range(1, 6))
+_SCALES = {"": 0, "fp16": 1, "fp32": 2, "u8": 3, "i8": 4, "e5m3": 5}
+_INTEGER, _FLOAT8, _CODEBOOK, FLOAT4 = (tl.constexpr(number) for number in range(4))
+_VALUES = {"integer": 0, "e4m3": 1, "codebook": 2, "float4": 3}
 
 # A word with a bfloat16 pair.
 _ONES = tl.constexpr(0x3F803F80)
 _HALVES = tl.constexpr(0x00010001)
-_NO_ADDEND = tl.constexpr(-0x7FFF8000)  # -0.0 in both halves
+NO_ADDEND = tl.constexpr(-0x7FFF8000)  # -0.0 in both halves
 
 
 class CodedLayout(NamedTuple):
@@ -100,6 +100,45 @@ def fused(pairs, factor, addend, CHAINED: tl.constexpr):
 
 
 @triton.jit
+def float4_pairs(words, INDEX: tl.constexpr):
+    """Return int32 bfloat16 pairs of 4-bit floats ``INDEX`` in words, times ``2 ** -126``."""
+    if INDEX == 3:
+        bits = ((words << 2) & -0x7F3F7F40) | ((words >> 6) & 0x01000100)  # 0x80C080C0
+    else:
+        if INDEX == 1:
+            words = words << 6
+        elif INDEX == 2:
+            words = ((words >> 4) & 0x0FFFFFFF) | (words << 28)
+        bits = words & -0x7E3F7E40  # 0x81C081C0
+    return bits
+
+
+@triton.jit
+def float4_codes(words, index, second):
+    """Return int32 codes, the ``second`` of pair ``index`` in words."""
+    bits = tl.where(index == 0, float4_pairs(words, 0), float4_pairs(words, 1))
+    bits = tl.where(index == 2, float4_pairs(words, 2), bits)
+    bits = tl.where(index == 3, float4_pairs(words, 3), bits) >> (16 * second)
+    return ((bits >> 6) & 7) | ((bits >> 12) & 8)
+
+
+@triton.jit
+def scale_pairs(words, INDEX: tl.constexpr):
+    """Return e5m3 scales of 32 columns as int32 pairs ``[..., 16]``, times ``2 ** 126``.
+
+    ``words [..., 2]`` have the scales of both halves.
+    """
+    factors = tl.expand_dims(((words >> (8 * INDEX)) & 0xFF) * 0x00100010 + 0x6F806F80, -1)
+    if len(words.shape) == 3:
+        shape: tl.constexpr = (words.shape[0], words.shape[1], 2, 8)
+        result = tl.broadcast_to(factors, shape).reshape(words.shape[0], words.shape[1], 16)
+    else:
+        matrix: tl.constexpr = (words.shape[0], 2, 8)
+        result = tl.broadcast_to(factors, matrix).reshape(words.shape[0], 16)
+    return result
+
+
+@triton.jit
 def pairs(
     words, high_bits, codebook, LANE: tl.constexpr, LAYOUT: tl.constexpr, CHAINED: tl.constexpr
 ):
@@ -115,7 +154,7 @@ def pairs(
         moved = words >> (8 * LANE)
         bits = ((moved & 0x007F007F) << 4) | ((moved & 0x00800080) << 8)
         factor = 0x7B807B80  # `2 ** 120`
-        result = fused(bits, factor, _NO_ADDEND, CHAINED)
+        result = fused(bits, factor, NO_ADDEND, CHAINED)
     elif LOW == 8:
         # `1 + (code & 127) / 128`, minus `1` or `2`.
         moved = words >> (8 * LANE)
@@ -158,6 +197,9 @@ def numbers(weight, source, index, TYPE: tl.constexpr):
         result = tl.load(weight.halves + source // 2 + index).to(tl.float32)
     elif TYPE == _FP32:
         result = tl.load(weight.floats + source // 4 + index)
+    elif TYPE == _E5M3:
+        bits = tl.load(weight.data + source + index % 32 * 4 + index // 32).to(tl.int32)
+        result = ((bits << 20) + 0x30800000).to(tl.float32, bitcast=True)
     else:
         codes = tl.load(weight.data + source + index).to(tl.int32)
         if TYPE == _I8:
@@ -215,7 +257,10 @@ def codes_of(weight, source, lane, column, LAYOUT: tl.constexpr):
         is_codebook: tl.constexpr = LAYOUT.decoding == _CODEBOOK
         nibble = column // 32 * 2 + second if is_codebook else column // 32 + 4 * second
         codes = tl.load(weight.words + source // 4 + lane * 16 + word)
-        codes = (codes >> (4 * nibble)) & 0xF
+        if LAYOUT.decoding == FLOAT4:
+            codes = float4_codes(codes, column // 32, second)
+        else:
+            codes = (codes >> (4 * nibble)) & 0xF
     if HIGH:
         bits = spread(weight, source + LAYOUT.high_offset + (lane * 16 + word) * HIGH, HIGH)
         high = (bits >> (HIGH * (column // 32) + 16 * second)) & ((1 << HIGH) - 1)
@@ -246,5 +291,5 @@ def layout_of(tile: CodedTile) -> CodedLayout:
         minima=minima,
         minima_factors=minima_factors,
         num_bytes=num_bytes,
-        words=16 if tile.group >= 32 else 8,
+        words=16 if tile.group >= 32 or tile.values == "float4" else 8,
     )

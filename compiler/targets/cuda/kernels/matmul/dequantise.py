@@ -15,6 +15,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
+from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import float4_codes
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
     BIAS,
     EXPERT_TILE_BYTES,
@@ -90,11 +91,7 @@ def bfp4_nibbles(words):
 def mxfp4_codes(words):
     """Return int32 codes ``[..., 8]`` from words ``[...]``: sign above magnitude, by column."""
     column = tl.arange(0, 8)
-    half, pair = column % 2 * 16, column // 2
-    words = tl.expand_dims(words, -1)
-    fields = words >> (half + tl.where(pair == 3, 10, 6 - 3 * pair))
-    magnitudes = tl.where(pair == 3, fields & 3 | (fields >> 3 & 1) << 2, fields & 7)
-    return magnitudes | (words >> (half + tl.where(pair == 3, 14, 15 - 3 * pair)) & 1) << 3
+    return float4_codes(tl.expand_dims(words, -1), column // 2, column % 2)
 
 
 @triton.jit

@@ -166,12 +166,13 @@ template <int F, int MT, int G> struct Ring {
 // A lane's words in a step, with exponents or scales: half `j` of a tile with 8-bit codes, or a
 // whole tile with 4-bit codes.
 template <int F> struct Codes {
-  u32 w[4], v[4], exponents[is_coded<F> ? 4 : 1];
+  u32 w[4], v[4], exponents[is_summed<F> ? 4 : 2];
 
   // `second`: the address for `second_offset`.
   __device__ __forceinline__ void begin(u32 tile16, u32 second) {
     if constexpr (F == Q40 || F == Q80) read_columns(exponents, second);
     else if constexpr (F != FP8) exponents[0] = read4(second);
+    if constexpr (F == NVFP4) exponents[1] = read4(second + 32);
     read(tile16, 0);
   }
   __device__ __forceinline__ void read(u32 tile16, int j) {
@@ -181,7 +182,7 @@ template <int F> struct Codes {
   // Decode quarter `i` to fragments for rows g and g + 8, in two steps of 16 columns.
   __device__ __forceinline__ void decode(u32 (&a)[2][4], int i) const {
     if constexpr (is_coded<F>) {
-      decode_block<F>(a[0], a[1], w, v, F == Q40 ? i : i & 1);
+      decode_block<F>(a[0], a[1], w, v, exponents, pieces<F> == 2 ? i : i & 1);
     } else {
       const u32 e0 = scale_of(exponents[0], i & 2), e1 = scale_of(exponents[0], (i & 2) + 1);
       decode_quarter<F>(a[0], a[1], w, v, e0, e1, i);
@@ -252,7 +253,7 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
   ring.begin(warp == 0);
   float acc[MT][4] = {}, total[MT][4] = {};
   u32 a[2][4], b[2][4];  // fragments of two quarters: decoded, and multiplied
-  float block[is_coded<F> ? MT : 1][4] = {};  // sums over a column block
+  float block[is_summed<F> ? MT : 1][4] = {};  // sums over a column block
   Codes<F> codes;
   u32 slot = 0, before = 0, parity = 0, step = 0;
   auto begin = [&]() {
@@ -270,7 +271,7 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
   // Multiply quarter `i` of a step, from fragments `now`, while the next quarter is decoded.
   auto coded_quarter = [&](auto starts, const u32(&now)[2][4], u32(&later)[2][4], u64 x, int i) {
     constexpr bool WHOLE = F == FP8;  // a scale for all quarters
-    if constexpr (is_coded<F>) {
+    if constexpr (is_summed<F>) {
       multiply_quarter<MT, decltype(starts)::value ? 0 : 1>(block, now, x);
       const u32 from = ring.codes + slot * R::W_BYTES;
       float2 scale;
@@ -302,7 +303,7 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
 #pragma unroll 1
     while (step < last) {
       const u64 x = operand_at(ring.x_ring + slot * R::X_BYTES), second = x + (R::X_HALF >> 4);
-      if constexpr (is_coded<F>) {
+      if constexpr (is_summed<F>) {
         constexpr Starts<true> FIRST;
         constexpr Starts<F != FP8> LATER;
         coded_quarter(FIRST, a, b, x, 0);

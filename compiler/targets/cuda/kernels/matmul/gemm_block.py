@@ -20,6 +20,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     LIKE,
     MOST_SHARED,
     STEP_BYTES,
+    SUMMED,
     MatmulParams,
     num_slices,
     product_arguments,
@@ -112,7 +113,13 @@ _TOO_LARGE = (24, 2), (8, 4)
 CODED_WAYS = {
     cut: tuple(way for way in ways if way not in _TOO_LARGE) for cut, ways in WAYS.items()
 }
-"""The same for code tiles, with more registers per tile."""
+"""The same for sums of blocks, with more registers per tile."""
+
+
+def ways_of(kind: str) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Return a format's eights and groups."""
+    return CODED_WAYS if kind in SUMMED else WAYS
+
 
 JOINED = BlockTileConfig(8, 4, joined=2)
 """Tile sizes with two blocks for the slices of K."""
@@ -140,9 +147,9 @@ def choose_way(packed: PackedWeight, num_tokens: int, *, same_bits: bool = True)
 
     ``same_bits``: a token's result has the bits of the small kernels, which split K.
     """
-    is_cut, is_coded = num_slices(packed) > 1, packed.format in CODED
+    is_cut, is_coded = num_slices(packed) > 1, packed.format in SUMMED
     if num_tokens > _MAX_SMALL_M and not (is_cut and same_bits):
-        if not is_cut and packed.kind == "bfp4":
+        if not is_cut and LIKE.get(packed.kind, packed.kind) == "bfp4" and not is_coded:
             return BlockTileConfig(16, 2, 2, is_whole=True)
         tiles, count = (packed.num_row_tiles, packed.num_column_tiles), num_tokens
         return _fastest(*tiles, count, is_cut, is_coded, num_processors(packed.data.device))
@@ -248,7 +255,7 @@ CODED_SOURCE = nvrtc.KernelSource(
         name
         for fmt in CODED
         for name in (
-            *(f"{cut}_{fmt}_{m}_{n}" for cut, ways in CODED_WAYS.items() for m, n in ways),
+            *(f"{cut}_{fmt}_{m}_{n}" for cut, ways in ways_of(fmt).items() for m, n in ways),
             f"joined_{fmt}_{JOINED.eights}_{JOINED.joined}",
         )
     ),

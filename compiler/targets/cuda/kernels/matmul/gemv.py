@@ -39,10 +39,13 @@ UNCUT_TILES = 1024
 
 _HEADERS = ("primitives.cuh", "tiles.cuh", "norm.cuh", "gemv.cuh", "gemm.cuh")
 _SLICES = 8
-CODED = ("q40", "q80", "fp8")
+SUMMED = ("q40", "q80", "fp8")
+"""Formats with scales for the sums of blocks."""
+
+CODED = (*SUMMED, "nvfp4")
 """Formats of `gemv_coded.cu`."""
 
-LIKE = dict(zip(CODED, ("bfp4", "bfp8", "bfp8"), strict=True))
+LIKE = dict(zip(CODED, ("bfp4", "bfp8", "bfp8", "bfp4"), strict=True))
 """Formats with the tuning values of a block format with tiles of about the same size."""
 
 _UNITS = {"q40": 64.0, "q80": 64.0}
@@ -59,7 +62,10 @@ class MatmulParams(ctypes.Structure):
     """C++ `Product`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "bias", "out")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("weight", "x", "norm", "bias", "second_scales", "out")
+        ),
         *((name, ctypes.c_int) for name in ("num_tokens", "num_rows", "num_columns")),
         *((name, ctypes.c_int) for name in ("num_tiles", "num_steps", "num_slices")),
         *((name, ctypes.c_int) for name in ("x_stride", "out_stride", "epilogue")),
@@ -309,6 +315,7 @@ def product_arguments(
     return MatmulParams(
         weight=packed.data.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
+        second_scales=None if packed.second_scales is None else packed.second_scales.data_ptr(),
         out=out.data_ptr(),
         num_tokens=num_tokens,
         num_rows=packed.num_rows,

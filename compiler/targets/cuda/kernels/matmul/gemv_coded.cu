@@ -1,6 +1,6 @@
 // Matmuls of 1 to 64 tokens with a weight in code tiles. See gemv.cu for the arithmetic and
-// coded_tiles.py for the layout. A block's sums are multiplied by the block's scale in float32.
-// Compiled by NVRTC.
+// coded_tiles.py for the layout. A block's sums are multiplied by the block's scale in float32. NVFP4
+// weights are exact in bfloat16. Compiled by NVRTC.
 
 #include "gemm.cuh"
 #include "gemv.cuh"
@@ -34,3 +34,12 @@ GEMM(fp8, FP8, 2, 1, 4)
 GEMM(fp8, FP8, 4, 1, 3)
 GEMM(fp8, FP8, 4, 1, 4)
 GEMM(fp8, FP8, 8, 1, 3)
+GEMV(nvfp4, NVFP4, 0, 6)
+GEMV(nvfp4, NVFP4, 0, 8)
+GEMV(nvfp4, NVFP4, 0, 10)
+GEMV(nvfp4, NVFP4, 1, 3)
+GEMV(nvfp4, NVFP4, 2, 3)
+GEMM(nvfp4, NVFP4, 1, 1, 4)
+GEMM(nvfp4, NVFP4, 2, 1, 5)
+GEMM(nvfp4, NVFP4, 4, 1, 4)
+GEMM(nvfp4, NVFP4, 8, 1, 4)

@@ -11,7 +11,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import fused, weights
+from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
+    NO_ADDEND,
+    float4_pairs,
+    fused,
+    weights,
+)
 from tilewright.compiler.targets.cuda.weights.packed_weight import tile_bytes
 
 
@@ -72,12 +77,7 @@ def _pairs(words, factors, INDEX: tl.constexpr, FORMAT: tl.constexpr, CHAINED: t
     A code's bits are a subnormal bfloat16, or above ``2 ** -122``. The factors make them exact.
     """
     if FORMAT == "mxfp4":
-        if INDEX == 3:
-            bits = ((words >> 4) & 0x00C000C0) | ((words >> 5) & 0x01000100)
-            bits = bits | ((words << 1) & -0x7FFF8000)
-        else:
-            bits = (words << (3 * INDEX)) & -0x7E3F7E40  # 0x81C081C0
-        return fused(bits, factors, -0x7FFF8000, CHAINED)
+        return fused(float4_pairs(words, INDEX), factors, NO_ADDEND, CHAINED)
     SWAPS: tl.constexpr = INDEX == 1 if FORMAT == "bfp8" else INDEX >= 2
     moved = _swapped(words, CHAINED) if SWAPS else words
     addend = -0x7FFF8000  # -0.0 in both halves

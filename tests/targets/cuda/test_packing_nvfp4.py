@@ -1,0 +1,50 @@
+"""NVFP4 scales: bytes and row factors give the file's float32 scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.compiler.formats import ScaledEncoded
+from tilewright.compiler.targets.cuda.weights.packing_nvfp4 import scales_of, split_scales
+from tilewright.errors import CheckpointError
+
+
+def encoded(scales: torch.Tensor) -> ScaledEncoded:
+    codes = torch.randint(0, 16, (len(scales), 16 * scales.shape[1]), dtype=torch.uint8)
+    return ScaledEncoded(codes, scales, -1)
+
+
+def signed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return magnitude codes with their scales' signs, as ``codes * scales`` has."""
+    magnitudes, signs = codes & 7, 1 - (codes >> 3).float() * 2
+    return magnitudes * signs * scales.repeat_interleave(16, 1)
+
+
+@given(
+    second=st.floats(2.0**-90, 2.0**90, width=32),
+    divides=st.booleans(),
+    largest=st.integers(0, 126),
+    seed=st.integers(0, 2**20),
+)
+def test_all_e4m3_scales_are_exact(second: float, divides: bool, largest: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    stored = torch.randint(0, largest + 1, (3, 20), generator=generator, dtype=torch.uint8)
+    stored |= torch.randint(0, 2, (3, 20), generator=generator, dtype=torch.uint8) << 7
+    values, factor = stored.view(torch.float8_e4m3fn).float(), torch.tensor(second)
+    scales = values / factor if divides else values * factor
+    before = encoded(scales)
+    after, factors = split_scales(before)
+    found = scales_of(after.scales, factors)
+    assert torch.equal(signed(after.codes, found), signed(before.codes, scales))
+    assert torch.equal(found[scales != 0], scales.abs()[scales != 0])
+
+
+@pytest.mark.parametrize("changed", [1.01, 2.0**-40])
+def test_other_scales_are_refused(changed: float) -> None:
+    scales = torch.ones(2, 4)
+    scales[1, 2] = changed
+    with pytest.raises(CheckpointError, match=r"nvfp4: .* common factor; allowed: e4m3 scales"):
+        split_scales(encoded(scales))
