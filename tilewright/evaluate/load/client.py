@@ -102,8 +102,11 @@ class Client:
                             has_ended = True
                         elif line.startswith(_HEAD):
                             _take(heard, line)
+                            has_ended = has_ended or heard.count > 0
                         if most is not None and len(heard.times) >= most:
                             return heard
+                    if has_ended:  # ik_llama.cpp's server may leave the connection open
+                        break
                 is_whole = has_ended and (heard.times or heard.count)
                 heard.error = heard.error or ("" if is_whole else "no whole answer")
                 heard.ended = time.perf_counter() - heard.began
