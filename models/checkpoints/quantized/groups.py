@@ -160,10 +160,6 @@ class Schemes:
             raise model.error(tensor, "is quantized, but no target names it", self.where)
         return self._class
 
-    def explicit(self) -> list[object]:
-        """Return the targets with names and expressions."""
-        return [*self._exact, *self._patterns]
-
 
 def _scheme(group: object, where: str) -> Scheme:
     weights = group.get("weights") if isinstance(group, Mapping) else None
