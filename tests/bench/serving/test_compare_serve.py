@@ -48,6 +48,7 @@ def test_the_table_has_medians_spread_and_ratio() -> None:
     ]
     line = servers_table(rows).markdown().splitlines()[-1]
     assert "50.0 (30.0 to 60.0)" in line and "22.5 (20.0 to 25.0)" in line and "2.22 x" in line
+    assert "| 2.00, 1.25 |" in line, "the noise of equal servers is not shown"
     starts = [{**row, "start_s": 18.0, "num_pages": 900.0} for row in rows]
     assert [" 18.0 " in line for line in servers_table(starts).markdown().splitlines()[-2:]] == [
         True,

@@ -216,7 +216,10 @@ _OWN, _OFFLINE = "tilewright", "tilewright run"
 
 
 def servers_table(rows: Sequence[Record]) -> Table:
-    """Return medians over rounds with their range, and the ratio to the first baseline."""
+    """Return medians over passes with their range, and the ratio to the first baseline.
+
+    The column A/A has the largest quotient of two passes of the same server, ours and theirs.
+    """
     others = dict.fromkeys(row["server"] for row in rows if row["server"] not in (_OWN, _OFFLINE))
     names = (_OWN, *others, _OFFLINE)
     lines = []
@@ -232,8 +235,15 @@ def servers_table(rows: Sequence[Record]) -> Table:
             ours, theirs = (statistics.median(found[name]) for name in names[:2])
             cells = map(median_and_range, found.values())
             ratio = f"{ours / theirs:.2f} x" if theirs else ""
-            lines.append([cell_text(pair), str(users), title, *cells, ratio])
-    return Table.of(("ours / theirs", "users", "figure", _OWN, *others, "run", "ratio"), lines)
+            noise = ", ".join(map(_noise, [*found.values()][:2]))
+            lines.append([cell_text(pair), str(users), title, *cells, ratio, noise])
+    columns = ("ours / theirs", "users", "figure", _OWN, *others, "run", "ratio", "A/A")
+    return Table.of(columns, lines)
+
+
+def _noise(passes: Sequence[float]) -> str:
+    low, high = min(passes), max(passes)
+    return f"{high / low:.2f}" if 0 < low < high else "-"  # equal: one measurement
 
 
 def _servers(results: Path, name: str) -> str:
