@@ -37,9 +37,9 @@ def test_all_e4m3_scales_are_exact(second: float, divides: bool, largest: int, s
     scales = values / factor if divides else values * factor
     before = encoded(scales)
     after, factors = split_scales(before)
-    found = scales_of(after.scales, factors)
-    assert torch.equal(signed(after.codes, found), signed(before.codes, scales))
-    assert torch.equal(found[scales != 0], scales.abs()[scales != 0])
+    rounded = scales_of(after.scales, factors)
+    assert torch.equal(signed(after.codes, rounded), signed(before.codes, scales))
+    assert torch.equal(rounded[scales != 0], scales.abs()[scales != 0])
 
 
 @pytest.mark.parametrize("changed", [1.01, 2.0**-40])
