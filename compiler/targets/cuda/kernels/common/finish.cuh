@@ -12,10 +12,11 @@ template <bool CODED> __device__ __forceinline__ int piece_of(int column) {
 
 // What becomes of a lane's sums: rows g and g + 8 of a tile, tokens `token` + 8 m and one on. What is
 // added to is read before anything is written.
-template <int MT, bool CODED = false>
+template <int F, int MT>
 __device__ __forceinline__ void finish_tile(const Product &p, int token, int tile, int g,
                                             float (&sums)[MT][4]) {
   constexpr int AT_ONCE = MT < 4 ? MT : 4;
+  constexpr bool CODED = is_coded<F>;
   if (tile >= p.num_tiles) return;
   if (p.places) {  // as `arrange` of gemm_block.cu does
     const int column = tile * 8 + g, piece = piece_of<CODED>(column);
@@ -27,7 +28,7 @@ __device__ __forceinline__ void finish_tile(const Product &p, int token, int til
     for (int i = 0; i < 2 * MT; ++i) {
       const int place = token + (i >> 1) * 8 + (i & 1);
       to.out = out + (size_t)place * CHUNK_BYTES + ((piece ^ place) & 7) * 16 - (tile * 8 + g) * 2;
-      finish(to, place, tile, g, sums[i >> 1][i & 1], sums[i >> 1][2 + (i & 1)]);
+      finish<F>(to, place, tile, g, sums[i >> 1][i & 1], sums[i >> 1][2 + (i & 1)]);
     }
     return;
   }
@@ -53,13 +54,15 @@ __device__ __forceinline__ void finish_tile(const Product &p, int token, int til
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (is_there(first + m, i))
-            *place(first + m, i) = old[m][i] + scaled(p, row + (i >> 1) * 8, sums[first + m][i]);
+            if constexpr (F == NVFP4)
+              *place(first + m, i) = old[m][i] + scaled(p, row + (i >> 1) * 8, sums[first + m][i]);
+            else *place(first + m, i) = old[m][i] + sums[first + m][i] * p.scale;
     }
     return;
   }
 #pragma unroll
   for (int m = 0; m < MT; ++m) {
-    finish(p, token + m * 8, tile, g, sums[m][0], sums[m][2]);
-    finish(p, token + m * 8 + 1, tile, g, sums[m][1], sums[m][3]);
+    finish<F>(p, token + m * 8, tile, g, sums[m][0], sums[m][2]);
+    finish<F>(p, token + m * 8 + 1, tile, g, sums[m][1], sums[m][3]);
   }
 }

@@ -30,14 +30,16 @@ struct Product {
   const void *x;  // bf16 [M, x_stride], or fp32 [K] with a norm (M = 1)
   const float *norm;      // [K], or null
   const float *bias;      // [N], or null
-  const double *second_scales;  // of rows, in whole tiles, or null
   void *out;              // fp32 [M, out_stride] (STORE, ADD), bf16 (SWIGLU: [M, N / 2])
   int num_tokens, num_rows, num_columns, num_tiles, num_steps, num_slices;
   int x_stride, out_stride, epilogue;
   int places;  // SWIGLU: tokens of the next matmul's x, 0 elsewhere
   int alone;  // the next kernel starts after this kernel ends: see release_beside
   float eps;
-  float scale;  // scale of the stored values, a power of two
+  union {
+    float scale;                  // scale of the stored values, a power of two
+    const double *second_scales;  // NVFP4: scales of rows, in whole tiles
+  };
 };
 
 // The L1 cache has the memory without shared memory, and its size is fixed while blocks are
@@ -163,17 +165,24 @@ template <int F> __device__ __forceinline__ u32 decode_pair(u32 w, int i) {
   const u32 v = i ? w : w << 8;
   return multiply2(mask_or(v, 0x80008000u, v >> 4 & 0x07F007F0u), 0x7B807B80u);
 }
-// Decode fragments for a block of columns, from words for rows g (w) and g + 8 (v). `scales`: these
-// rows' words with scales, for NVFP4.
+// Decode fragments for a block of columns, from words for rows g (w) and g + 8 (v).
 template <int F>
 __device__ __forceinline__ void decode_block(u32 (&top)[4], u32 (&low)[4], const u32 (&w)[4],
-                                             const u32 (&v)[4], const u32 *scales, int i) {
-  u32 first, second;
-  if (F == NVFP4) first = scale_of_e5m3(scales[0], i), second = scale_of_e5m3(scales[1], i);
+                                             const u32 (&v)[4], int i) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    top[k] = F == NVFP4 ? decode_float4(w[k], i, first) : decode_pair<F>(w[k], i);
-    low[k] = F == NVFP4 ? decode_float4(v[k], i, second) : decode_pair<F>(v[k], i);
+    top[k] = decode_pair<F>(w[k], i);
+    low[k] = decode_pair<F>(v[k], i);
+  }
+}
+// As above, times the scales of both rows: exact.
+__device__ __forceinline__ void decode_nvfp4(u32 (&top)[4], u32 (&low)[4], const u32 (&w)[4],
+                                             const u32 (&v)[4], const u32 *scales, int i) {
+  const u32 first = scale_of_e5m3(scales[0], i), second = scale_of_e5m3(scales[1], i);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    top[k] = decode_float4(w[k], i, first);
+    low[k] = decode_float4(v[k], i, second);
   }
 }
 
@@ -285,13 +294,17 @@ __device__ __forceinline__ void multiply_coded(float (&acc)[R][MT][4], u32 weigh
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const int half = pieces<F> == 2 ? 0 : j & 2, i = pieces<F> == 2 ? j : j & 1;
+    const int half = F == Q40 ? 0 : j & 2, i = F == Q40 ? j : j & 1;
     u32 top[R][4], low[R][4];
     float2 scale[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      decode_block<F>(top[r], low[r], w[r][half], w[r][half + 1], scales[r], i);
-      if (is_summed<F> && F != FP8) scale[r] = halves(scales[r][j]);
+      if constexpr (F == NVFP4) {
+        decode_nvfp4(top[r], low[r], w[r][0], w[r][1], scales[r], j);
+        continue;
+      }
+      decode_block<F>(top[r], low[r], w[r][half], w[r][half + 1], i);
+      if (F != FP8) scale[r] = halves(scales[r][j]);
     }
 #pragma unroll
     for (int m = 0; m < MT; ++m) {
@@ -329,17 +342,23 @@ template <class P> __device__ __forceinline__ float swiglu(const P &p, float gat
   up = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
   return __fdividef(gate, 1.0f + __expf(-gate * p.alpha)) * (up + 1.0f);
 }
-// Return a row's sum times its scale. An addition after it is not fused: kernels have equal bits.
+// Multiply by a row's scale. A sum after it is not fused, so that kernels have equal bits.
 __device__ __forceinline__ float scaled(const Product &p, int row, float sum) {
-  return p.second_scales ? __fmul_rn(sum, (float)p.second_scales[row]) : sum * p.scale;
+  return __fmul_rn(sum, (float)p.second_scales[row]);
 }
 // Write two values of a tile: rows g and g + 8. With SWIGLU, they are gate and up.
+template <int F>
 __device__ __forceinline__ void finish(const Product &p, int token, int tile, int g, float top,
                                        float low) {
   if (token >= p.num_tokens) return;
   const int row = tile * 16 + g;
-  top = scaled(p, row, top);
-  low = scaled(p, row + 8, low);
+  if constexpr (F == NVFP4) {
+    top = scaled(p, row, top);
+    low = scaled(p, row + 8, low);
+  } else {
+    top *= p.scale;
+    low *= p.scale;
+  }
   if (p.bias) {
     if (row < p.num_rows) top += p.bias[row];
     if (row + 8 < p.num_rows) low += p.bias[row + 8];

@@ -79,8 +79,8 @@ template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(
       if (tile + r >= p.num_tiles) continue;
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
-        finish(p, m * 8 + 2 * t, tile + r, g, acc[r][m][0], acc[r][m][2]);
-        finish(p, m * 8 + 2 * t + 1, tile + r, g, acc[r][m][1], acc[r][m][3]);
+        finish<F>(p, m * 8 + 2 * t, tile + r, g, acc[r][m][0], acc[r][m][2]);
+        finish<F>(p, m * 8 + 2 * t + 1, tile + r, g, acc[r][m][1], acc[r][m][3]);
       }
     }
     return;
@@ -115,7 +115,7 @@ template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(
       top[0] += top[s];
       low[0] += low[s];
     }
-    finish(p, token, owner, pair & 7, top[0], low[0]);
+    finish<F>(p, token, owner, pair & 7, top[0], low[0]);
   }
   cluster_barrier();  // nobody's memory goes while another reads it
 }

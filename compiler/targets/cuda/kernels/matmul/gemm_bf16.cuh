@@ -97,7 +97,7 @@ __device__ __forceinline__ void finish_sums(const Dense &dense, int token, int t
         const int own = min(token + 8 * (first + m) + (i & 1), p.num_tokens - 1);
         part[m][i] *= (i < 2 ? top : low) * dense.token_scales[own];
       }
-    finish_tile<AT_ONCE>(p, token + 8 * first, tile, g, part);
+    finish_tile<BF16>(p, token + 8 * first, tile, g, part);
     asm volatile("" ::: "memory");
   }
 }

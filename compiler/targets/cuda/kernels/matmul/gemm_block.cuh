@@ -166,7 +166,7 @@ template <int F, int MT, int G> struct Ring {
 // A lane's words in a step, with exponents or scales: half `j` of a tile with 8-bit codes, or a
 // whole tile with 4-bit codes.
 template <int F> struct Codes {
-  u32 w[4], v[4], exponents[is_summed<F> ? 4 : 2];
+  u32 w[4], v[4], exponents[is_summed<F> ? 4 : F == NVFP4 ? 2 : 1];
 
   // `second`: the address for `second_offset`.
   __device__ __forceinline__ void begin(u32 tile16, u32 second) {
@@ -181,8 +181,10 @@ template <int F> struct Codes {
   }
   // Decode quarter `i` to fragments for rows g and g + 8, in two steps of 16 columns.
   __device__ __forceinline__ void decode(u32 (&a)[2][4], int i) const {
-    if constexpr (is_coded<F>) {
-      decode_block<F>(a[0], a[1], w, v, exponents, pieces<F> == 2 ? i : i & 1);
+    if constexpr (F == NVFP4) {
+      decode_nvfp4(a[0], a[1], w, v, exponents, i);
+    } else if constexpr (is_coded<F>) {
+      decode_block<F>(a[0], a[1], w, v, F == Q40 ? i : i & 1);
     } else {
       const u32 e0 = scale_of(exponents[0], i & 2), e1 = scale_of(exponents[0], (i & 2) + 1);
       decode_quarter<F>(a[0], a[1], w, v, e0, e1, i);
@@ -385,7 +387,7 @@ template <int F, int MT, int G, int CUT, int C = 1>
 __device__ __forceinline__ void gemm_block(const GemmBlock &args) {
   const int g = (threadIdx.x & 31) >> 2;
   auto finish = [&](int token, int tile, auto &sums) {
-    finish_tile<sizeof(sums) / sizeof(sums[0]), is_coded<F>>(args.product, token, tile, g, sums);
+    finish_tile<F>(args.product, token, tile, g, sums);
   };
   gemm_block<F, MT, G, CUT, C>(args, args.product.weight, finish);
 }

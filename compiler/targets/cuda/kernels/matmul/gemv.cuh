@@ -90,7 +90,7 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
   // Separate from `finish_some`: the code for a single token must remain short.
   auto finish_one = [&] {
     if (!is_cut) {
-      if ((lane & 3) == 0) finish(p, 0, tile, lane >> 2, acc[0][0][0], acc[0][0][2]);
+      if ((lane & 3) == 0) finish<F>(p, 0, tile, lane >> 2, acc[0][0][0], acc[0][0][2]);
       return;
     }
     float(*partial)[TOKENS][16] = sums[turn & 1];
@@ -106,7 +106,7 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
         top += partial[slice][0][lane];
         low += partial[slice][0][lane + 8];
       }
-      finish(p, 0, tile, lane, top, low);
+      finish<F>(p, 0, tile, lane, top, low);
     }
   };
   auto finish_some = [&] {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
           top += partial[slice][token][row];
           low += partial[slice][token][row + 8];
         }
-        finish(p, token, tile, row, top, low);
+        finish<F>(p, token, tile, row, top, low);
       }
   };
   auto finish_tile = [&] {

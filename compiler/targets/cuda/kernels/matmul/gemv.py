@@ -64,7 +64,7 @@ class MatmulParams(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("weight", "x", "norm", "bias", "second_scales", "out")
+            for name in ("weight", "x", "norm", "bias", "out")
         ),
         *((name, ctypes.c_int) for name in ("num_tokens", "num_rows", "num_columns")),
         *((name, ctypes.c_int) for name in ("num_tiles", "num_steps", "num_slices")),
@@ -312,10 +312,9 @@ def product_arguments(
     out: Tensor, packed: PackedWeight, *, epilogue: int, num_tokens: int, bias: Tensor | None
 ) -> MatmulParams:
     """Arguments of a matmul kernel, without its input."""
-    return MatmulParams(
+    product = MatmulParams(
         weight=packed.data.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
-        second_scales=None if packed.second_scales is None else packed.second_scales.data_ptr(),
         out=out.data_ptr(),
         num_tokens=num_tokens,
         num_rows=packed.num_rows,
@@ -327,6 +326,10 @@ def product_arguments(
         epilogue=epilogue,
         scale=packed.scale * _UNITS.get(packed.format, 1.0),
     )
+    if packed.second_scales is not None:  # a C++ union
+        place = ctypes.c_void_p.from_buffer(product, MatmulParams.scale.offset)
+        place.value = packed.second_scales.data_ptr()
+    return product
 
 
 def _launch_gemv(
