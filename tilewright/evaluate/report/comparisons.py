@@ -232,10 +232,11 @@ def servers_table(rows: Sequence[Record]) -> Table:
             }
             if not all(found[name] for name in names[:2]):
                 continue
-            ours, theirs = (statistics.median(found[name]) for name in names[:2])
+            sides = [*found.values()][:2]
+            ours, theirs = map(statistics.median, sides)
             cells = map(median_and_range, found.values())
             ratio = f"{ours / theirs:.2f} x" if theirs else ""
-            noise = ", ".join(map(_noise, [*found.values()][:2]))
+            noise = ", ".join(map(_noise, sides))
             lines.append([cell_text(pair), str(users), title, *cells, ratio, noise])
     columns = ("ours / theirs", "users", "figure", _OWN, *others, "run", "ratio", "A/A")
     return Table.of(columns, lines)
