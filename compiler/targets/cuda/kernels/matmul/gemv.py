@@ -327,8 +327,8 @@ def product_arguments(
         scale=packed.scale * _UNITS.get(packed.format, 1.0),
     )
     if packed.second_scales is not None:  # a C++ union
-        place = ctypes.c_void_p.from_buffer(product, MatmulParams.scale.offset)
-        place.value = packed.second_scales.data_ptr()
+        address = ctypes.c_void_p.from_buffer(product, MatmulParams.scale.offset)
+        address.value = packed.second_scales.data_ptr()
     return product
 
 
