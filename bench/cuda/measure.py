@@ -115,7 +115,8 @@ class Bench:
             self._measured[key] = self._run(row)
         runs, result = self._measured[key]
         values, limit, detail = _figure(row, runs, self.works(row), ceilings)
-        kept = None if is_known else replace(result, ceilings=ceilings)
+        # Files of random weights are checkpoints to the loader.
+        kept = None if is_known else replace(result, ceilings=ceilings, weights="random")
         return Figures(row, values, limit, detail, kept)
 
     def works(self, row: BenchRow) -> tuple[StepTraffic, StepTraffic]:
