@@ -77,7 +77,7 @@ def _compared(
     rows: list[tuple[str, ...]] = []
     for label, formats in {"unrounded": {}, **caches, "selected": selection.formats}.items():
         observed = compare(*probe.outputs(formats), truth)
-        kl = Divergence.of(observed)
+        kl = Divergence.of(observed.kl)
         bits = 32.0 if not formats else sum(get_format(f).bits for f in formats.values())
         rows.append(
             (

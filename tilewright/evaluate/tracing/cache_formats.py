@@ -1,14 +1,14 @@
 """Formats of cached keys and values by layer, selected by measured sensitivity.
 
 Float arithmetic on weights in formats, with rounded keys and values. Excludes speed, activation
-formats and fidelity.
+formats and fidelity. A run with a single rounded unit differs little from the run without: its
+products are those of the run without, plus products of the differences in the fast type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +16,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.calibration.forward import LayeredForward, LayerSegment
+from tilewright.compiler.calibration.forward import (
+    LayeredForward,
+    LayerSegment,
+    Weights,
+    product_dtype,
+)
 from tilewright.compiler.driver import (
     CompilableModel,
     lower_model,
@@ -35,7 +40,7 @@ from tilewright.errors import ConfigError
 from tilewright.evaluate.search.candidates import LevelOption, first_meeting, plan_path
 from tilewright.evaluate.search.found_yaml import render
 from tilewright.evaluate.search.levels import Level, SweepUnit
-from tilewright.evaluate.tracing.logits import Observed, compare
+from tilewright.evaluate.tracing.logits import divergences
 
 KEY_CACHE = "kv_cache"
 """The keys' group, if the values have a format of their own."""
@@ -46,7 +51,9 @@ _POSITIONS = 1024
 
 CacheFormats: TypeAlias = Mapping[SweepUnit, str]
 """Format names by layer, for keys (`KEY_CACHE`) and values (`VALUE_CACHE`)."""
-_Groups = Sequence[Mapping[Node, Tensor]]
+_KEPT_NUMBERS = 1 << 29
+"""Maximum number of weights that stay loaded between runs."""
+_Values: TypeAlias = Mapping[Node, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +64,9 @@ class Divergence:
     error: float
 
     @classmethod
-    def of(cls, observed: Observed) -> Divergence:
+    def of(cls, kl_T: Tensor) -> Divergence:
         """Return the mean over all positions."""
-        return cls(float(observed.kl.mean()), float(observed.kl.std() / observed.kl.numel() ** 0.5))
+        return cls(float(kl_T.mean()), float(kl_T.std() / kl_T.numel() ** 0.5))
 
     def is_within(self, max_kl: float) -> bool:
         """Return whether the divergence is below a bound, with a margin of `GUARD`."""
@@ -84,9 +91,42 @@ class CacheSelection:
 
 
 class _CacheForward(LayeredForward):
-    """A forward with rounded keys and values in some layers."""
+    """A forward with rounded keys and values in some layers.
 
-    formats: CacheFormats = MappingProxyType({})
+    Attributes:
+        formats: Formats of this run.
+        plain: Inputs, outputs and rounded weights of products in the run without formats, which
+            records them. None: runs have whole products.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.formats: CacheFormats = {}
+        self.plain: dict[Node, tuple[Tensor, Tensor, Tensor]] | None = None
+        self._loaded: dict[LayerSegment, dict[Node, Tensor]] = {}
+        self._off: tuple[Tensor, Tensor] | None = None
+
+    def load(self, segment: LayerSegment) -> dict[Node, Tensor]:
+        if segment in self._loaded:
+            return self._loaded[segment]
+        weights = super().load(segment)
+        known = [weights, *self._loaded.values()]
+        if sum(x.numel() for tensors in known for x in tensors.values()) <= _KEPT_NUMBERS:
+            self._loaded[segment] = weights
+        return weights
+
+    def _product(self, node: Node, arguments: tuple[Any, ...]) -> Tensor:
+        if self.plain is None or node.target is not ops.linear.overload:
+            return super()._product(node, arguments)
+        x, weight, *_ = arguments
+        if node not in self.plain:
+            whole = super()._product(node, arguments)
+            self.plain[node] = x, whole, weight.to(product_dtype(x.device))
+            return whole
+        plain_x, whole, rounded = self.plain[node]
+        if self._off is None or self._off[0] is not x:  # several products read an input
+            self._off = x, (x - plain_x).to(rounded.dtype)
+        return torch.nn.functional.linear(self._off[1], rounded).to(whole.dtype).add_(whole)
 
     def _call(self, node: Node, arguments: tuple[Any, ...]) -> Any:
         if node.target is ops.attention.overload and self.formats:
@@ -119,66 +159,73 @@ class CacheProbe:
         source, cpu = weight_source(model, model.config.max_positions), torch.device("cpu")
         how: dict[str, Any] = {"weight_of": load_values, "exact": True}
         self._forward = _CacheForward(graph, source, tokens_ST, cpu, **how)
-        self._start: _Groups = list(self._forward.groups)
         self._head = self._forward.segments[-1].products[-1]
         self.units = tuple(
             unit for segment in self._forward.segments for unit in _units_of(segment)
         )
         if not self.units:
             raise ConfigError(f"{model.name}: has no cached keys and values")
-        self._truth: Observed | None = None
+        self._truth: Tensor | None = None
 
     def outputs(self, formats: CacheFormats) -> tuple[Tensor, Tensor]:
         """Return the head's inputs and weight, with these formats."""
-        groups = self._start
+        groups: Sequence[_Values] = self._forward.groups
         for segment in self._forward.segments:
             weights = self._forward.load(segment)
-            groups, hidden = self._step(segment, weights, groups, formats)
-        return hidden, weights[self._head.args[1]]  # type: ignore[index]
+            hidden: list[Tensor] = []
+            groups = [self._step(segment, weights, group, formats, hidden) for group in groups]
+        return torch.cat(hidden), weights[self._head.args[1]]  # type: ignore[index]
 
-    def observe(self, formats: CacheFormats) -> Observed:
-        """Compare the model with these formats to an unrounded cache."""
+    def measure(self, formats: CacheFormats) -> Divergence:
+        """Return the divergence with these formats from an unrounded cache."""
         if self._truth is None:
-            self._truth = compare(*self.outputs({}), None)
-        return compare(*self.outputs(formats), self._truth)
+            self._truth = self.outputs({})[0]
+        hidden, head_VC = self.outputs(formats)
+        return Divergence.of(divergences([hidden], self._truth, head_VC)[0])
 
     def losses(
         self, names: Sequence[str], progress: Progress = silent
     ) -> dict[tuple[SweepUnit, str], Divergence]:
         """Return the divergence with a single rounded unit, for all units and formats."""
-        plain, rounded = self._start, dict[tuple[SweepUnit, str], _Groups]()
-        inputs: dict[tuple[SweepUnit, str], Tensor] = {}
+        plain: list[_Values] = list(self._forward.groups)
+        rounded: dict[tuple[SweepUnit, str], list[_Values]] = {}
         segments = self._forward.segments
         for index, segment in enumerate(segments):
             progress("cache formats", index, len(segments))
-            weights, before = self._forward.load(segment), plain
-            plain, hidden = self._step(segment, weights, before, {})
-            for key, groups in rounded.items():
-                rounded[key], inputs[key] = self._step(segment, weights, groups, {})
-            for key in ((unit, name) for unit in _units_of(segment) for name in names):
-                rounded[key], _ = self._step(segment, weights, before, dict([key]))
+            weights, truth = self._forward.load(segment), list[Tensor]()
+            inputs: dict[tuple[SweepUnit, str], list[Tensor]] = {key: [] for key in rounded}
+            own = [(unit, name) for unit in _units_of(segment) for name in names]
+            rounded |= {key: list(plain) for key in own}
+            for group, before in enumerate(plain):
+                self._forward.plain = {}
+                plain[group] = self._step(segment, weights, before, {}, truth)
+                for key, groups in rounded.items():
+                    formats = dict([key]) if key in own else {}
+                    hidden = inputs.setdefault(key, [])
+                    groups[group] = self._step(segment, weights, groups[group], formats, hidden)
+        self._forward.plain = None
+        self._truth = torch.cat(truth)
+        runs = [torch.cat(parts) for parts in inputs.values()]
         head_VC = weights[self._head.args[1]]  # type: ignore[index]
-        self._truth = truth = compare(hidden, head_VC, None)
-        return {key: Divergence.of(compare(x, head_VC, truth)) for key, x in inputs.items()}
+        measured = divergences(runs, self._truth, head_VC)
+        return {key: Divergence.of(kl) for key, kl in zip(inputs, measured, strict=True)}
 
     def _step(
         self,
         segment: LayerSegment,
-        weights: Mapping[Node, Tensor],
-        groups: _Groups,
+        weights: Weights,
+        group: _Values,
         formats: CacheFormats,
-    ) -> tuple[_Groups, Tensor]:
-        """Run a segment without the head. Return the values, and the head's inputs."""
-        inputs: list[Tensor] = []
+        hidden: list[Tensor],
+    ) -> _Values:
+        """Run a segment without the head on one group. Add the head's inputs to ``hidden``."""
 
         def watch(node: Node, arguments: tuple[Any, ...]) -> None:
             if node is self._head:
-                inputs.append(arguments[0])
+                hidden.append(arguments[0])
 
         self._forward.formats = formats
-        how: dict[str, Any] = {"skip": frozenset({self._head})}
-        ended = [self._forward.step(segment, weights, group, watch, **how) for group in groups]
-        return ended, torch.cat(inputs) if inputs else torch.empty(0)
+        return self._forward.step(segment, weights, group, watch, skip=frozenset({self._head}))
 
 
 def select_formats(
@@ -205,7 +252,7 @@ def select_formats(
     measured: dict[int, Divergence] = {}
 
     def is_within(index: int) -> bool:
-        measured[index] = Divergence.of(probe.observe(path[index]))
+        measured[index] = probe.measure(path[index])
         progress("cache selection", len(measured), len(path).bit_length() + 1)
         return measured[index].is_within(max_kl)
 
