@@ -11,14 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.compiler.formats import BlockFloat, DataFormat, GgmlFormat
+from tilewright.compiler.formats import BlockFloat, DataFormat, GgmlFormat, ScaledCodes
 from tilewright.compiler.formats.base import BlockEncoded, Encoded, ScaledEncoded
+from tilewright.compiler.formats.scaled_codes import E2M1, E2M1_LARGEST, nearest_e2m1
 
 _MIN_EXPONENT, _MAX_EXPONENT = -110, 127
 # Divisors for the largest value, in signed codes. The usual divisor is first.
 _SIGNED_STEPS = (8.0, 7.5, 7.0, 8.5, 9.0, 9.75, -7.0, -7.5, -8.0, -8.75)
 _SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.83, 0.78)
 _SYMMETRIC_SHRINKS = (1.0, 0.98, 0.96)
+# Divisors for the largest value, in 4-bit float codes. 6 is the largest code.
+_FLOAT_STEPS = (6.0, 5.5, 5.0, 4.5, 4.0, 3.5, 3.0, 6.75)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,11 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class Grid(ABC):
-    """A block format's grid: integer codes from ``low`` to ``high``."""
+    """A block format's grid: codes from ``low`` to ``high``."""
 
     format: DataFormat
-    low: int
-    high: int
+    low: float
+    high: float
 
     @abstractmethod
     def candidates(self, block_BN: Tensor) -> Scales:
@@ -133,6 +136,27 @@ class ScaledGrid(Grid):
         )
 
 
+class FloatCodeGrid(Grid):
+    """MXFP4 and NVFP4 blocks. Codes are the values of 4-bit float codes."""
+
+    def candidates(self, block_BN: Tensor) -> Scales:
+        assert isinstance(self.format, ScaledCodes)
+        largest_N = block_BN.abs().amax(0)
+        if self.format.has_exponents:
+            usual_N = self.format.usual_scale(largest_N)
+            return Scales(torch.stack([usual_N, 2 * usual_N]))
+        steps = [largest_N / step for step in _FLOAT_STEPS]
+        return Scales(self.format.stored_scales(torch.stack(steps)))
+
+    def codes(self, values: Tensor, scales: Scales) -> Tensor:
+        inverse = scales.inverse if scales.inverse is not None else _reciprocal(scales.scale)
+        return nearest_e2m1(values * inverse)
+
+    def encode(self, codes_RK: Tensor, scales_RM: Scales) -> Encoded:
+        assert isinstance(self.format, ScaledCodes)
+        return ScaledEncoded(self.format.codes_of(codes_RK), scales_RM.scale.float(), -1)
+
+
 def _reciprocal(scale: Tensor) -> Tensor:
     """Return 1 / scale, 0 for a zero scale."""
     return scale.reciprocal().masked_fill_(scale == 0, 0)
@@ -155,4 +179,6 @@ def grid_of(format_: DataFormat) -> Grid | None:
             most = (1 << (format_.element_bits - 1)) - 1
             return ScaledGrid(format_, -most, most)
         return ScaledGrid(format_, -format_.zero_point, format_.zero_point - 1)
+    if isinstance(format_, ScaledCodes) and format_.codebook == E2M1:
+        return FloatCodeGrid(format_, -E2M1_LARGEST, E2M1_LARGEST)
     return None

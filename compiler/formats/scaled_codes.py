@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 LARGEST = 448.0
 """The largest e4m3 value."""
+E2M1_LARGEST = 6.0
+"""The largest value of 4-bit float codes."""
 _EXPONENT_BITS, _EXPONENT_BIAS = 8, 127
+_LARGEST_EXPONENT, _MIN_EXPONENT = 3, -126
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,16 @@ class ScaledCodes(DataFormat):
 
     @property
     def is_offered(self) -> bool:
-        """Return whether a configuration can select it. Only a file selects 4-bit codes."""
-        return not self.codebook
+        """Return whether a configuration can select it. Only a file selects normal-float codes."""
+        return self.codebook in ((), E2M1)
+
+    @property
+    def has_exponents(self) -> bool:
+        """Return whether scales are powers of two."""
+        return self.shared_bits == _EXPONENT_BITS
 
     def quantise(self, x: torch.Tensor, *, axis: int = -1) -> ScaledEncoded:
-        """Encode in blocks along ``axis``. The largest magnitude in a block becomes 448.
+        """Encode in blocks along ``axis``. The scale is :meth:`usual_scale`.
 
         Raises:
             ConfigError: The format is only read from files.
@@ -50,7 +58,7 @@ class ScaledCodes(DataFormat):
 
         from tilewright.compiler.formats.rows import as_rows, pad_blocks, row_chunks
 
-        if self.codebook:
+        if not self.is_offered:
             raise ConfigError(
                 f"{self.name}: nothing is quantized to it; allowed: only from a file, with "
                 "precision stored"
@@ -63,12 +71,11 @@ class ScaledCodes(DataFormat):
         scales = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=x.device)
         for rows in row_chunks(values):
             blocks = pad_blocks(values[rows].float(), self.block).unflatten(-1, (-1, self.block))
-            scales[rows] = blocks.abs().amax(-1) / blocks.new_tensor(LARGEST)
+            scales[rows] = self.usual_scale(blocks.abs().amax(-1))
             scaled = blocks / scales[rows].unsqueeze(-1)
             # Blocks of zeros have the scale 0. The tiny value scale is rounded down.
-            scaled = scaled.masked_fill_(blocks == 0, 0).clamp_(-LARGEST, LARGEST)
-            encoded = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-            codes[rows] = encoded.flatten(1)[:, :length]
+            scaled = scaled.masked_fill_(blocks == 0, 0)
+            codes[rows] = self.codes_of(scaled).flatten(1)[:, :length]
         return ScaledEncoded(
             codes.view(moved.shape), scales.view(*moved.shape[:-1], num_blocks), axis
         )
@@ -83,6 +90,39 @@ class ScaledCodes(DataFormat):
         values = pad_blocks(self.code_values(encoded.codes), self.block)
         values.unflatten(-1, (-1, self.block)).mul_(encoded.scales.unsqueeze(-1))
         return values[..., :length].contiguous().movedim(-1, encoded.axis)
+
+    def usual_scale(self, largest: torch.Tensor) -> torch.Tensor:
+        """Return the scale for a block's largest magnitude.
+
+        The largest magnitude becomes 448 (e4m3), 4 to 8 (MXFP4), or about 6 (NVFP4). NVFP4's scale
+        has a significand of 4 bits, as e4m3 scales with a second scale for the tensor.
+        """
+        import torch
+
+        if not self.codebook:
+            return largest / largest.new_tensor(LARGEST)
+        if not self.has_exponents:
+            return self.stored_scales(largest / E2M1_LARGEST)
+        exponent = torch.frexp(largest).exponent - _LARGEST_EXPONENT
+        return torch.ldexp(torch.ones_like(largest), exponent.clamp_(_MIN_EXPONENT, 127))
+
+    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        """Round NVFP4 scales to a significand of 4 bits."""
+        import torch
+
+        significand, exponent = torch.frexp(scales)
+        return torch.ldexp((significand * 16).round_(), exponent - 4)
+
+    def codes_of(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Return the nearest uint8 codes of values after scales."""
+        import torch
+
+        if not self.codebook:
+            return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+        values = nearest_e2m1(scaled)
+        magnitudes = torch.tensor(_MAGNITUDES, device=scaled.device)
+        codes = torch.searchsorted(magnitudes, values.abs().contiguous())
+        return codes.add_((values < 0).long(), alpha=len(_MAGNITUDES)).to(torch.uint8)
 
     def code_values(self, codes: torch.Tensor) -> torch.Tensor:
         """Return the float32 values of uint8 codes, before scales."""
@@ -106,7 +146,7 @@ class ScaledCodes(DataFormat):
         if self.codebook:
             codes = codes[:, ::2] | codes[:, 1::2] << 4
         scales = encoded.scales.float().reshape(-1, 1)
-        if self.shared_bits == _EXPONENT_BITS:
+        if self.has_exponents:
             scales = (scales.log2() + _EXPONENT_BIAS).to(torch.uint8)
         scales = scales.view(torch.uint8)
         return torch.cat((scales, codes), dim=1).reshape(-1)
@@ -125,7 +165,7 @@ class ScaledCodes(DataFormat):
         num_blocks = -(-moved[-1] // self.block)
         blocks = data.reshape(-1, self.nbytes((self.block,)))
         scales, codes = blocks.tensor_split((self.shared_bits // 8,), dim=1)
-        if self.shared_bits == _EXPONENT_BITS:
+        if self.has_exponents:
             scales = torch.exp2(scales.float() - _EXPONENT_BIAS)
         else:
             scales = scales.contiguous().view(torch.float32)
@@ -148,6 +188,17 @@ class ScaledCodes(DataFormat):
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))
 """Values of 4-bit float codes."""
+
+
+def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """Round to the values of 4-bit float codes, ties to even codes.
+
+    Steps are 0.5 below 2, then 1, and 2 from 4.
+    """
+    magnitude = x.abs()
+    step = (magnitude >= 2).to(x.dtype).mul_(0.5).add_(magnitude >= 4).add_(0.5)
+    return (x / step).round_().mul_(step).clamp_(-E2M1_LARGEST, E2M1_LARGEST)
+
 
 _NEGATIVE = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453)
 NF4_VALUES = (

@@ -13,7 +13,7 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.formats.coded_rows import code_rows, decode_rows
 from tilewright.errors import CompileError
 
-FORMATS = ("bfp2", "bfp4", "bfp8", "q40", "q41", "q50", "q51", "q80")
+FORMATS = ("bfp2", "bfp4", "bfp8", "q40", "q41", "q50", "q51", "q80", "mxfp4", "nvfp4")
 
 
 def correlated(size: int, seed: int = 0) -> Tensor:
@@ -82,12 +82,12 @@ def test_coded_rows_decode_to_the_values_of_the_encoding(name: str, size: int) -
         assert torch.equal(decode_rows(format_, rows[2:4], size), format_.dequantise(encoded)[2:4])
 
 
-@pytest.mark.parametrize("name", ["bfp2", "bfp4", "bfp8"])
+@pytest.mark.parametrize("name", ["bfp2", "bfp4", "bfp8", "mxfp4"])
 def test_packing_calibrated_block_floats_changes_nothing(name: str) -> None:
     format_, dense = get_format(name), weight(32, 64)
     grid = grid_of(format_)
     assert grid is not None
-    values = format_.dequantise(gptq(dense, grid, factorize(correlated(64), 16)))
+    values = format_.dequantise(gptq(dense, grid, factorize(correlated(64), format_.block)))
     assert torch.equal(format_.round_trip(values), values)
     assert torch.equal(values.bfloat16().float(), values)
 
@@ -95,7 +95,7 @@ def test_packing_calibrated_block_floats_changes_nothing(name: str) -> None:
 def test_dead_channels_and_zero_blocks_stay_finite() -> None:
     moments, dense = correlated(64), weight(16, 64)
     moments[3], moments[:, 3], dense[:, 16:32] = 0, 0, 0
-    for name in ("bfp4", "q40", "q41"):
+    for name in ("bfp4", "q40", "q41", "mxfp4", "nvfp4"):
         format_ = get_format(name)
         grid = grid_of(format_)
         assert grid is not None

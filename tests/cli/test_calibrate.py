@@ -82,6 +82,24 @@ def test_calibrate_writes_codes_that_every_target_has(
     assert torch.allclose(logits(found, precision, "cpu"), reference, atol=2e-2)
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_calibrate_writes_4_bit_float_codes(
+    name: str, calibrated: Callable[..., Path], tiny_gguf: Path, tmp_path: Path
+) -> None:
+    groups = ", ".join(f"{group}: {name}" for group in ("ff1_3", "ff2", "wqkv", "wo"))
+    path = tmp_path / "codes.yaml"
+    path.write_text(f"precision: {{{groups}}}")
+    folder = calibrated("--precision", str(path))
+    found, original = load_model(folder), load_model(tiny_gguf)
+    weight, format_ = "model.layers.0.mlp.gate_proj.weight", get_format(name)
+    values, dense = found.checkpoint.get(weight), original.checkpoint.get(weight)
+    assert not torch.equal(values, format_.round_trip(dense))
+    precision = str(calibrated_precision(folder))
+    reference, floats = logits(found, precision), logits(found, "reference")
+    assert torch.allclose(reference, floats, atol=2e-2), "the codes are those of the folder"
+    assert torch.allclose(logits(found, precision, "cpu"), reference, atol=2e-2)
+
+
 def test_calibrated_weights_are_refused_in_another_format_or_axis(
     calibrated: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

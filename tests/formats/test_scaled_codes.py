@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from tilewright.compiler.formats import FP8, MXFP4, NF4, NVFP4, ScaledEncoded, get_format
+from tilewright.compiler.formats import (
+    FP8,
+    MXFP4,
+    NF4,
+    NVFP4,
+    ScaledCodes,
+    ScaledEncoded,
+    get_format,
+)
 from tilewright.compiler.formats.scaled_codes import E2M1
 from tilewright.errors import CheckpointError, ConfigError
 
@@ -74,7 +82,7 @@ def test_mxfp4_stores_exponents_in_bytes() -> None:
     codes = np.stack((blocks[:, 1:] & 15, blocks[:, 1:] >> 4), axis=-1).reshape(6, 32)
     expected = np.array(E2M1)[codes] * np.exp2(blocks[:, :1] - 127.0)
     data = torch.from_numpy(blocks.reshape(-1))
-    assert get_format("mxfp4") is MXFP4 and MXFP4.bits == 4.25 and not MXFP4.is_offered
+    assert get_format("mxfp4") is MXFP4 and MXFP4.bits == 4.25 and MXFP4.is_offered
     values = MXFP4.unpack(data, (3, 64)).view(6, 32)
     assert np.array_equal(values.numpy(), expected.astype(np.float32))
     assert torch.equal(MXFP4.pack_encoded(MXFP4.read(data, (2, 96))), data)
@@ -98,5 +106,35 @@ def test_pairs_of_4_bit_codes_decode_with_a_scale_per_16() -> None:
     found = NVFP4.read(packed, (3, 20))
     assert torch.equal(NVFP4.dequantise(found), expected[:, :20])
     assert NF4.bits == 4.5 and not NF4.is_offered
-    with pytest.raises(ConfigError, match=r"nvfp4: nothing is quantized to it; .* from a file"):
-        NVFP4.quantise(torch.ones(1, 16))
+    with pytest.raises(ConfigError, match=r"nf4: nothing is quantized to it; .* from a file"):
+        NF4.quantise(torch.ones(1, 64))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_4_bit_float_codes_are_nearest_to_the_values(name: str) -> None:
+    """Against a search over all codes, and the definition of the scales."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 96, generator=random) * torch.logspace(-30, 30, 12).unsqueeze(1)
+    x[3, :32] = 0
+    format_ = get_format(name)
+    assert isinstance(format_, ScaledCodes)
+    encoded = format_.quantise(x)
+    blocks = x.view(12, -1, format_.block).double()
+    scales = encoded.scales.double().unsqueeze(-1)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    if name == "mxfp4":
+        powers = scales[largest > 0].log2()
+        assert torch.equal(powers, powers.round())
+        ratio = largest / scales
+        assert bool(((ratio >= 4) & (ratio < 8))[largest > 0].all())
+    else:
+        off = (scales * 6 - largest).abs()
+        assert bool((off <= largest / 16).all())
+        assert torch.equal(torch.frexp(scales)[0] * 16, (torch.frexp(scales)[0] * 16).round())
+    values = format_.dequantise(encoded).view_as(blocks).double()
+    choices = torch.tensor(E2M1, dtype=torch.double) * scales.unsqueeze(-1)
+    best = (choices - blocks.unsqueeze(-1)).abs().amin(-1)
+    assert torch.allclose((values - blocks).abs(), best, rtol=1e-6, atol=0)
+    assert torch.equal(format_.unpack(format_.pack(x), x.shape), values.float().view_as(x))
+    if name == "mxfp4":
+        assert torch.equal(format_.round_trip(values.float().view_as(x)), values.float().view_as(x))

@@ -126,7 +126,7 @@ def refused(folder: Path, text: str | bytes, message: str, suffix: str = "yaml")
         ("precisions: {ff2: bf16}", "unknown key 'precisions'; allowed: precision, fidelity, lay"),
         ("inherit: base", "block_axis, inherits, description; did you mean 'inherits'?"),
         ("precision: {ff7: bf16}", "precision: unknown key 'ff7'; allowed: ff1_3, ff2, wqkv, wo,"),
-        ("precision: {ff2: bpf8}", "q50, q51, stored; did you mean 'bfp8'?"),
+        ("precision: {ff2: bpf8}", "q50, q51, nvfp4, mxfp4, stored; did you mean 'bfp8'?"),
         ("precision: {li_ff2: lofi}", "precision: unknown key 'li_ff2'; allowed: ff1_3"),
         ("precision: {ff2: mixed}", "precision: ff2 = 'mixed'; allowed: fp32, bf16, fp16, bfp8"),
         ("precision: {router: bfp4}", "router = 'bfp4'; allowed: fp32, bf16, fp16"),
@@ -136,7 +136,7 @@ def refused(folder: Path, text: str | bytes, message: str, suffix: str = "yaml")
         ("precision: {router: q40}", "router = 'q40'; allowed: fp32, bf16, fp16"),
         (
             "precision: {ff2: q42}",
-            "ff2 = 'q42'; allowed: .*, q40, q80, q41, q50, q51, stored",
+            "ff2 = 'q42'; allowed: .*, q40, q80, q41, q50, q51, nvfp4, mxfp4, stored",
         ),
         ("precision: {ff2: Q4_K}", "ff2 = 'q4_k', which only a file holds weights in; allowed: "),
         ("precision: {kv_cache: stored}", "kv_cache = 'stored'; allowed: fp32, bf16, fp16, bfp8"),

@@ -39,7 +39,7 @@ ROUNDED = "bf16"
 """Rounding of values between matmuls, an ``activation`` format."""
 
 AS_FP32, AS_BF16, AS_INT8 = "fp32", "bf16", "int8"
-_EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
+_EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2", "mxfp4")
 _CACHES = {"fp32": (FP32, 0), "bf16": (BF16, 0), "bfp8": ("bfp8", 7), "bfp4": (BF16, 3)}
 
 

@@ -38,7 +38,7 @@ class File:
             for first, count in places:
                 part = halves[:, :count].contiguous().view(torch.uint8)
                 blocks[:, first : first + 2 * count] = part
-        elif isinstance(self.format, ScaledCodes) and not self.format.is_offered:
+        elif isinstance(self.format, ScaledCodes) and self.format.codebook:
             codes = torch.from_numpy(rng.integers(0, 16, self.shape, np.uint8))
             blocks = num_rows, -(-num_columns // self.format.block)
             scales = torch.from_numpy(rng.uniform(0.01, 0.02, blocks).astype(np.float32))
