@@ -44,7 +44,8 @@ def calibrated(
 ) -> Callable[..., Path]:
     def make(*options: str, name: str = "calibrated", path: Path = tiny_gguf) -> Path:
         folder = tmp_path / name
-        run("calibrate", path, "-o", folder, "--text", text, *SHORT, *options)
+        said = run("calibrate", path, "-o", folder, "--text", text, *SHORT, *options)
+        assert ", peak memory " in said
         return folder
 
     return make

@@ -199,7 +199,8 @@ def _run(
             writer.write(NORMS, [], _tuned(output, model, prepared, tokens_ST, device, report))
     writer.finish(facts, model.config, notes)
     note(err(), *notes)
-    _print_end(output, f"{model.name}, {precision.name}", facts, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    _print_end(output, f"{model.name}, {precision.name}", facts, seconds, device)
     return 0
 
 
@@ -230,12 +231,20 @@ def _tuned(
     return tune_norms(student, original, progress)
 
 
-def _print_end(output: Path, title: str, facts: CalibrationFacts, seconds: float) -> None:
+def _print_end(
+    output: Path, title: str, facts: CalibrationFacts, seconds: float, device: torch.device
+) -> None:
+    import torch
+
+    from tilewright.cli.measure.measure import peak_memory_bytes
     from tilewright.cli.terminal.console import out
 
-    size = sum(each.stat().st_size for each in output.rglob("*") if each.is_file()) / 1e6
+    size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file()) / 1e6
     said = f"{title}, {facts.method}, {facts.num_tokens:,} tokens, {size:,.1f} MB, {seconds:,.0f} s"
-    out().print(f"{output}: {said}", soft_wrap=True)
+    peak = f"peak memory {peak_memory_bytes() / 1e6:,.0f} MB"
+    if device.type == _CUDA:
+        peak += f", on the GPU {torch.cuda.max_memory_allocated(device) / 1e6:,.0f} MB"
+    out().print(f"{output}: {said}, {peak}", soft_wrap=True)
     out().print(f"run it: tilewright run {shlex.quote(str(output))}", soft_wrap=True)
 
 
