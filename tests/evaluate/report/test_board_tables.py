@@ -7,7 +7,7 @@ from typing import Any
 from tests.evaluate.report.perf_records import accuracy, make
 from tilewright.compiler.precision import load_precision
 from tilewright.evaluate.report import perf_md
-from tilewright.evaluate.report.board_tables import published_row, published_tables
+from tilewright.evaluate.report.board_tables import board_table, published_row, published_tables
 from tilewright.evaluate.report.perf_tables import render_results
 from tilewright.evaluate.results.record import ContractLine, Result
 
@@ -67,6 +67,17 @@ def test_what_boards_make_of_a_configuration_is_printed_once() -> None:
     text = render_results(results)
     assert text.count("Numeric contract (Tenstorrent boards)") == 1
     assert "along out" in text
+
+
+def test_calibrated_blocks_along_out_have_the_name_of_their_configuration() -> None:
+    """Two headings with the same calibration are two rows."""
+    results = []
+    for name in ("performance", "all-bfp4"):
+        heading = f"{load_precision(name).resolve(16).heading()}, block_axis = out"
+        own = {"precision_name": "heading", "precision_id": name, "effective_id": name}
+        results.append(emulated(heading=heading, calibration="gptq", **own))
+    cells = [row[2] for row in board_table(results).rows]
+    assert cells == ["all-bfp4, blocks along out", "performance, blocks along out"]
 
 
 def test_published_rows_are_found_by_name_heading_batch_and_length() -> None:

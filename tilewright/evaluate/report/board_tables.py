@@ -5,10 +5,13 @@ Every column names its origin. Values published by the vendor have separate colu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from tilewright.compiler.precision import list_precisions, load_precision
+from tilewright.errors import ConfigError
 from tilewright.evaluate.report import perf_md
 from tilewright.evaluate.report.perf_md import (
     BOARDS_TITLE,
@@ -67,7 +70,7 @@ def board_table(results: Sequence[Result]) -> Table:
     shown = dict(_FIGURES)
     if any(result.calibration for result in results):
         shown[row.CALIBRATION] = row.CALIBRATION
-    for group in selection.group_results(list(results)):
+    for group in selection.group_results(list(map(_named, results))):
         tables: list[selection.SpeedTable] = [
             selection.SHORT,
             selection.BATCH_32,
@@ -81,6 +84,27 @@ def board_table(results: Sequence[Result]) -> Table:
         for line, (_, found, _) in zip(selection.table_rows(figures), figures, strict=True)
     ]
     return Table.of((*shown, *_PUBLISHED, *_ORIGIN), rows)
+
+
+def _named(result: Result) -> Result:
+    """Name a calibrated heading with blocks along out after its configuration, if one ships."""
+    plain, axis, _ = result.heading.partition(", block_axis = out")
+    name = _shipped_headings().get(plain) if result.calibration and axis else None
+    if name is None:
+        return result
+    return dataclasses.replace(result, precision_name=f"{name}, blocks along out")
+
+
+@functools.cache
+def _shipped_headings() -> Mapping[str, str]:
+    """Return the last name of each shipped heading without rules for layers."""
+    names = {}
+    for name in sorted(list_precisions()):
+        try:
+            names[load_precision(name).resolve(1).heading()] = name
+        except ConfigError:  # a rule for another layer
+            continue
+    return names
 
 
 def _published(result: Result | None) -> Iterable[str]:
