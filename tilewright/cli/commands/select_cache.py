@@ -12,6 +12,7 @@ from tilewright.compiler.calibration.forward import sequences
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.evaluate.cases.prompts import accuracy_text
+from tilewright.evaluate.results.stats import wilson_interval
 from tilewright.evaluate.tracing.cache_formats import (
     GUARD,
     CacheProbe,
@@ -78,12 +79,15 @@ def _compared(
     for label, formats in {"unrounded": {}, **caches, "selected": selection.formats}.items():
         observed = compare(*probe.outputs(formats), truth)
         kl = Divergence.of(observed.kl)
+        right = int(observed.right.sum())
+        low, high = wilson_interval(right, observed.right.numel())
         bits = 32.0 if not formats else sum(get_format(f).bits for f in formats.values())
         rows.append(
             (
                 label,
                 f"{bits / max(len(formats), 1):.2f} bits",
-                f"top-1 {100 * float(observed.right.float().mean()):.1f} %",
+                f"top-1 {100 * right / observed.right.numel():.1f} %",
+                f"95 % interval {100 * low:.1f} to {100 * high:.1f}",
                 f"KL {kl.kl:.4f} ({kl.error:.4f})",
             )
         )
