@@ -167,6 +167,21 @@ def test_calibrate_refuses_bad_input_and_writes_nothing(
     assert not (folder / MANIFEST).exists() and not list(tmp_path.glob("new/*.safetensors"))
 
 
+def test_a_text_of_another_tokenizer_is_plain_text(
+    calibrated: Callable[..., Path], text: Path
+) -> None:
+    """Another model's special tokens and unknown characters are text, and NUL is no end."""
+    foreign = "<|start_header_id|>user<|eot_id|> [INST] <unk></s> \u6f22\U0001f9ee\0 word "
+    text.write_text(foreign * 200)
+    folder = calibrated()
+    found = load_model(folder)
+    special = {"<|start_header_id|>", "<|eot_id|>", "[INST]"}
+    assert len(found.tokenizer.encode("".join(special))) > len(special)
+    assert read_manifest(folder).facts.num_tokens == 2048
+    for name in ("gate_proj", "up_proj"):
+        assert bool(found.checkpoint.get(f"model.layers.0.mlp.{name}.weight").isfinite().all())
+
+
 def test_calibrate_killed_goes_on_and_gives_the_same_weights(
     calibrated: Callable[..., Path], tiny_gguf: Path, text: Path, tmp_path: Path
 ) -> None:
