@@ -159,7 +159,7 @@ docs: $(WITH_DOCS)
 test-gpu: $(WITH_TEST)
 	"$(BIN)/python" -m pytest --verbose -m 'gpu or multigpu' $(ARGS)
 
-# A minute of two cores; all of it is in test-slow. What the compiler cannot do is skipped, and said.
+# Half a minute of two cores; all of it is in test-slow. What the compiler cannot do is skipped, and said.
 sanitize-cpu: $(WITH_TEST)
 	"$(BIN)/python" -m pytest --quiet -rs -m slow -k 'selection and address' \
 	    tests/targets/cpu/native/test_native_sanitizers.py $(ARGS)
