@@ -56,7 +56,7 @@ __device__ __forceinline__ void finish_tile(const Product &p, int token, int til
           if (is_there(first + m, i))
             if constexpr (F == NVFP4)
               *place(first + m, i) = old[m][i] + scaled(p, row + (i >> 1) * 8, sums[first + m][i]);
-            else *place(first + m, i) = old[m][i] + sums[first + m][i] * p.scale;
+            else *place(first + m, i) = old[m][i] + sums[first + m][i] * p.scale.all;
     }
     return;
   }

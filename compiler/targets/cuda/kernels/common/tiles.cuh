@@ -37,9 +37,9 @@ struct Product {
   int alone;  // the next kernel starts after this kernel ends: see release_beside
   float eps;
   union {
-    float scale;                  // scale of the stored values, a power of two
-    const double *second_scales;  // NVFP4: scales of rows, in whole tiles
-  };
+    float all;           // scale of the stored values, a power of two
+    const double *rows;  // NVFP4: second scales of rows, in whole tiles
+  } scale;
 };
 
 // The L1 cache has the memory without shared memory, and its size is fixed while blocks are
@@ -344,7 +344,7 @@ template <class P> __device__ __forceinline__ float swiglu(const P &p, float gat
 }
 // Multiply by a row's scale. A sum after it is not fused, so that kernels have equal bits.
 __device__ __forceinline__ float scaled(const Product &p, int row, float sum) {
-  return __fmul_rn(sum, (float)p.second_scales[row]);
+  return __fmul_rn(sum, (float)p.scale.rows[row]);
 }
 // Write two values of a tile: rows g and g + 8. With SWIGLU, they are gate and up.
 template <int F>
@@ -356,8 +356,8 @@ __device__ __forceinline__ void finish(const Product &p, int token, int tile, in
     top = scaled(p, row, top);
     low = scaled(p, row + 8, low);
   } else {
-    top *= p.scale;
-    low *= p.scale;
+    top *= p.scale.all;
+    low *= p.scale.all;
   }
   if (p.bias) {
     if (row < p.num_rows) top += p.bias[row];

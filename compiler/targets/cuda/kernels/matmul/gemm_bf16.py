@@ -248,7 +248,7 @@ def linear(
         depth=way.depth,
     )
     if not isinstance(x, Tensor):
-        arguments.product.scale = 1.0
+        arguments.product.scale.all = 1.0
         arguments.row_scales = x.row_scales.data_ptr()
         arguments.token_scales = x.token_scales.data_ptr()
     assert num_tokens <= MAX_TOKENS and way.shared_bytes <= MOST_SHARED and way.depth > 1

@@ -195,7 +195,7 @@ def swiglu(
     assert packed.is_paired and has_room(out) and out.dtype == x.dtype == weight.dtype
     way = way or choose_way(packed.num_rows, num_tokens, processors)
     product = product_arguments(out, packed, epilogue=SWIGLU, num_tokens=num_tokens, bias=bias)
-    product.alone, product.scale = alone, 1.0  # these are the values themselves
+    product.alone, product.scale.all = alone, 1.0  # these are the values themselves
     rows, tokens = way.block
     arguments = _GemmSwiGLU(
         weight=map_of(weight[: packed.num_rows], rows // 2 if way.shares_rows else rows),

@@ -58,20 +58,23 @@ _CODED_X_PADDING = 32
 _NUM_THREADS = 256
 
 
+class MatmulScale(ctypes.Union):
+    """C++ `Product.scale`: of all values, or of rows."""
+
+    _fields_ = (("all", ctypes.c_float), ("rows", ctypes.c_void_p))
+
+
 class MatmulParams(ctypes.Structure):
     """C++ `Product`."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("weight", "x", "norm", "bias", "out")
-        ),
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "bias", "out")),
         *((name, ctypes.c_int) for name in ("num_tokens", "num_rows", "num_columns")),
         *((name, ctypes.c_int) for name in ("num_tiles", "num_steps", "num_slices")),
         *((name, ctypes.c_int) for name in ("x_stride", "out_stride", "epilogue")),
         *((name, ctypes.c_int) for name in ("places", "alone")),
         ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
+        ("scale", MatmulScale),
     )
 
 
@@ -324,11 +327,10 @@ def product_arguments(
         num_slices=num_slices(packed),
         out_stride=out.stride(0),
         epilogue=epilogue,
-        scale=packed.scale * _UNITS.get(packed.format, 1.0),
+        scale=MatmulScale(all=packed.scale * _UNITS.get(packed.format, 1.0)),
     )
-    if packed.second_scales is not None:  # a C++ union
-        address = ctypes.c_void_p.from_buffer(product, MatmulParams.scale.offset)
-        address.value = packed.second_scales.data_ptr()
+    if packed.second_scales is not None:
+        product.scale.rows = packed.second_scales.data_ptr()
     return product
 
 
