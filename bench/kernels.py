@@ -53,7 +53,7 @@ def _copies(num_bytes: int) -> int:
     return max(2, min(MAX_COPIES, -(-COLD_BYTES // num_bytes)))
 
 
-def pack(values: Any, fmt: str, *, paired: bool) -> Any:
+def _pack(values: Any, fmt: str, *, paired: bool) -> Any:
     """Return a packed weight, in tiles of codes or not."""
     from tilewright.compiler.ir.recipe import Segment, WeightRecipe
     from tilewright.compiler.targets.cuda.kernels.matmul import gemv
@@ -63,33 +63,7 @@ def pack(values: Any, fmt: str, *, paired: bool) -> Any:
     if fmt not in gemv.CODED:
         return hold(values, fmt, paired=paired)
     recipe = WeightRecipe((Segment("w", len(values)),), tuple(values.shape), fmt)
-    source: Any = lambda name: values  # noqa: E731
-    if fmt == "nvfp4":
-        recipe, source = recipe.as_stored(fmt), RandomBlocks(tuple(values.shape), values.device)
-    return pack_coded(recipe, source, values.device, paired=paired)
-
-
-class RandomBlocks:
-    """Random blocks of NVFP4 with two second scales. Values have the variance 1 / columns."""
-
-    def __init__(self, size: tuple[int, int], device: Any) -> None:
-        import torch
-
-        from tilewright.compiler.formats import NVFP4, ScaledEncoded
-
-        codes = torch.randint(0, 16, size, dtype=torch.uint8, device=device)
-        blocks = size[0], -(-size[1] // NVFP4.block)
-        bits = torch.randint(0x38, 0x7F, blocks, dtype=torch.uint8, device=device)
-        scales = bits.view(torch.float8_e4m3fn).float() / (400 * size[1] ** 0.5)
-        scales[len(scales) // 2 :] *= 0.7
-        self._blocks = NVFP4.pack_encoded(ScaledEncoded(codes, scales, -1)).view(size[0], -1)
-
-    def __call__(self, name: str) -> Any:
-        raise AssertionError("blocks are not decoded")
-
-    def stored(self, name: str, first: int, last: int) -> Any:
-        """Return the blocks of some rows."""
-        return self._blocks[first:last]
+    return pack_coded(recipe, lambda name: values, values.device, paired=paired)
 
 
 def _again(packed: Any) -> Any:
@@ -111,7 +85,7 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
     from tilewright.compiler.targets.cuda.steps.cublas import store_product
 
     values = (0.02 * torch.randn(size, device="cuda")).bfloat16()
-    first = pack(values, fmt, paired=paired)
+    first = _pack(values, fmt, paired=paired)
     weights = [first, *(_again(first) for _ in range(_copies(first.data.nbytes) - 1))]
     x = torch.randn(rows, size[1], device="cuda").bfloat16()
     width, dtype = (size[0] // 2, torch.bfloat16) if paired else (size[0], torch.float32)
@@ -154,7 +128,7 @@ def _layer(rows: int, *, fmt: str) -> Iterator[Variant]:
     attended = torch.randn(1, 4096, device="cuda").bfloat16()
     inner = torch.empty(1, 14_336, device="cuda", dtype=torch.bfloat16)
     first = {
-        name: pack((0.02 * torch.randn(size, device="cuda")).bfloat16(), fmt, paired=name == "up")
+        name: _pack((0.02 * torch.randn(size, device="cuda")).bfloat16(), fmt, paired=name == "up")
         for name, size in sizes.items()
     }
     num_bytes = sum(packed.data.nbytes for packed in first.values())

@@ -1,4 +1,4 @@
-"""NVFP4 scales: bytes and row factors give the file's float32 scales."""
+"""NVFP4 scales: bytes and second scales give the file's float32 scales."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.formats import ScaledEncoded
+from tilewright.compiler.formats import NVFP4
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.cuda.weights.coded import _of_encoded, pack_coded, unpack_coded
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES, CodedRows, tile_rows
 from tilewright.compiler.targets.cuda.weights.packing_nvfp4 import scales_of, split_scales
 from tilewright.errors import CheckpointError
 
 
-def encoded(scales: torch.Tensor) -> ScaledEncoded:
+def coded(scales: torch.Tensor) -> CodedRows:
     codes = torch.randint(0, 16, (len(scales), 16 * scales.shape[1]), dtype=torch.uint8)
-    return ScaledEncoded(codes, scales, -1)
+    return CodedRows(codes, scales)
 
 
 def signed(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -35,9 +38,10 @@ def test_all_e4m3_scales_are_exact(second: float, divides: bool, largest: int, s
     stored |= torch.randint(0, 2, (3, 20), generator=generator, dtype=torch.uint8) << 7
     values, factor = stored.view(torch.float8_e4m3fn).float(), torch.tensor(second)
     scales = values / factor if divides else values * factor
-    before = encoded(scales)
-    after, factors = split_scales(before)
-    rounded = scales_of(after.scales, factors)
+    before = coded(scales)
+    after = split_scales(before)
+    assert after.second_scales is not None
+    rounded = scales_of(after.scales, after.second_scales)
     assert torch.equal(signed(after.codes, rounded), signed(before.codes, scales))
     assert torch.equal(rounded[scales != 0], scales.abs()[scales != 0])
 
@@ -46,5 +50,19 @@ def test_all_e4m3_scales_are_exact(second: float, divides: bool, largest: int, s
 def test_other_scales_are_refused(changed: float) -> None:
     scales = torch.ones(2, 4)
     scales[1, 2] = changed
-    with pytest.raises(CheckpointError, match=r"nvfp4: .* common factor; allowed: e4m3 scales"):
-        split_scales(encoded(scales))
+    with pytest.raises(CheckpointError, match=r"nvfp4: .* common factor.*; allowed: e4m3 scales"):
+        split_scales(coded(scales))
+
+
+def test_quantized_rows_are_exact() -> None:
+    """On a GPU all rows are quantized as a single row."""
+    dense = torch.randn(16, 96) * torch.exp2(torch.randint(-9, 9, (16, 1)).float())
+    dense[3, 16:48], dense[5] = 0, 0
+    recipe = WeightRecipe((Segment("w", 16),), (16, 96), "nvfp4")
+    held = pack_coded(recipe, lambda name: dense, torch.device("cpu"), paired=False)
+    assert torch.equal(unpack_coded(held), NVFP4.round_trip(dense))
+    flat = _of_encoded(NVFP4.quantise(dense.view(1, -1)), 16, "nvfp4")
+    assert torch.equal(tile_rows(flat, CODED_TILES["nvfp4"]), held.data)
+    dense[2, 32:48] = 2.0**-60
+    with pytest.raises(CheckpointError, match=r"w: nvfp4: scales .* 30 octaves apart; allowed: "):
+        pack_coded(recipe, lambda name: dense, torch.device("cpu"), paired=False)

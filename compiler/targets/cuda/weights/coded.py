@@ -66,7 +66,7 @@ def pack_coded(
         last = min(first + step, num_rows)
         recipe_rows = _recipe_rows(first, last, num_rows, paired)
         if dense is not None:
-            rows = _quantised(format_name, dense[recipe_rows.to(device)])
+            rows = _quantised(recipe, dense[recipe_rows.to(device)])
         else:
             assert isinstance(get_weight, ReadsStored)
             rows = _stored(recipe, get_weight, recipe_rows, device)
@@ -117,13 +117,17 @@ def _recipe_rows(first: int, last: int, num_rows: int, paired: bool) -> Tensor:
     return weight // (2 * GROUP) * GROUP + weight % GROUP + weight // GROUP % 2 * (num_rows // 2)
 
 
-def _quantised(format_name: str, dense: Tensor) -> CodedRows:
-    result = get_format(format_name)
+def _quantised(recipe: WeightRecipe, dense: Tensor) -> CodedRows:
+    assert recipe.format is not None
+    result = get_format(recipe.format)
     # Flat: the codec splits rows into chunks for a CPU cache.
     is_flat = dense.device.type != "cpu" and dense.shape[1] % result.block == 0
     encoded = result.quantise(dense.reshape(1, -1) if is_flat else dense)
     assert isinstance(encoded, ScaledEncoded)
-    return _of_encoded(encoded, len(dense), format_name)
+    try:
+        return _of_encoded(encoded, len(dense), recipe.format)
+    except CheckpointError as error:
+        raise CheckpointError(f"{', '.join(recipe.names)}: {error}") from None
 
 
 def _stored(
@@ -156,16 +160,14 @@ def _stored(
 
 
 def _of_encoded(encoded: ScaledEncoded, num_rows: int, format_name: str) -> CodedRows:
-    minima, factors = encoded.minimums, None
-    _check_finite(format_name, encoded.scales, minima)
-    if CODED_TILES[format_name].values == FLOAT4:
-        encoded, factors = split_scales(encoded)
-    return CodedRows(
+    minima = encoded.minimums
+    rows = CodedRows(
         encoded.codes.view(torch.uint8).reshape(num_rows, -1),
         encoded.scales.reshape(num_rows, -1),
         minimums=None if minima is None else minima.reshape(num_rows, -1),
-        second_scales=factors,
     )
+    _check_finite(format_name, rows.scales, rows.minimums)
+    return split_scales(rows) if CODED_TILES[format_name].values == FLOAT4 else rows
 
 
 def _of_super_blocks(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewright.compiler.formats import ScaledEncoded
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CodedRows
 from tilewright.errors import CheckpointError
 
 _BLOCK = 16
@@ -18,34 +18,40 @@ _BIAS = 30
 """Exponent of the largest scale, in the byte."""
 
 
-def split_scales(encoded: ScaledEncoded) -> tuple[ScaledEncoded, Tensor]:
-    """Return codes with bytes as scales, and float64 factors ``[N]``.
+def split_scales(rows: CodedRows) -> CodedRows:
+    """Return codes with bytes as scales, and second scales.
 
     Codes get the scales' signs, and are zeros if the scale is 0.
 
     Raises:
         CheckpointError: Scales are not e4m3 numbers with a common factor.
     """
-    scales = encoded.scales
-    spread = scales.sign().to(torch.int8).repeat_interleave(_BLOCK, -1)
-    spread = spread[:, : encoded.codes.shape[-1]]
-    codes = encoded.codes * spread.abs().view(torch.uint8) ^ spread.view(torch.uint8) & 8
+    scales = rows.scales
+    spread = scales.sign().to(torch.int8).unsqueeze(-1).expand(-1, -1, _BLOCK)
+    spread = spread.flatten(1)[:, : rows.codes.shape[-1]]
+    codes = rows.codes * spread.abs().view(torch.uint8) ^ spread.view(torch.uint8) & 8
     stored = torch.zeros_like(scales, dtype=torch.uint8)
     factors = torch.ones(len(scales), dtype=torch.float64, device=scales.device)
-    left = torch.arange(len(scales), device=scales.device)
+    magnitudes, is_left = scales.abs(), torch.ones_like(factors, dtype=torch.bool)
+    largest = magnitudes.amax(-1, keepdim=True).double()
     for eighths in range(8, 16):  # of the largest scale
-        bytes_, common, fits = _split(scales[left].abs(), eighths)
+        left = is_left.nonzero().flatten()
+        first = magnitudes[left, :_BLOCK]  # refutes most mantissas
+        left = left[_split(first, largest[left], eighths)[2]]
+        bytes_, common, fits = _split(magnitudes[left], largest[left], eighths)
         stored[left[fits]], factors[left[fits]] = bytes_[fits], common[fits]
-        left = left[~fits]
-        if not len(left):
-            return ScaledEncoded(codes, stored, encoded.axis), factors
-    raise CheckpointError("nvfp4: scales have no common factor; allowed: e4m3 scales")
+        is_left[left[fits]] = False
+    if bool(is_left.any()):
+        raise CheckpointError(
+            "nvfp4: scales have no common factor, or are more than 30 octaves apart; allowed: e4m3 "
+            "scales with second scales, or bf16 for it"
+        )
+    return CodedRows(codes, stored, second_scales=factors)
 
 
-def _split(scales: Tensor, eighths: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split(scales: Tensor, largest: Tensor, eighths: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return bytes, factors and whether rows fit, for the largest scale's mantissa."""
     exact, is_zero = scales.double(), scales == 0
-    largest = exact.amax(-1, keepdim=True)
     fraction, exponent = torch.frexp(exact * eighths / (8 * largest.masked_fill(largest == 0, 1)))
     rounded = (fraction * 16).round().masked_fill(is_zero, 8)
     values = torch.ldexp(rounded, exponent - 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from tests.targets.cuda.kernels.test_gemv_triton import assert_near, poisoned, tokens
 from tilewright.compiler.formats import GgmlFileFormat, ScaledCodes, ScaledEncoded, get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-from tilewright.compiler.targets.cuda.kernels.matmul import gemv
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_triton import linear
 from tilewright.compiler.targets.cuda.weights.coded import pack_coded, unpack_coded
@@ -150,55 +148,3 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(is_small_m: bool, device: tor
         some, _ = poisoned((part.stop - part.start, 32), device)
         linear(some, x[part], held, is_small_m=is_small_m)
         assert torch.equal(some, whole[part])
-
-
-@pytest.mark.parametrize("kind", gemv.CODED)
-def test_a_warp_reads_the_fragments_of_the_matrix_unit(kind: str) -> None:
-    """Emulates `multiply_coded`: a lane's 16-byte reads, and `decode_pair` in integers."""
-    file, tile = File(kind, 16, 128), CODED_TILES[kind]
-    held = file.place(torch.device("cpu"))
-    data = held.data[0, 0]
-    words = data[: 16 * tile.low_bits * 16].view(torch.int32).view(-1, 2, 8, 4, 4).long()
-    lane, found = torch.arange(4), torch.zeros(16, 128)
-    for block, half, k, h in itertools.product(range(4), range(2), range(4), range(2)):
-        piece = words[0 if tile.low_bits == 4 else block // 2, half, :, :, k]  # [g, t]
-        columns = 32 * block + 8 * lane + 2 * k + h
-        if kind == "nvfp4":
-            value = _float4(piece, block) >> 16 * h & 0xFFFF
-            found[8 * half : 8 * half + 8, columns] = _bfloat16(value)
-            continue
-        shift = 16 * h + (4 * block if kind == "q40" else 8 * (block % 2))
-        codes = piece >> shift & (0xF if kind == "q40" else 0xFF)
-        found[8 * half : 8 * half + 8, columns] = _decoded(codes, kind, block)
-    scales = data[16 * tile.low_bits * 16 :].contiguous()
-    if kind == "nvfp4":
-        assert held.second_scales is not None
-        parts = scales.view(2, 16, 4).permute(1, 2, 0).flatten(1).long()  # [row, group]
-        factors = _bfloat16(parts * 16 + 0x6F80).repeat_interleave(16, 1)
-        exact = (found * factors).double()
-        assert torch.equal(exact.bfloat16().double(), exact)
-        wanted = file.values.double() / held.second_scales.unsqueeze(1)
-        torch.testing.assert_close(exact, wanted, rtol=1e-6, atol=0)
-        return
-    scales = scales.view(torch.float32 if kind == "fp8" else torch.float16).view(-1, 16).float()
-    assert torch.equal(found * scales.T.repeat_interleave(tile.group, 1), file.values)
-
-
-def _decoded(codes: torch.Tensor, kind: str, block: int) -> torch.Tensor:
-    if kind == "q40":
-        odd = block % 2
-        return (_bfloat16(codes << 4 * odd) * 2.0 ** (123 if odd else 127) - 0.125) * 64
-    if kind == "q80":
-        return (_bfloat16(codes ^ 0x80) * 2.0**127 - 2) * 64
-    return _bfloat16((codes & 0x80) << 8 | (codes & 0x7F) << 4) * 2.0**120
-
-
-def _float4(words: torch.Tensor, i: int) -> torch.Tensor:
-    words = words & 0xFFFFFFFF
-    if i == 3:
-        return words << 2 & 0x80C080C0 | words >> 6 & 0x01000100
-    return (words, words << 6, words >> 4 | words << 28)[i] & 0x81C081C0
-
-
-def _bfloat16(bits: torch.Tensor) -> torch.Tensor:
-    return (bits << 16).to(torch.int64).to(torch.uint32).view(torch.float32)

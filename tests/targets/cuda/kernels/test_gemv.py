@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.kernels import pack
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul import gemv
-from tilewright.compiler.targets.cuda.weights.coded import unpack_coded
+from tilewright.compiler.targets.cuda.weights.coded import pack_coded, unpack_coded
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
+from tilewright.compiler.targets.cuda.weights.packing import hold
 from tilewright.compiler.targets.cuda.weights.packing import unpack as unpack_blocks
 
 KINDS = ["bf16", "bfp8", "bfp4", *gemv.CODED]
@@ -206,7 +208,16 @@ def gpu(device: torch.device) -> torch.device:
 
 
 def weight(kind: str, size: tuple[int, int], gpu: torch.device, *, paired: bool) -> PackedWeight:
-    return pack(torch.randn(size, device=gpu) / size[1] ** 0.5, kind, paired=paired)
+    dense = torch.randn(size, device=gpu) / size[1] ** 0.5
+    if kind not in gemv.CODED:
+        return hold(dense, kind, paired=paired)
+    recipe = WeightRecipe((Segment("w", size[0]),), size, kind)
+    held = pack_coded(recipe, lambda name: dense, gpu, paired=paired)
+    if held.second_scales is None:
+        return held
+    return replace(
+        held, second_scales=held.second_scales * (torch.rand_like(held.second_scales) + 1)
+    )
 
 
 def unpack(held: PackedWeight) -> torch.Tensor:
