@@ -26,9 +26,8 @@ template <int F> void run() {
                                  8192 + x_offset<F>(lane, row_bytes), 8 * row_bytes);
   Product p = {};
   p.num_tokens = 8, p.num_rows = 16, p.num_tiles = 1, p.out_stride = 16;
-  const size_t address = (size_t)(shared + 16384);
-  p.scale = F == NVFP4 ? __uint_as_float((u32)address) : F == FP8 ? 1.0f : 64.0f;
-  p.rest = (u32)(address >> 32);
+  if (F == NVFP4) p.scale.rows = (double *)(shared + 16384);
+  else p.scale.all = F == FP8 ? 1.0f : 64.0f;
   p.out = shared + 32768;
   finish<F>(p, 2 * t, 0, g, acc[0][0][0], acc[0][0][2]);
   finish<F>(p, 2 * t + 1, 0, g, acc[0][0][1], acc[0][0][3]);
@@ -103,11 +102,3 @@ def test_a_warp_decodes_all_scales_of_nvfp4(first: int, warp: Warp) -> None:
     held = File("nvfp4", 16, 128).place(torch.device("cpu"))
     held.data[0, 0, 1024:] = torch.arange(first, first + 128)
     check(replace(held, second_scales=torch.ones(16, dtype=torch.float64)), warp)
-
-
-def test_the_address_of_second_scales_is_in_the_arguments() -> None:
-    held, out = File("nvfp4", 16, 128).place(torch.device("cpu")), torch.empty(1, 16)
-    product = gemv.product_arguments(out, held, epilogue=gemv.STORE, num_tokens=1, bias=None)
-    assert held.second_scales is not None
-    address = int.from_bytes(bytes(product)[gemv.MatmulParams.scale.offset :], "little")
-    assert address == held.second_scales.data_ptr()
