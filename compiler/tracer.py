@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import COMPUTE, CONSTANT, INPUT, WEIGHT, NodeInfo, set_info
-from tilewright.compiler.ir.lazy import lazy_modules, module_of
+from tilewright.compiler.ir.lazy import lazy_modules, module_of, without_stacks
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.precision import GroupedModule
 
@@ -29,7 +28,6 @@ _GROUPED = {
     ops.attention.overload,
     ops.expert_linear.overload,
 }
-_STACKS = "do_not_emit_stack_traces"
 _EXAMPLE_LENGTH = 7  # above 1: torch.export makes a length of 1 a constant
 
 
@@ -75,7 +73,7 @@ def trace(module: TraceableModel) -> fx.GraphModule:
     """
     assert isinstance(module, nn.Module)
     inputs, sizes = _example_inputs(module)
-    with _without_stacks(), lazy_modules():
+    with without_stacks(), lazy_modules():
         exported = torch.export.export(
             module, tuple(inputs.values()), dynamic_shapes=sizes, strict=False
         )
@@ -91,18 +89,6 @@ def _example_inputs(module: nn.Module) -> tuple[dict[str, Tensor], Any]:
     tokens, positions = torch.empty((2, _EXAMPLE_LENGTH), dtype=torch.int64, device="meta").clone()
     length = torch.export.Dim("length", min=2, max=1 << 24)
     return {"tokens": tokens, "positions": positions}, ({0: length}, {0: length})
-
-
-@contextmanager
-def _without_stacks() -> Iterator[None]:
-    """Disable stack traces on nodes. Nothing reads them, and they take a tenth of the time."""
-    config: Any = torch.fx.config
-    before = getattr(config, _STACKS, False)
-    setattr(config, _STACKS, True)
-    try:
-        yield
-    finally:
-        setattr(config, _STACKS, before)
 
 
 def grouped_modules(module: TraceableModel) -> tuple[GroupedModule, ...]:

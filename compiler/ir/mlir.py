@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from tilewright.compiler.ir.info import CONSTANT, INPUT, STATE, info
+from tilewright.compiler.ir.lazy import without_stacks
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ops import OPERATORS
 from tilewright.errors import CompileError, ConfigError, allowed
@@ -226,7 +227,7 @@ def _export(graph_module: GraphModule, inputs: list[Node], length: int | None) -
     any_length = torch.export.Dim("length", min=2, max=1 << 24)
     dynamic = tuple({0: any_length} if info(node).role == INPUT else None for node in inputs)
     try:
-        with _quiet():
+        with _quiet(), without_stacks():
             return torch.export.export(
                 graph_module, examples, dynamic_shapes=None if length else dynamic, strict=False
             )
