@@ -46,6 +46,35 @@ def test_all_e4m3_scales_are_exact(second: float, divides: bool, largest: int, s
     assert torch.equal(rounded[scales != 0], scales.abs()[scales != 0])
 
 
+@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize("low_bits", [0, 4, None])
+def test_second_scales_of_rows_are_exact(divides: bool, low_bits: int | None) -> None:
+    """All e4m3 magnitudes, with another second scale in each row.
+
+    With the low bits 4, several products are in the middle of two float32 numbers.
+    """
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0x0D800000, 0x71800000, (4000, 1), generator=generator, dtype=torch.int32)
+    if low_bits is not None:
+        bits = bits & ~7 | low_bits
+    seconds = bits.view(torch.float32)
+    magnitudes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    scales = magnitudes / seconds if divides else magnitudes * seconds
+    after = split_scales(coded(scales))
+    assert after.second_scales is not None
+    rounded = scales_of(after.scales, after.second_scales)
+    assert torch.equal(rounded[:, 1:], scales[:, 1:])
+    assert not bool((after.codes[:, :16] & 7).any())  # the scale 0
+
+
+def test_rows_with_a_single_scale_are_exact() -> None:
+    stored = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = (stored.float() / 18561.7).unsqueeze(-1).expand(-1, 20).contiguous()
+    after = split_scales(coded(scales))
+    assert after.second_scales is not None
+    assert torch.equal(scales_of(after.scales, after.second_scales)[1:], scales[1:])
+
+
 @pytest.mark.parametrize("changed", [1.01, 2.0**-40])
 def test_other_scales_are_refused(changed: float) -> None:
     scales = torch.ones(2, 4)
