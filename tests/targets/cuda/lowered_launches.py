@@ -25,8 +25,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.targets.cuda.recorded import CUDA, plan_of, recorded_gpu, steps_of
-from tests.targets.cuda.test_op_tables import FORMATS, LAYERS, runs
+from tests.targets.cuda.recorded import (
+    CUDA,
+    FORMATS,
+    LAYERS,
+    plan_of,
+    recorded_gpu,
+    runs,
+    steps_of,
+)
 from tests.tiny import precision_of
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import CodedLayout, layout_of
 from tilewright.compiler.targets.cuda.kernels.sampling.cutoff import SearchScratch

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +47,20 @@ from tilewright.models.config import ModelConfig
 CUDA = torch.device("cuda")
 _META = torch.device("meta")
 
-
+LAYERS = {
+    "llama-3.1-8b": {"num_hidden_layers": 1},
+    "llama-3.2-1b": {"num_hidden_layers": 1},
+    "qwen3-8b": {"num_hidden_layers": 1},
+    "qwen3.5-35b-a3b": {"num_hidden_layers": 2, "full_attention_interval": 2},
+    "qwen3-30b-a3b": {"num_hidden_layers": 1},
+    "tiny": {"num_hidden_layers": 1},
+    "tiny-hybrid": {"num_hidden_layers": 2, "full_attention_interval": 2},
+}
+FORMATS = {
+    "bf16": {},
+    "bfp8": {"kv_cache": "bfp8"},
+    "bfp4": {"kv_cache": "bfp8", "fidelity": "lofi", "wqkv": "bfp8"},
+}
 _SHOWN = (
     *("num_warps", "num_stages", "maxnreg", "BLOCK", "ROWS", "TOKENS", "PAIRS", "COLUMNS", "R"),
     *("SPLITS", "SPLIT_PAGES", "HEADS", "WHOLE", "CHUNK", "TILE", "PRECISION", "PART", "P"),
@@ -195,7 +208,7 @@ def _patch_library(patch: pytest.MonkeyPatch, launches: Launches) -> None:
 
 
 def plan_of(config: ModelConfig, precision: PrecisionConfig) -> KernelProgram:
-    """Return the plan of a model without weights."""
+    """Return a plan without weights."""
     with _META:
         module: Any = architecture_of(config.model_type).model(config)
     model: Any = SimpleNamespace(name=config.name, config=config, module=module, checkpoint=None)
@@ -229,5 +242,33 @@ def steps_of(plan: KernelProgram, *, max_rows: int, max_context: int, **how: Any
 
 
 def rows_of(num_rows: int) -> TokenBatch:
-    """Return the rows of a step."""
+    """Return padding rows."""
     return TokenBatch.padding(num_rows, CUDA)
+
+
+def runs(
+    steps: StepRunner, decodes: Sequence[int], prompts: Sequence[int]
+) -> Iterator[tuple[str, int, Any]]:
+    """Yield all steps. A step is a name, a row count and a function."""
+    for reach in steps.attention.reaches:
+        for count in decodes:
+            call = lambda n=count, r=reach: steps.decode(rows_of(n), reach=r, captured=True)  # noqa: E731
+            yield f"decode {reach}", count, call
+    last = torch.zeros(1, dtype=torch.int64, device=CUDA)
+    for start in (True, False):
+        for count in prompts:
+            yield (
+                "from start" if start else "prompt",
+                count,
+                lambda n=count, s=start: steps.prefill(rows_of(n), logit_rows=last, from_start=s),
+            )
+    for count in (128, 1024):
+        starts = torch.zeros(3, dtype=torch.int64, device=CUDA)
+        decoding = slice(count, count + 8)
+        yield (
+            "mixed",
+            count,
+            lambda n=count, s=starts, r=decoding: steps.prefill(
+                rows_of(n + 8), logit_rows=last, starts=s, block=64, decoding=r
+            ),
+        )

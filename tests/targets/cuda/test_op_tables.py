@@ -13,9 +13,17 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
-from tests.targets.cuda.recorded import CUDA, Launches, plan_of, recorded_gpu, rows_of, steps_of
+from tests.targets.cuda.recorded import (
+    FORMATS,
+    LAYERS,
+    Launches,
+    plan_of,
+    recorded_gpu,
+    rows_of,
+    runs,
+    steps_of,
+)
 from tests.targets.cuda.test_architectures_cuda import SHAPES as ON_CUDA
 from tests.targets.cuda.test_architectures_cuda import SMALL
 from tests.tiny import check_golden, precision_of, tiny_model
@@ -31,20 +39,6 @@ from tilewright.compiler.targets.program.instructions import (
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.shapes import SHAPES
 
-LAYERS = {
-    "llama-3.1-8b": {"num_hidden_layers": 1},
-    "llama-3.2-1b": {"num_hidden_layers": 1},
-    "qwen3-8b": {"num_hidden_layers": 1},
-    "qwen3.5-35b-a3b": {"num_hidden_layers": 2, "full_attention_interval": 2},
-    "qwen3-30b-a3b": {"num_hidden_layers": 1},
-    "tiny": {"num_hidden_layers": 1},
-    "tiny-hybrid": {"num_hidden_layers": 2, "full_attention_interval": 2},
-}
-FORMATS = {
-    "bf16": {},
-    "bfp8": {"kv_cache": "bfp8"},
-    "bfp4": {"kv_cache": "bfp8", "fidelity": "lofi", "wqkv": "bfp8"},
-}
 MODELS = {
     **dict.fromkeys(("llama-3.1-8b", "qwen3.5-35b-a3b"), ("bf16", "bfp8", "bfp4")),
     **dict.fromkeys(("llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b"), ("bf16",)),
@@ -87,34 +81,6 @@ PROMPTS = (
 )
 GOLDEN_DECODES = (1, 2, 5, 17, 33, 65, 256)
 GOLDEN_PROMPTS = (1, 65, 513, 2049)
-
-
-def runs(
-    steps: StepRunner, decodes: Sequence[int], prompts: Sequence[int]
-) -> Iterator[tuple[str, int, Any]]:
-    """Yield the steps of a plan: what they are, the number of rows, and a call that runs one."""
-    for reach in steps.attention.reaches:
-        for count in decodes:
-            call = lambda n=count, r=reach: steps.decode(rows_of(n), reach=r, captured=True)  # noqa: E731
-            yield f"decode {reach}", count, call
-    last = torch.zeros(1, dtype=torch.int64, device=CUDA)
-    for start in (True, False):
-        for count in prompts:
-            yield (
-                "from start" if start else "prompt",
-                count,
-                lambda n=count, s=start: steps.prefill(rows_of(n), logit_rows=last, from_start=s),
-            )
-    for count in (128, 1024):
-        starts = torch.zeros(3, dtype=torch.int64, device=CUDA)
-        decoding = slice(count, count + 8)
-        yield (
-            "mixed",
-            count,
-            lambda n=count, s=starts, r=decoding: steps.prefill(
-                rows_of(n + 8), logit_rows=last, starts=s, block=64, decoding=r
-            ),
-        )
 
 
 def selections(steps: StepRunner, launches: Launches, *counts: Sequence[int]) -> Iterator[str]:
