@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -43,10 +44,8 @@ def folder(tmp_path: Path) -> Path:
     shapes |= {"post_attention_layernorm.weight": (HIDDEN,)}
     shapes = {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
     shapes |= {"model.norm.weight": (HIDDEN,), "model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    tensors = {
-        name: torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02)
-        for name, shape in shapes.items()
-    }
+    values = torch.empty(4864, HIDDEN, dtype=torch.bfloat16).normal_(0, 0.02).flatten()
+    tensors = {name: repeated(values, shape) for name, shape in shapes.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     alphabet = ["<|start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -55,6 +54,12 @@ def folder(tmp_path: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
+
+
+def repeated(values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor that repeats ``values``."""
+    count = math.prod(shape)
+    return values.repeat(-(-count // len(values)))[:count].reshape(shape).contiguous()
 
 
 def test_a_large_vocabulary_is_never_whole_in_memory(folder: Path) -> None:
