@@ -59,7 +59,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo perf perf-tables perf-check perf-boards baselines peers compare compare-serve docs
-.PHONY: test lint format
+.PHONY: test library lint format
 .PHONY: sanitize-cpu test-gpu sanitize-gpu test-slow test-page test-ray test-clients check-ttnn clean
 
 help:
@@ -88,8 +88,15 @@ help:
 demo: $(WITH_DEMO)
 	"$(BIN)/python" demo/simple_text_demo.py $(ARGS)
 
+# The tests' native library is compiled while packages are installed. The tests wait for its lock.
+LIBRARY := from tilewright.compiler.targets.cpu.native.library.build import library_path
+
+library: $(MADE)
+	@TILEWRIGHT_NATIVE="$(CURDIR)/.pytest_cache/d/native" "$(BIN)/python" \
+	    -c '$(LIBRARY); library_path(every_isa=True)' >/dev/null 2>&1 &
+
 # mypy runs beside the tests; what it says comes after them.
-test: $(WITH_TEST)
+test: library $(WITH_TEST)
 	$(RUFF)
 	@said=$$(mktemp); $(MYPY) >"$$said" 2>&1 & mypy=$$!; \
 	"$(BIN)/python" -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal $(ARGS); \
