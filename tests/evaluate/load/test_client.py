@@ -13,13 +13,16 @@ LAST = 'data: {"choices": [{"text": "", "finish_reason": "stop"}], "usage": %s}\
 USAGE = '{"completion_tokens": 1, "prompt_tokens": 2}'
 
 
-async def _stream(text: str, *, closes: bool) -> ResponseTiming:
+async def _stream(*parts: str, closes: bool) -> ResponseTiming:
     has_read = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + text.encode())
-        await writer.drain()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+        for part in parts:
+            writer.write(part.encode())
+            await writer.drain()
+            await asyncio.sleep(0.05)  # a read of its own
         if not closes:
             await has_read.wait()
         writer.close()
@@ -36,6 +39,14 @@ async def _stream(text: str, *, closes: bool) -> ResponseTiming:
 def test_a_stream_ends_with_its_usage_while_the_connection_is_open(last: str) -> None:
     heard = asyncio.run(_stream(TEXT + last, closes=False))
     assert (heard.error, heard.count, heard.num_prompt, heard.text) == ("", 1, 2, "a")
+
+
+def test_a_stream_with_usage_in_every_chunk_ends_with_its_finish_reason() -> None:
+    partial = 'data: {"choices": [{"text": "a"}], "usage": %s}\n\n'
+    usages = [USAGE.replace("1", str(count), 1) for count in (1, 2, 3)]
+    parts = partial % usages[0], partial % usages[1], LAST % usages[2]
+    heard = asyncio.run(_stream(*parts, closes=False))
+    assert (heard.error, heard.count, heard.text) == ("", 3, "aa")
 
 
 def test_a_stream_without_usage_and_end_is_an_error() -> None:

@@ -101,8 +101,7 @@ class Client:
                         if line.startswith(_DONE):
                             has_ended = True
                         elif line.startswith(_HEAD):
-                            _take(heard, line)
-                            has_ended = has_ended or heard.count > 0
+                            has_ended = _take(heard, line) or has_ended
                         if most is not None and len(heard.times) >= most:
                             return heard
                     if has_ended:  # ik_llama.cpp's server may leave the connection open
@@ -204,6 +203,7 @@ class _Delta(msgspec.Struct):
 
 class _StreamDelta(msgspec.Struct):
     text: str | None = None
+    finish_reason: str | None = None
     delta: _Delta | None = None
 
 
@@ -216,17 +216,20 @@ class _StreamEvent(msgspec.Struct):
 _EVENT = msgspec.json.Decoder(_StreamEvent)  # fields without a name here are skipped
 
 
-def _take(heard: ResponseTiming, line: bytes) -> None:
+def _take(heard: ResponseTiming, line: bytes) -> bool:
+    """Store a chunk. Return whether it is the last: usage, and every choice is finished."""
     event = _EVENT.decode(line.removeprefix(_HEAD))
     if event.error is not None:
         heard.error = str(event.error)
-        return
+        return False
     text = "".join([choice.text or _said(choice.delta) for choice in event.choices])
     if text:
         heard.times.append(time.perf_counter() - heard.began)
         heard.text += text
-    if event.usage:
-        heard.take_usage(event.usage)
+    if not event.usage:
+        return False
+    heard.take_usage(event.usage)
+    return all(choice.finish_reason for choice in event.choices)
 
 
 def _said(delta: _Delta | None) -> str:
