@@ -234,12 +234,13 @@ def _biased_experts(rows: int, *, fmt: str) -> Iterator[Variant]:
         route,
         route_triton,
     )
+    from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import Finish
 
     count, top_k, size, num_layers, device = 32, 4, 2880, 12, torch.device("cuda")
 
     up, down = (_random_codes((count, n * size, size), fmt, paired=n == 2) for n in (2, 1))
-    first = experts_triton.Finish(torch.randn(count, 2 * size, 1, device=device), 7.0, 1.702)
-    last = experts_triton.Finish(torch.randn(count, size, 1, device=device))
+    first = Finish(torch.randn(count, 2 * size, 1, device=device), 7.0, 1.702)
+    last = Finish(torch.randn(count, size, 1, device=device))
     x = torch.randn(rows, size, device=device).bfloat16()
     logits = torch.randn(num_layers, rows, count, device=device)
     positions = torch.zeros(rows, device=device).long()

@@ -30,7 +30,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
     Gpu,
 )
 from tilewright.compiler.targets.cuda.kernels.experts import experts_triton, gemm_experts
-from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import Finish
+from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import Finish
 from tilewright.compiler.targets.cuda.kernels.experts.gemm_experts import FORMATS, TILE_SIZES
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import max_tiles
 from tilewright.compiler.targets.cuda.kernels.experts.table import (

@@ -92,11 +92,14 @@ def test_small_integers_are_exact(kind: str, device: torch.device) -> None:
     assert torch.equal(picked, unpack(held).T)
 
 
+@pytest.mark.parametrize("segments", [2, 16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_wide_programs(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program has two row tiles, and the last program has a single tile."""
-    monkeypatch.setitem(gemv_triton._TUNING, "min_large_rows", 0)
-    held, x = weight(kind, (80, 200), device), tokens((3, 200), device)
+def test_any_number_of_segments(
+    kind: str, segments: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all segments in each step (512 columns by 2), and with empty segments."""
+    monkeypatch.setattr(gemv_triton, "segments_of", lambda packed: segments)
+    held, x = weight(kind, (80, 512), device), tokens((3, 512), device)
     out, _ = poisoned((3, 80), device)
     linear(out, x, held)
     assert_near(out, expected(x, held))
@@ -104,6 +107,20 @@ def test_wide_programs(kind: str, device: torch.device, monkeypatch: pytest.Monk
     halves, _ = poisoned((3, 48), device)
     linear(halves, x, paired, swiglu=True)
     assert_near(halves, gated(expected(x, paired)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "segments"),
+    [
+        ("bf16", (4096, 14336), 4),
+        ("bfp4", (28672, 4096), 4),
+        ("bfp8", (4096, 14336), 16),
+        ("bfp8", (6144, 4096), 8),
+    ],
+)
+def test_segments_are_selected_by_size(kind: str, size: tuple[int, int], segments: int) -> None:
+    held = PackedWeight(kind, *size, torch.empty(0))
+    assert gemv_triton.segments_of(held) == segments
 
 
 def gated(product: torch.Tensor) -> torch.Tensor:

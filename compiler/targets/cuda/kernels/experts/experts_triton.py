@@ -8,7 +8,7 @@ letters: T tokens, K experts for a token, C channels, O outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,22 +22,23 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
-from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
+from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import (
+    PLAIN,
+    ExpertEpilogue,
+    ExpertOutput,
+    ExpertPairs,
+    Finish,
+    pairs_at,
+    store_pairs,
+    tile_of,
+)
+from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import cut_linear
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import words_of
-from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import (
-    Operand,
-    product,
-    segment_sums,
-)
-from tilewright.compiler.targets.cuda.kernels.matmul.tile_pairs import layout_of
+from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import product
 from tilewright.compiler.targets.cuda.kernels.matmul.tile_weights import tile_columns, tile_weights
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.packed_weight import (
-    TILE_COLUMNS,
-    TILE_ROWS,
-    PackedWeight,
-)
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, PackedWeight
 
 _TUNING = tuning()["experts"]["triton"]
 DECODE_PAIRS: int = _TUNING["few_pairs"]
@@ -67,140 +68,6 @@ class Tiling:
     num_warps: int
     num_stages: int
     is_cut: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Operations after a product's sums.
-
-    Attributes:
-        bias: Biases ``[E, O, 1]`` float32, or ``[E, 2 O, 1]`` with SwiGLU. None: none.
-        limit: Bound of :func:`ops.dense.clamped_swiglu`. 0: plain SwiGLU.
-        alpha: Factor of :func:`ops.dense.clamped_swiglu`.
-    """
-
-    bias: Tensor | None = None
-    limit: float = 0.0
-    alpha: float = 1.0
-
-    def checked(self, num_rows: int, *, swiglu: bool) -> tuple[Tensor | None, float, float]:
-        """Return the kernel arguments for ``num_rows`` over all experts."""
-        assert self.bias is None or self.bias.numel() == num_rows * (1 + swiglu)
-        assert swiglu or not self.limit
-        return self.bias, self.limit, self.alpha
-
-
-PLAIN = Finish()
-
-
-class _Pairs(NamedTuple):
-    """A tile's pairs of a token and an expert, in a kernel, ``[PAIRS]``."""
-
-    token: Any
-    choice: Any
-    is_pair: Any
-
-
-class _ExpertOutput(NamedTuple):
-    """The output in a kernel. ``choice_stride`` is the distance between a token's results."""
-
-    ptr: Any
-    stride: Any
-    choice_stride: Any
-    num_rows: Any
-
-
-class _Epilogue(NamedTuple):
-    """The arguments of :class:`Finish` in a kernel."""
-
-    bias_ptr: Any
-    limit: Any
-    alpha: Any
-
-
-@triton.jit
-def _tile(tiles_ptr, num_tiles):
-    """Return a program's expert, its first pair and its end, in pair order."""
-    # Load all three at once, to pay the memory latency once.
-    expert = tl.load(tiles_ptr + tl.program_id(1))
-    first = tl.load(tiles_ptr + num_tiles + tl.program_id(1))
-    last = tl.load(tiles_ptr + 2 * num_tiles + tl.program_id(1))
-    return expert, first, last
-
-
-@triton.jit
-def _pairs(order_ptr, first, last, top_k, PAIRS: tl.constexpr):
-    """Return a tile's tokens and choices, and a mask."""
-    place = first + tl.arange(0, PAIRS)
-    is_pair = place < last
-    pair = tl.load(order_ptr + place, mask=is_pair, other=0)
-    return (pair // top_k).to(tl.int64), pair % top_k, is_pair
-
-
-@triton.jit
-def _swiglu(
-    sums,
-    first_feature,
-    num_rows,
-    epilogue,
-    expert,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    CLAMPED: tl.constexpr,
-):
-    """Return the SwiGLU of gate and up rows, ``[ROWS / 2, PAIRS]``, and its output rows."""
-    # Permute row 16 p + 8 s + g to [p, g, pair, s]: gate and up become neighbors.
-    sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, PAIRS), (0, 2, 3, 1))
-    gate, up = tl.split(sides)
-    feature = first_feature // 2 + tl.arange(0, ROWS // 2)
-    gate, up = gate.reshape(ROWS // 2, PAIRS), up.reshape(ROWS // 2, PAIRS)
-    if epilogue.bias_ptr is not None:
-        inside, bias = feature < num_rows, epilogue.bias_ptr + expert * num_rows * 2
-        gate += tl.load(bias + feature, mask=inside, other=0.0)[:, None]
-        up += tl.load(bias + num_rows + feature, mask=inside, other=0.0)[:, None]
-    if CLAMPED:
-        limit = epilogue.limit
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        y = gate * tl.sigmoid(gate * epilogue.alpha) * (up + 1.0)
-    else:
-        y = gate * tl.sigmoid(gate) * up
-    return y, feature
-
-
-@triton.jit
-def _store_pairs(
-    out,
-    sums,
-    pairs,
-    first_feature,
-    epilogue,
-    expert,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """Store ``sums [ROWS, PAIRS]`` from ``first_feature``, or the SwiGLU of their gate and
-    up.
-
-    The bias has the rows of all experts. An expert's gate rows precede its up rows.
-    """
-    if SWIGLU:
-        y, feature = _swiglu(
-            sums, first_feature, out.num_rows, epilogue, expert, ROWS, PAIRS, CLAMPED
-        )
-    else:
-        y = sums
-        feature = first_feature + tl.arange(0, ROWS)
-        if epilogue.bias_ptr is not None:
-            bias = epilogue.bias_ptr + expert * out.num_rows
-            y += tl.load(bias + feature, mask=feature < out.num_rows, other=0.0)[:, None]
-    target = out.ptr + pairs.token[None, :] * out.stride
-    target = target + pairs.choice[None, :] * out.choice_stride + feature[:, None]
-    y = rounded(y, out.ptr.dtype.element_ty, CHAINED)
-    tl.store(target, y, mask=(feature < out.num_rows)[:, None] & pairs.is_pair[None, :])
 
 
 @triton.jit
@@ -239,9 +106,9 @@ def _expert_linear_kernel(
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    expert, first, last = _tile(tiles_ptr, num_tiles)
+    expert, first, last = tile_of(tiles_ptr, num_tiles)
     if expert >= 0:
-        token, choice, is_pair = _pairs(order_ptr, first, last, top_k, PAIRS)
+        token, choice, is_pair = pairs_at(order_ptr, first + tl.arange(0, PAIRS), last, top_k)
         x_rows = x_ptr + token[None, :] * x_stride + choice[None, :] * x_each
         feature = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         packed_row = expert * row_tiles * 16 + feature
@@ -255,73 +122,13 @@ def _expert_linear_kernel(
                 data_ptr, words_ptr, packed_row, step, all_row_tiles, STEPS, KIND
             )
             sums = product(weights, x, sums, CHAINED)
-        out = _ExpertOutput(out_ptr, out_stride, out_each, num_rows)
-        pairs, epilogue = _Pairs(token, choice, is_pair), _Epilogue(bias_ptr, limit, alpha)
-        first_feature, sums = tl.program_id(0) * ROWS, sums * scale
-        _store_pairs(
-            out, sums, pairs, first_feature, epilogue, expert, ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED
+        out = ExpertOutput(out_ptr, out_stride, out_each, num_rows)
+        pairs, epilogue = (
+            ExpertPairs(token, choice, is_pair),
+            ExpertEpilogue(bias_ptr, limit, alpha),
         )
-
-
-@triton.jit
-def _expert_linear_cut_kernel(
-    out_ptr,
-    x_ptr,
-    data_ptr,
-    words_ptr,
-    order_ptr,
-    tiles_ptr,
-    num_rows,
-    num_columns,
-    num_steps,
-    row_tiles,
-    all_row_tiles,
-    num_tiles,
-    top_k,
-    out_stride,
-    out_each,
-    x_stride,
-    x_each,
-    scale,
-    bias_ptr,
-    limit,
-    alpha,
-    LAYOUT: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    STAGES: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    SWIGLU: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """Compute `_expert_linear_kernel` for small tiles of pairs, with the sums of `segment_sums`."""
-    release_dependents(CHAINED)
-    wait_for_inputs(CHAINED)
-    expert, first, last = _tile(tiles_ptr, num_tiles)
-    if expert >= 0:
-        token, choice, is_pair = _pairs(order_ptr, first, last, top_k, PAIRS)
-        x_rows = x_ptr + token * x_stride + choice * x_each
-        sums = segment_sums(
-            data_ptr,
-            words_ptr,
-            Operand(x_rows[None, None, :], is_pair[None, None, :], num_columns),
-            expert * row_tiles + tl.program_id(0) * (ROWS // 16),
-            all_row_tiles,
-            num_steps,
-            LAYOUT,
-            SEGMENTS,
-            ROWS,
-            PAIRS,
-            STAGES,
-            IS_EVEN,
-            CHAINED,
-        )
-        out = _ExpertOutput(out_ptr, out_stride, out_each, num_rows)
-        pairs, epilogue = _Pairs(token, choice, is_pair), _Epilogue(bias_ptr, limit, alpha)
         first_feature, sums = tl.program_id(0) * ROWS, sums * scale
-        _store_pairs(
+        store_pairs(
             out, sums, pairs, first_feature, epilogue, expert, ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED
         )
 
@@ -361,7 +168,7 @@ def _expert_linear_large_kernel(
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    expert, first, last = _tile(tiles_ptr, num_tiles)
+    expert, first, last = tile_of(tiles_ptr, num_tiles)
     if expert >= 0:
         place = first + tl.arange(0, PAIRS)
         pair = tl.load(order_ptr + tl.minimum(place, last - 1))
@@ -374,10 +181,13 @@ def _expert_linear_large_kernel(
             at = step * COLUMNS
             x = tl.load(x_rows + at + column, mask=at + column < num_columns, other=0.0)
             sums = product(weights.load([expert * packed_rows + feature, at]), x, sums, CHAINED)
-        out = _ExpertOutput(out_ptr, out_stride, out_each, num_rows)
-        pairs, epilogue = _Pairs(token, choice, place < last), _Epilogue(bias_ptr, limit, alpha)
+        out = ExpertOutput(out_ptr, out_stride, out_each, num_rows)
+        pairs, epilogue = (
+            ExpertPairs(token, choice, place < last),
+            ExpertEpilogue(bias_ptr, limit, alpha),
+        )
         sums *= scale
-        _store_pairs(
+        store_pairs(
             out, sums, pairs, feature, epilogue, expert, ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED
         )
 
@@ -432,33 +242,30 @@ def expert_linear(
     padded_rows = packed.num_row_tiles * TILE_ROWS
     grid = (triton.cdiv(padded_rows, tiling.rows), groups.tiles.shape[1])
     how: dict[str, Any] = {"num_rows": num_rows, "top_k": top_k}
-    arguments = _arguments(out, x, packed, groups, **how, tiling=tiling, finish=finish)
+    arguments = _arguments(out, x, packed, groups, **how, finish=finish)
+    if tiling.is_cut:
+        arguments["expert_tiles"] = packed.num_row_tiles
+        cut_linear(grid[1], arguments, packed, segments=tiling.num_warps)
+        return
+    sizes = {"ROWS": tiling.rows, "num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
     if tiling.columns:
         _expert_linear_large_kernel[grid](
             weights=TensorDescriptor.from_tensor(packed.data, [tiling.rows, tiling.columns]),
             packed_rows=padded_rows,
             STEPS=packed.data.shape[1] // tiling.columns,
             COLUMNS=tiling.columns,
-            **arguments,
+            **arguments | sizes,
         )
         return
-    arguments |= {
-        "data_ptr": packed.data,
-        "words_ptr": None if packed.kind == "bf16" else words_of(packed),
-        "row_tiles": packed.num_row_tiles,
-        "all_row_tiles": packed.num_experts * packed.num_row_tiles,
-    }
-    if tiling.is_cut:
-        _expert_linear_cut_kernel[grid](
-            num_steps=packed.num_column_tiles,
-            LAYOUT=layout_of(packed.format),
-            SEGMENTS=tiling.num_warps,
-            STAGES=tiling.num_stages,
-            IS_EVEN=packed.num_columns % (TILE_COLUMNS * tiling.num_warps) == 0,
-            **arguments,
-        )
-        return
-    _expert_linear_kernel[grid](KIND=packed.kind, STEPS=packed.num_column_tiles, **arguments)
+    _expert_linear_kernel[grid](
+        data_ptr=packed.data,
+        words_ptr=None if packed.kind == "bf16" else words_of(packed),
+        row_tiles=packed.num_row_tiles,
+        all_row_tiles=packed.num_experts * packed.num_row_tiles,
+        KIND=packed.kind,
+        STEPS=packed.num_column_tiles,
+        **arguments | sizes,
+    )
 
 
 def _arguments(
@@ -469,10 +276,9 @@ def _arguments(
     *,
     num_rows: int,
     top_k: int,
-    tiling: Tiling,
     finish: Finish,
 ) -> dict[str, Any]:
-    """Return the arguments of both kernels: operands, strides, epilogue and tile sizes."""
+    """Return the arguments of all kernels: operands, strides and epilogue."""
     swiglu = packed.is_paired
     bias, limit, alpha = finish.checked(packed.num_experts * num_rows, swiglu=swiglu)
     operands = {"out_ptr": out, "x_ptr": x, "order_ptr": groups.order, "tiles_ptr": groups.tiles}
@@ -490,12 +296,9 @@ def _arguments(
         "bias_ptr": bias,
         "limit": limit,
         "alpha": alpha,
-        "ROWS": tiling.rows,
         "PAIRS": groups.tile_size,
         "SWIGLU": swiglu,
         "CLAMPED": finish.limit > 0,
-        "num_warps": tiling.num_warps,
-        "num_stages": tiling.num_stages,
         **chained(out),
     }
 
@@ -504,7 +307,8 @@ def tiling_of(packed: PackedWeight, tile_size: int, operand: torch.dtype) -> Til
     """Return the tile sizes for a matmul, tuned on an H200."""
     is_long = packed.num_column_tiles >= 8
     if tile_size == DECODE_PAIRS:
-        name = "exact" if operand == torch.float32 else "cut_long" if is_long else "cut"
+        small = "cut" if packed.kind == "bf16" else "cut_blocks"
+        name = "exact" if operand == torch.float32 else "cut_long" if is_long else small
     elif packed.kind != "bf16":
         name = "blocks"
     elif tile_size == MOST_PAIRS and operand == torch.bfloat16:

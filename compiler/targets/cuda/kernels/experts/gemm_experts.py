@@ -13,12 +13,8 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
-from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
-    PLAIN,
-    Finish,
-    pair_stride,
-    result_rows,
-)
+from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import PLAIN, Finish
+from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import pair_stride, result_rows
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups, max_tiles
 from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
 from tilewright.compiler.targets.cuda.kernels.matmul.gemm_block import BlockTileConfig, GemmBlock

@@ -21,16 +21,16 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import words_of
 from tilewright.compiler.targets.cuda.kernels.matmul.tile_pairs import (
     both_sides,
-    in_order_of_words,
+    lane_columns,
+    lane_tokens,
     layout_of,
+    load_side,
+    load_words,
     pairs_of,
+    tokens_of,
 )
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.packed_weight import (
-    TILE_COLUMNS,
-    TILE_ROWS,
-    PackedWeight,
-)
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_COLUMNS, PackedWeight
 
 _TUNING = tuning()["matmul"]["triton"]
 
@@ -93,78 +93,88 @@ def store_rows(
 
 
 class Operand(NamedTuple):
-    """A program's rows of ``x`` in a kernel: first elements, mask, and length."""
+    """The rows of ``x`` in a kernel: first elements, mask, and length."""
 
     ptr: Any
     is_token: Any
     num_columns: Any
 
 
-@triton.jit
-def _load(x, column, IS_EVEN: tl.constexpr):
-    inside = x.is_token
-    if not IS_EVEN:
-        inside = (column < x.num_columns) & inside
-    return tl.load(x.ptr + column, mask=inside, other=0.0)
+class _TilePointers(NamedTuple):
+    """A tile in a kernel: pointers ``[8 SEGMENTS, W]`` to the first steps of segments."""
+
+    top: Any
+    low: Any
+    exponents: Any
 
 
 @triton.jit
-def _block_weights(words, of_words, of_exponents, LAYOUT: tl.constexpr, CHAINED: tl.constexpr):
-    """Return the weights of tiles in a block format, from pointers to their first words."""
-    exponents = tl.load(words + of_exponents)
-    words += of_words
-    top = pairs_of(tl.load(words), tl.load(words + LAYOUT.half), exponents, 0, LAYOUT, CHAINED)
-    words += 128
-    low = pairs_of(tl.load(words), tl.load(words + LAYOUT.half), exponents, 8, LAYOUT, CHAINED)
-    return both_sides(top, low)
+def _tile(words_ptr, tile, num_steps, LAYOUT: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Return the pointers to a tile of 16 rows."""
+    segment = tl.arange(0, 8 * SEGMENTS)[:, None] // 8
+    group, tile = tl.arange(0, 8 * SEGMENTS)[:, None] % 8, tile.to(tl.int64)
+    word, lane = tl.arange(0, 16)[None, :], tl.arange(0, LAYOUT.lanes)[None, :]
+    first = words_ptr + segment * LAYOUT.tile
+    if LAYOUT.name == "bf16":
+        length = num_steps * LAYOUT.tile
+        top = first + (tile * 16 + group) * length + word
+        low, exponents = top + 8 * length, top
+    else:
+        first += tile * num_steps * LAYOUT.tile
+        top = first + group * 16 + word
+        low, exponents = top + 128, first + LAYOUT.exponents + group * LAYOUT.lanes + lane
+    return _TilePointers(top, low, exponents)
+
+
+@triton.jit
+def _load(weights, offset, mask, IS_EVEN: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return a step's vectors of both sides, and its exponents. Zeros are for odd segments only."""
+    OTHER: tl.constexpr = None if IS_EVEN else 0
+    exponents = 0
+    if LAYOUT.exponents:
+        exponents = load_words(weights.exponents + offset, mask, OTHER)
+    top = load_side(weights.top + offset, mask, OTHER, LAYOUT)
+    return top, load_side(weights.low + offset, mask, OTHER, LAYOUT), exponents
 
 
 @triton.jit
 def segment_sums(
-    data_ptr,
     words_ptr,
     x,
-    first_tile,
-    num_tiles,
+    tile,
     num_steps,
     LAYOUT: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
     IS_EVEN: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Return float32 ``[ROWS, TOKENS]`` for the weight rows from row tile ``first_tile``.
+    """Return float32 ``[16, TOKENS]`` for a tile of 16 rows.
 
-    Rows after the last tile repeat it. ``IS_EVEN``: all segments have whole tiles in all steps.
+    ``IS_EVEN``: all segments have whole tiles in all steps.
+    The first weights are fetched before the wait for inputs.
     """
-    segment, column = tl.arange(0, SEGMENTS)[:, None, None], tl.arange(0, 128)
-    if LAYOUT is None:
-        row = tl.minimum(tl.arange(0, ROWS), (num_tiles - first_tile) * 16 - 1)[None, :, None]
-        source = data_ptr + first_tile.to(tl.int64) * (16 * num_steps * 128)
-        source += row * (num_steps * 128) + column[None, None, :]
-    else:
-        SPAN: tl.constexpr = LAYOUT.span
-        pair, word = tl.arange(0, ROWS // 2)[None, :, None], tl.arange(0, 4 * SPAN)[None, None, :]
-        tile = tl.minimum(pair // 8, num_tiles - 1 - first_tile) * num_steps
-        source = words_ptr + first_tile.to(tl.int64) * num_steps * LAYOUT.tile
-        of_words = pair % 8 * 16 + word // SPAN * 4 + word % SPAN
-        lane = tl.arange(0, LAYOUT.lanes)[None, None, :]
-        of_exponents = LAYOUT.exponents + pair % 8 * LAYOUT.lanes + lane
-    sums = tl.zeros((SEGMENTS, ROWS, TOKENS), tl.float32)
-    for first in tl.range(0, num_steps, SEGMENTS, num_stages=STAGES):
-        step = first + segment
-        own = _load(x, step * 128 + column[None, :, None], IS_EVEN)
-        # Segments after the last step repeat it. They find no columns.
-        step = step if IS_EVEN else tl.minimum(step, num_steps - 1)
-        if LAYOUT is None:
-            weights = tl.load(source + step * 128)
-        else:
-            own = in_order_of_words(own, SPAN)
-            words = source + (step + tile) * LAYOUT.tile
-            weights = _block_weights(words, of_words, of_exponents, LAYOUT, CHAINED)
-        sums = product(weights, own, sums, CHAINED)
+    weights = _tile(words_ptr, tile, num_steps, LAYOUT, SEGMENTS)
+    segment = tl.arange(0, 8 * SEGMENTS)[:, None] // 8
+    top, low, exponents = _load(weights, 0, segment < num_steps, IS_EVEN, LAYOUT)
+    wait_for_inputs(CHAINED)
+    column = lane_columns(TOKENS, SEGMENTS, LAYOUT)
+    own, mask = x.ptr[:, None] + column, x.is_token[:, None]
+    sums = tl.zeros((SEGMENTS, 16, TOKENS), tl.float32)
+    for first in tl.range(0, num_steps, SEGMENTS, num_stages=1):
+        next = first + SEGMENTS
+        # Segments after the last step have zeros. They find no columns.
+        has_next = next < num_steps if IS_EVEN else next + segment < num_steps
+        offset = next * LAYOUT.tile
+        next_top, next_low, next_exponents = _load(weights, offset, has_next, IS_EVEN, LAYOUT)
+        limit = None if IS_EVEN else x.num_columns - first * 128
+        tokens = tokens_of(own + first * 128, mask, column, limit, SEGMENTS, LAYOUT)
+        rows = both_sides(
+            pairs_of(top, exponents, 0, LAYOUT, CHAINED),
+            pairs_of(low, exponents, 1, LAYOUT, CHAINED),
+        )
+        sums = product(rows, tokens, sums, CHAINED)
+        top, low, exponents = next_top, next_low, next_exponents
     return tl.sum(sums, axis=0)
 
 
@@ -172,20 +182,48 @@ def segment_sums(
 def _linear_kernel(
     out_ptr,
     x_ptr,
-    data_ptr,
     words_ptr,
     bias_ptr,
     num_tokens,
     num_rows,
     num_columns,
-    num_row_tiles,
     num_steps,
     out_stride,
     x_stride,
     scale,
     LAYOUT: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    release_dependents(CHAINED)
+    tile = tl.program_id(0)
+    feature = tile * 16 + tl.arange(0, 16)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    own = tl.program_id(1) * TOKENS + lane_tokens(TOKENS, SEGMENTS)
+    x = Operand(x_ptr + own.to(tl.int64) * x_stride, own < num_tokens, num_columns)
+    sums = segment_sums(words_ptr, x, tile, num_steps, LAYOUT, SEGMENTS, TOKENS, IS_EVEN, CHAINED)
+    sums *= scale
+    out = OutputMatrix(out_ptr, out_stride, num_tokens, num_rows)
+    store_rows(out, bias_ptr, sums, feature, token, 16, TOKENS, RESIDUAL, SWIGLU, CHAINED)
+
+
+@triton.jit
+def _linear_bf16_kernel(
+    out_ptr,
+    x_ptr,
+    data_ptr,
+    bias_ptr,
+    num_tokens,
+    num_rows,
+    num_columns,
+    num_steps,
+    out_stride,
+    x_stride,
+    SEGMENTS: tl.constexpr,
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -193,29 +231,29 @@ def _linear_kernel(
     SWIGLU: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
+    """Compute `_linear_kernel` by asynchronous copies to shared memory."""
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    feature = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    x_rows = x_ptr + token[None, None, :].to(tl.int64) * x_stride
-    sums = segment_sums(
-        data_ptr,
-        words_ptr,
-        Operand(x_rows, (token < num_tokens)[None, None, :], num_columns),
-        tl.program_id(0) * (ROWS // 16),
-        num_row_tiles,
-        num_steps,
-        LAYOUT,
-        SEGMENTS,
-        ROWS,
-        TOKENS,
-        STAGES,
-        IS_EVEN,
-        CHAINED,
-    )
-    sums *= scale
+    own = x_ptr + token[None, None, :].to(tl.int64) * x_stride
+    is_token, column = (token < num_tokens)[None, None, :], tl.arange(0, 128)
+    segment, feature = tl.arange(0, SEGMENTS)[:, None, None], tl.arange(0, 16)
+    source = data_ptr + tile.to(tl.int64) * (16 * num_steps * 128)
+    source += feature[None, :, None] * (num_steps * 128) + column[None, None, :]
+    sums = tl.zeros((SEGMENTS, 16, TOKENS), tl.float32)
+    for first in tl.range(0, num_steps, SEGMENTS, num_stages=STAGES):
+        step = first + segment
+        channel = step * 128 + column[None, :, None]
+        inside = is_token if IS_EVEN else (channel < num_columns) & is_token
+        tokens = tl.load(own + channel, mask=inside, other=0.0)
+        # Segments after the last step repeat it. They find no columns.
+        step = step if IS_EVEN else tl.minimum(step, num_steps - 1)
+        sums = product(tl.load(source + step * 128), tokens, sums, CHAINED)
+    sums = tl.sum(sums, axis=0)
     out = OutputMatrix(out_ptr, out_stride, num_tokens, num_rows)
-    store_rows(out, bias_ptr, sums, feature, token, ROWS, TOKENS, RESIDUAL, SWIGLU, CHAINED)
+    feature += tile * 16
+    store_rows(out, bias_ptr, sums, feature, token, 16, TOKENS, RESIDUAL, SWIGLU, CHAINED)
 
 
 def linear(
@@ -240,35 +278,34 @@ def linear(
     assert out.shape == (num_tokens, num_rows // 2 if swiglu else num_rows)
     assert x.shape[1] >= packed.num_columns and x.stride(1) == 1 and out.stride(1) == 1
     assert not swiglu or (packed.is_paired and not residual)
-    family = "bf16" if packed.format == "bf16" else "blocks"
-    is_large = family == "blocks" and (num_rows >= _TUNING["min_large_rows"] or num_tokens > 8)
-    rows = 2 * TILE_ROWS if is_large else TILE_ROWS
-    segments, stages = _TUNING["segments"], _TUNING["num_stages"]["large" if is_large else family]
+    is_bf16 = packed.format == "bf16"
+    segments, family = segments_of(packed), "bf16" if is_bf16 else "blocks"
     tokens = min(_TUNING["tokens"][family], max(8, triton.next_power_of_2(num_tokens)))
-    grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_tokens, tokens))
-    _linear_kernel[grid](
-        out,
-        x,
-        packed.data,
-        None if family == "bf16" else words_of(packed),
-        bias,
-        num_tokens,
-        num_rows,
-        packed.num_columns,
-        packed.num_row_tiles,
-        packed.num_column_tiles,
-        out.stride(0),
-        x.stride(0),
-        packed.scale,
-        LAYOUT=layout_of(packed.format),
-        SEGMENTS=segments,
-        ROWS=rows,
-        TOKENS=tokens,
-        STAGES=stages,
-        IS_EVEN=packed.num_columns % (TILE_COLUMNS * segments) == 0,
-        RESIDUAL=residual,
-        SWIGLU=swiglu,
-        num_warps=segments,
-        num_stages=stages,
+    grid = (packed.num_row_tiles, triton.cdiv(num_tokens, tokens))
+    arguments: dict[str, Any] = {
+        **{"out_ptr": out, "x_ptr": x, "bias_ptr": bias},
+        **{"num_tokens": num_tokens, "num_rows": num_rows, "num_columns": packed.num_columns},
+        **{"num_steps": packed.num_column_tiles, "out_stride": out.stride(0)},
+        **{"x_stride": x.stride(0)},
+        **{"SEGMENTS": segments, "TOKENS": tokens},
+        **{"IS_EVEN": packed.num_columns % (TILE_COLUMNS * segments) == 0},
+        **{"RESIDUAL": residual, "SWIGLU": swiglu, "num_warps": segments},
         **chained(out),
-    )
+    }
+    if is_bf16:
+        stages = _TUNING["num_stages"]
+        how = {"STAGES": stages, "num_stages": stages}
+        _linear_bf16_kernel[grid](data_ptr=packed.data, **how, **arguments)
+    else:
+        how = {"words_ptr": words_of(packed), "LAYOUT": layout_of(packed.format)}
+        _linear_kernel[grid](**how, scale=packed.scale, **arguments)
+
+
+def segments_of(packed: PackedWeight) -> int:
+    """Return the segments of K for a program, with a warp each. They do not depend on tokens."""
+    segments = _TUNING["segments"]
+    if packed.format == "bf16":
+        return int(segments["bf16"])
+    if packed.num_rows >= _TUNING["min_large_rows"]:
+        return int(segments["large"])
+    return int(segments["long" if packed.num_columns >= _TUNING["min_long_columns"] else "small"])

@@ -1,7 +1,7 @@
-"""Tiles in block formats as bfloat16 pairs, in Triton. Excludes sums.
+"""Steps of weight tiles as bfloat16 pairs, in Triton. Excludes sums.
 
-All steps are elementwise, or move values within a lane. So a lane loads the words for its own
-elements in the matrix unit.
+A lane loads its elements in the matrix unit, 16 bytes at a time. All other steps are elementwise,
+or move values within a lane, so values need no shared memory.
 """
 
 from __future__ import annotations
@@ -25,39 +25,52 @@ class TileLayout(NamedTuple):
 
     Attributes:
         name: Storage format.
-        tile: Words in a tile.
-        half: Distance between halves.
-        span: Words per block.
-        exponents: First exponent word.
-        lanes: Exponent words per row.
+        tile: Words between steps.
+        vectors: 16-byte loads of a lane for a side of a step.
+        stride: Words between vectors.
+        exponents: First exponent word. 0: the format has none.
+        lanes: Exponent words for four lanes.
     """
 
     name: str
     tile: int
-    half: int
-    span: int
+    vectors: int
+    stride: int
     exponents: int
     lanes: int
 
 
-def layout_of(name: str) -> TileLayout | None:
-    """Return a block format's layout, or None for bfloat16."""
+def layout_of(name: str) -> TileLayout:
+    """Return a format's layout."""
     if name == "bf16":
-        return None
+        return TileLayout(name, 64, 4, 16, 0, 4)
     tile, lanes = tile_bytes(name) // 4, 2 if name == "mxfp4" else 4
-    half, span = (256, 4) if name == "bfp8" else (2, 2)
-    return TileLayout(name, tile, half, span, tile - 8 * lanes, lanes)
+    return TileLayout(name, tile, 2 if name == "bfp8" else 1, 256, tile - 8 * lanes, lanes)
 
 
 @triton.jit
-def _factors_of(exponents, SHIFT: tl.constexpr, WORDS: tl.constexpr):
-    """Return ``2 ** e`` as pairs ``[S, G, WORDS]`` from words ``[S, G, LANES]``."""
-    S: tl.constexpr = exponents.shape[0]
-    G: tl.constexpr = exponents.shape[1]
-    LANES: tl.constexpr = exponents.shape[2]
+def _mask_or(words, MASK: tl.constexpr, BITS: tl.constexpr, CHAINED: tl.constexpr):
+    """Return ``words & MASK | BITS``. The compiler takes two instructions for two constants."""
+    if CHAINED:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;",
+            "=r,r,r,r",
+            [words, MASK, BITS],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return (words & MASK) | BITS
+
+
+@triton.jit
+def _factors_of(exponents, SHIFT: tl.constexpr):
+    """Return ``2 ** e`` as pairs ``[8 S, 8]`` from words ``[8 S, LANES]``."""
+    ROWS: tl.constexpr = exponents.shape[0]
+    LANES: tl.constexpr = exponents.shape[1]
     factors = ((exponents >> SHIFT) & 0xFF) * 0x00800080 + 0x3F803F80
-    shape: tl.constexpr = (S, G, LANES, WORDS // LANES)
-    return tl.broadcast_to(tl.expand_dims(factors, 3), shape).reshape(S, G, WORDS)
+    factors = tl.broadcast_to(tl.expand_dims(factors, 2), (ROWS, LANES, 8 // LANES))
+    return factors.reshape(ROWS, 8)
 
 
 @triton.jit
@@ -86,15 +99,15 @@ def _pairs(words, factors, INDEX: tl.constexpr, FORMAT: tl.constexpr, CHAINED: t
     elif INDEX % 2:
         bits = moved & -0x7F8F7F90  # 0x80708070
     else:
-        bits = (moved & 0x000F000F) | 0x02800280
+        bits = _mask_or(moved, 0x000F000F, 0x02800280, CHAINED)
         # The factors times `-(2 ** -122 + 8 * 2 ** -129)`.
         addend = fused(factors, -0x7D777D78, addend, CHAINED)
     return fused(bits, factors, addend, CHAINED)
 
 
 @triton.jit
-def _half(words, factors, FORMAT: tl.constexpr, CHAINED: tl.constexpr):
-    """Return all pairs ``[S, G, W, 2]`` or ``[S, G, W, 2, 2]`` in words ``[S, G, W]``."""
+def _decoded(words, factors, FORMAT: tl.constexpr, CHAINED: tl.constexpr):
+    """Return all pairs in words ``[8 S, 8]``: ``[8 S, 8, 2]`` for bfp8, else ``[8 S, 8, 2, 2]``."""
     pairs = tl.join(
         _pairs(words, factors, 0, FORMAT, CHAINED), _pairs(words, factors, 1, FORMAT, CHAINED)
     )
@@ -107,38 +120,129 @@ def _half(words, factors, FORMAT: tl.constexpr, CHAINED: tl.constexpr):
 
 
 @triton.jit
-def pairs_of(
-    words, last_words, exponents, SHIFT: tl.constexpr, LAYOUT: tl.constexpr, CHAINED: tl.constexpr
+def _vector(
+    words,
+    exponents,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    FORMAT: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    """Return int32 pairs ``[S, G, 64]`` for both halves, in the order of `in_order_of_words`."""
-    S: tl.constexpr = words.shape[0]
-    G: tl.constexpr = words.shape[1]
-    W: tl.constexpr = words.shape[2]
-    FORMAT: tl.constexpr = LAYOUT.name
-    first = _half(words, _factors_of(exponents, SHIFT, W), FORMAT, CHAINED)
-    last = _half(last_words, _factors_of(exponents, SHIFT + 16, W), FORMAT, CHAINED)
-    pairs = tl.join(first, last)
-    if FORMAT == "bfp8":
-        pairs = tl.permute(pairs, (0, 1, 4, 3, 2))
-    else:
-        pairs = tl.permute(pairs, (0, 1, 5, 4, 3, 2))
-    return pairs.reshape(S, G, 64)
+    """Return the pairs in words ``[8 S, 16]``.
+
+    Halves are the first two and the last two of a lane's four words. ``FIRST`` and ``LAST`` are
+    their first bits in ``exponents``.
+    """
+    ROWS: tl.constexpr = words.shape[0]
+    first, last = tl.split(tl.permute(words.reshape(ROWS, 4, 2, 2), (0, 1, 3, 2)))
+    first, last = first.reshape(ROWS, 8), last.reshape(ROWS, 8)
+    if FORMAT != "bf16":
+        first = _decoded(first, _factors_of(exponents, FIRST), FORMAT, CHAINED)
+        last = _decoded(last, _factors_of(exponents, LAST), FORMAT, CHAINED)
+    return tl.join(first, last)
 
 
 @triton.jit
-def in_order_of_words(x, SPAN: tl.constexpr):
-    """Sort columns ``[S, 128, T]`` by half, pair in a word, block, word, and column in a pair."""
-    S: tl.constexpr = x.shape[0]
-    T: tl.constexpr = x.shape[2]
-    sorted = tl.permute(x.reshape(S, 2, 4 * SPAN, 8 // SPAN, 2, T), (0, 1, 3, 2, 4, 5))
-    return sorted.reshape(S, 128, T)
+def load_words(words, mask, OTHER: tl.constexpr):
+    """Return words that only this program reads."""
+    return tl.load(words, mask=mask, other=OTHER, cache_modifier=".cg")
+
+
+@triton.jit
+def load_side(words, mask, OTHER: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return a side's vectors ``[8 S, 16]`` from pointers to their first words."""
+    first = load_words(words, mask, OTHER)
+    if LAYOUT.vectors == 1:
+        return (first,)
+    else:
+        second = load_words(words + LAYOUT.stride, mask, OTHER)
+        if LAYOUT.vectors == 2:
+            return first, second
+        else:
+            third = load_words(words + 2 * LAYOUT.stride, mask, OTHER)
+            return first, second, third, load_words(words + 3 * LAYOUT.stride, mask, OTHER)
+
+
+@triton.jit
+def pairs_of(vectors, exponents, SIDE: tl.constexpr, LAYOUT: tl.constexpr, CHAINED: tl.constexpr):
+    """Return a side's int32 pairs ``[8 S, 64]`` in the order of `tokens_of`.
+
+    ``SIDE`` is 0 for rows g, and 1 for rows g + 8.
+    """
+    FORMAT: tl.constexpr = LAYOUT.name
+    SHIFT: tl.constexpr = 8 * SIDE
+    if FORMAT == "bf16":
+        pairs = tl.join(
+            tl.join(
+                _vector(vectors[0], exponents, 0, 0, FORMAT, CHAINED),
+                _vector(vectors[1], exponents, 0, 0, FORMAT, CHAINED),
+            ),
+            tl.join(
+                _vector(vectors[2], exponents, 0, 0, FORMAT, CHAINED),
+                _vector(vectors[3], exponents, 0, 0, FORMAT, CHAINED),
+            ),
+        )
+    elif FORMAT == "bfp8":
+        pairs = tl.join(
+            _vector(vectors[0], exponents, SHIFT, SHIFT, FORMAT, CHAINED),
+            _vector(vectors[1], exponents, SHIFT + 16, SHIFT + 16, FORMAT, CHAINED),
+        )
+    else:
+        pairs = _vector(vectors[0], exponents, SHIFT, SHIFT + 16, FORMAT, CHAINED)
+    return tl.permute(pairs, (0, 4, 3, 2, 1)).reshape(pairs.shape[0], 64)
+
+
+@triton.jit
+def lane_tokens(TOKENS: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Return the tokens ``[4 SEGMENTS TOKENS]`` for the rows of `lane_columns`.
+
+    Lanes have eight tokens, warps have the segments.
+    """
+    index = tl.arange(0, 4 * SEGMENTS * TOKENS)
+    return index // (32 * SEGMENTS) * 8 + index // 4 % 8
+
+
+@triton.jit
+def lane_columns(TOKENS: tl.constexpr, SEGMENTS: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return the columns ``[4 SEGMENTS TOKENS, 8]`` in ``x`` that lanes load first."""
+    index = tl.arange(0, 4 * SEGMENTS * TOKENS)[:, None]
+    first = index // 32 % SEGMENTS * 128 + index % 4 * (8 if LAYOUT.name == "bf16" else 16)
+    return first + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def _eight(x, mask, column, limit, OFFSET: tl.constexpr):
+    if limit is not None:
+        mask = mask & (column + OFFSET < limit)
+    return tl.load(x + OFFSET, mask=mask, other=0.0)
+
+
+@triton.jit
+def tokens_of(x, mask, column, limit, SEGMENTS: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return bfloat16 ``[SEGMENTS, 128, TOKENS]`` from pointers to the columns of `lane_columns`.
+
+    The columns are in the order of `pairs_of`. ``limit`` is None or the number of columns.
+    """
+    T: tl.constexpr = x.shape[0] // (32 * SEGMENTS)
+    IS_BF16: tl.constexpr = LAYOUT.name == "bf16"
+    SECOND: tl.constexpr = 32 if IS_BF16 else 8
+    first = _eight(x, mask, column, limit, 0)
+    first = tl.join(first, _eight(x, mask, column, limit, SECOND))
+    last = _eight(x, mask, column, limit, 64)
+    last = tl.join(last, _eight(x, mask, column, limit, 64 + SECOND))
+    x = tl.join(first, last).reshape(T, SEGMENTS, 8, 4, 2, 2, 2, 2, 2)
+    if IS_BF16:
+        x = tl.permute(x, (1, 8, 7, 4, 3, 5, 6, 0, 2))
+    elif LAYOUT.name == "bfp8":
+        x = tl.permute(x, (1, 8, 7, 5, 3, 4, 6, 0, 2))
+    else:
+        x = tl.permute(x, (1, 8, 4, 5, 3, 7, 6, 0, 2))
+    return x.reshape(SEGMENTS, 128, 8 * T)
 
 
 @triton.jit
 def both_sides(top, low):
-    """Return bfloat16 ``[S, 2 G, 2 W]`` from pairs ``[S, G, W]`` for rows g and g + 8."""
-    S: tl.constexpr = top.shape[0]
-    G: tl.constexpr = top.shape[1]
-    W: tl.constexpr = top.shape[2]
-    sides = tl.join(top, low).reshape(S, G // 8, 8, W, 2)
-    return weights(tl.permute(sides, (0, 1, 4, 2, 3)).reshape(S, 2 * G, W))
+    """Return bfloat16 ``[S, 16, 128]`` from pairs ``[8 S, 64]`` for rows g and g + 8."""
+    S: tl.constexpr = top.shape[0] // 8
+    sides = tl.permute(tl.join(top, low).reshape(S, 8, 64, 2), (0, 3, 1, 2))
+    return weights(sides.reshape(S, 16, 64))
