@@ -151,6 +151,7 @@ def _experts(rows: int, *, fmt: str, top_k: int, hidden: int, inner: int) -> Ite
 
     from tilewright.compiler.ir.recipe import Segment, WeightRecipe
     from tilewright.compiler.targets.cuda.kernels.experts import experts, moe_small, route
+    from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import Shared
     from tilewright.compiler.targets.cuda.weights.experts import place_experts
     from tilewright.compiler.targets.cuda.weights.packing import hold
 
@@ -178,7 +179,7 @@ def _experts(rows: int, *, fmt: str, top_k: int, hidden: int, inner: int) -> Ite
 
     def layer(at: int, *, steps: tuple[int, int]) -> None:
         route.route(weights, chosen, logits[at], positions, tiles, renormalise=True)
-        of_up = experts.Shared(x, shared_up, shared)
+        of_up = Shared(x, shared_up, shared)
         named: dict[str, Any] = {
             "top_k": top_k,
             "swiglu": True,
@@ -186,7 +187,7 @@ def _experts(rows: int, *, fmt: str, top_k: int, hidden: int, inner: int) -> Ite
             "small_depth": steps[0],
         }
         experts.expert_linear(between, x, up, tiles, **named)
-        of_down = experts.Shared(shared, shared_down)
+        of_down = Shared(shared, shared_down)
         named = {"residual": False, "gate": gate, "shared": of_down, "small_depth": steps[1]}
         experts.expert_sum(out, between, down, tiles, weights, **named)
 

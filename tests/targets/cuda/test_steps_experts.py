@@ -33,10 +33,12 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
     FAST,
     HOPPER,
     INTERPRETER,
+    STRICT,
     Gpu,
 )
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
+from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import DECODE_PAIRS
 from tilewright.compiler.targets.cuda.kernels.experts.table import INSIDE
 from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.steps.experts import ExpertsRunner
@@ -118,6 +120,22 @@ def test_the_expert_of_all_tokens_runs_along_where_it_is_held_alike(
     assert len(shared) == 4
     along = [each for each in products if experts.runs_along(each, 1)]
     assert along == (shared if is_along else [])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "arithmetic", "is_along"),
+    [(ADA, FAST, True), (ADA, STRICT, False), (INTERPRETER, FAST, True), (ADA, EXACT, False)],
+)
+def test_triton_runs_the_shared_expert_with_the_experts_of_small_steps(
+    gpu: Gpu, arithmetic: str, is_along: bool
+) -> None:
+    plan, experts = experts_of(BF16, gpu, arithmetic=arithmetic)
+    products = [each for each in plan.instructions if isinstance(each, LinearOp)]
+    shared = [each for each in products if ".shared_expert." in each.fqn]
+    for count in (1, DECODE_PAIRS):
+        along = [each for each in products if experts.runs_along(each, count)]
+        assert along == (shared if is_along else [])
+    assert not any(experts.runs_along(each, DECODE_PAIRS + 1) for each in products)
 
 
 def holding(values: torch.Tensor) -> Any:

@@ -22,6 +22,7 @@ from tilewright.compiler.targets.cuda.kernels.experts import gemm_experts, moe_s
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import Finish
+from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import Shared, takes_shared
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
     DECODE_PAIRS,
     expert_linear,
@@ -111,22 +112,22 @@ class ExpertsRunner:
         most = min(max_rows, native_route.MAX_TOKENS)
         self.why_not_native = self._why_not_native(plan, most)
         fits = not self.why_not_native
-        self._shared = self._find_shared(plan) if fits else {}
-        self._along = {id(each) for each in self._shared.values()}
-        routers = joined_routers(plan, weights) if fits and arithmetic == FAST else {}
-        apart = [each for each in plan.instructions if id(each) not in self._along]
-        inside = self._find_inside(apart) if fits else set()
-        self._close = _behind_products(apart)
         products = [
-            product_of(each)
-            for each in plan.instructions
-            if isinstance(each, ExpertLinearOp | ExpertSum)
+            product_of(op) for op in plan.instructions if isinstance(op, ExpertLinearOp | ExpertSum)
         ]
-        self._is_bf16 = all(each.kind == "bf16" for each in products)
         kernel = prompt_kernel(
-            [PromptSite(each.kind, arithmetic, gpu, each.recipe.shape[-1]) for each in products]
+            [PromptSite(spec.kind, arithmetic, gpu, spec.recipe.shape[-1]) for spec in products]
         )
         self._is_blocks = kernel == BLOCKS
+        # Larger strict steps would run the shared expert separately, with other sums.
+        joins = arithmetic == FAST and not self._is_blocks
+        self._shared = self._find_shared(plan) if fits or joins else {}
+        self._along = {id(op) for op in self._shared.values()}
+        routers = joined_routers(plan, weights) if fits and arithmetic == FAST else {}
+        apart = [op for op in plan.instructions if id(op) not in self._along]
+        inside = self._find_inside(apart) if fits else set()
+        self._close = _behind_products(apart)
+        self._is_bf16 = all(spec.kind == "bf16" for spec in products)
         self._linear = gemm_experts.expert_linear if self._is_blocks else expert_linear
         if self._is_blocks:
             nvrtc.load(device, gemm_experts.SOURCE)
@@ -136,6 +137,7 @@ class ExpertsRunner:
             nvrtc.load(device, *sources, *([native_router.SOURCE] if routers else []))
         self._routers = routers
         self._max_small = self._max_small_rows(routes, fits)
+        self._max_along = self._max_small if fits else min(self._max_small, DECODE_PAIRS)
         self._site = ExpertsSite(arithmetic, gpu, decodes=True, fits=fits, max_rows=self._max_small)
         self._routes = {
             id(each): bind_route(
@@ -191,7 +193,7 @@ class ExpertsRunner:
                 continue
             pairs = ((first, up), (last, down))
             packed = [[self._weights.weight_of(each) for each in pair] for pair in pairs]
-            if all(native_experts.takes_shared(shared, own) for own, shared in packed):
+            if all(takes_shared(shared, own) for own, shared in packed):
                 found |= {id(expert): shared for expert, shared in pairs}
         return found
 
@@ -234,7 +236,7 @@ class ExpertsRunner:
         routes = self._joined.get(id(each))
         if routes is not None:
             return routes.at(num_rows) == JOINED
-        return id(each) in self._along and num_rows <= self._max_small
+        return id(each) in self._along and num_rows <= self._max_along
 
     def watch(self, run: Callable[[], object]) -> list[Tensor]:
         """Run a function and return the selected experts ``[T, K]`` for each `TopKRouteOp`."""
@@ -332,9 +334,7 @@ class ExpertsRunner:
         for part, tiles in routing.native_parts():
             shared = None
             if given is not None:
-                weight = self._weights.weight_of(given)
-                shared_x, shared_out = step.view(given.x)[part], step.view(given.out)[part]
-                shared = native_experts.Shared(shared_x, weight, shared_out)
+                shared = self._shared_rows(given, step, part)
             native_experts.expert_linear(
                 out[part],
                 x[part],
@@ -348,7 +348,23 @@ class ExpertsRunner:
             )
         for part, groups in routing.parts():
             how: dict[str, Any] = {"top_k": top_k, "swiglu": swiglu, "finish": finish}
+            shared = self._shared_in(groups, each, step, part)
+            how |= {} if shared is None else {"shared": shared}
             self._linear(out[part], x[part], packed, groups, **how)
+
+    def _shared_rows(self, op: LinearOp, step: Buffers, rows: slice) -> Shared:
+        x, out = step.view(op.x)[rows], step.view(op.out)[rows]
+        return Shared(x, self._weights.weight_of(op), out)
+
+    def _shared_in(
+        self, groups: Groups, op: ExpertLinearOp | ExpertSum, step: Buffers, rows: slice
+    ) -> Shared | None:
+        """Return the shared expert of a Triton matmul, or None. Prompts have larger tiles."""
+        along = self._shared.get(id(op))
+        if along is None or groups.tile_size != DECODE_PAIRS:
+            return None
+        shared = self._shared_rows(along, step, rows)
+        return shared if len(shared.x) <= self._max_along else None
 
     def _sum_native(
         self,
@@ -359,14 +375,14 @@ class ExpertsRunner:
         tiles: native_route.Tiles,
     ) -> None:
         assert self._launched is routing  # the kernel reads tiles without a wait
-        shared: native_experts.Shared | Tensor | None = None
+        shared: Shared | Tensor | None = None
         gate = None
         if each.shared is not None:
             shared, gate = step.view(each.shared[0])[part], step.view(each.shared[1])[part]
         along = self._shared.get(id(each))
         if along is not None:
             weight = self._weights.weight_of(along)
-            shared = native_experts.Shared(step.view(along.x)[part], weight)
+            shared = Shared(step.view(along.x)[part], weight)
         native_experts.expert_sum(
             step.view(each.out)[part],
             step.view(each.x)[part],
@@ -397,7 +413,10 @@ class ExpertsRunner:
         for part, groups in routing.parts():
             results = products[: len(x[part])]
             finish = Finish(self._vector(each.bias))
-            self._linear(results, x[part], packed, groups, top_k=routing.top_k, finish=finish)
+            how: dict[str, Any] = {"top_k": routing.top_k, "finish": finish}
+            along = self._shared_in(groups, each, step, part)
+            how |= {} if along is None else {"shared": along}
+            self._linear(results, x[part], packed, groups, **how)
             sum_experts(
                 out[part],
                 results,

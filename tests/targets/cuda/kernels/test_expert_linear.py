@@ -8,7 +8,9 @@ import torch
 from tests.grids import grid
 from tests.targets.cuda.test_packing import random_mxfp4, whole_range_mxfp4
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import Shared
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
+    DECODE_PAIRS,
     MOST_PAIRS,
     PREFILL_PAIRS,
     Tiling,
@@ -18,7 +20,7 @@ from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups, group
 from tilewright.compiler.targets.cuda.weights.experts import place_experts
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
-from tilewright.compiler.targets.cuda.weights.packing import unpack
+from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
 
 NAN = float("nan")
 KINDS = ["bf16", "bfp8", "bfp4", "mxfp4"]
@@ -114,6 +116,32 @@ def test_products(
         view.unflatten(1, (top_k, -1)).double(), want, rtol=2e-6, atol=4e-6, equal_nan=True
     )
     assert bool(out[:, top_k * size[0] :].isnan().all())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bfp8", "bfp4"])
+@pytest.mark.parametrize(("swiglu", "num_rows"), [(True, 48), (False, 33)])
+def test_shared_expert(kind: str, swiglu: bool, num_rows: int, device: torch.device) -> None:
+    """The shared expert has more rows, or fewer, and other columns."""
+    held, experts = weight(kind, (64, 200), device, paired=swiglu), choice(3, 2, device)
+    dense = torch.randn(num_rows * 2 if swiglu else num_rows, 136, device=device) / 11
+    shared = hold(dense, kind, paired=swiglu)
+    x, shared_x = torch.randn(3, 200, device=device), torch.randn(3, 136, device=device)
+    x, shared_x = x.bfloat16(), shared_x.bfloat16()
+    groups, width = grouped(experts, DECODE_PAIRS), 32 if swiglu else 64
+    alone, out = (torch.full((3, 2 * width), NAN, device=device) for _ in range(2))
+    shared_out = torch.full((3, num_rows + 5), NAN, device=device)
+    expert_linear(alone, x, held, groups, top_k=2, swiglu=swiglu)
+    named = Shared(shared_x, shared, shared_out[:, :num_rows])
+    expert_linear(out, x, held, groups, top_k=2, swiglu=swiglu, shared=named)
+    torch.testing.assert_close(out, alone, rtol=0, atol=0, equal_nan=True)
+    want = shared_x.double() @ unpack(shared).double().T
+    if swiglu:
+        sides = want.unflatten(1, (-1, 2, 8))
+        want = torch.nn.functional.silu(sides[:, :, 0]) * sides[:, :, 1]
+        want = want.flatten(1)
+    got = shared_out[:, :num_rows].double()
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=4e-6)
+    assert bool(shared_out[:, num_rows:].isnan().all())
 
 
 @pytest.mark.parametrize(("num_tokens", "tile_size"), [(2, 8), (19, 64)])

@@ -73,10 +73,10 @@ def tile_of(tiles_ptr, num_tiles):
 
 @triton.jit
 def pairs_at(order_ptr, index, last, top_k):
-    """Return the tokens and choices at some indices before ``last``, and a mask."""
+    """Return the pairs at some indices before ``last``."""
     is_pair = index < last
     pair = tl.load(order_ptr + index, mask=is_pair, other=0)
-    return (pair // top_k).to(tl.int64), pair % top_k, is_pair
+    return ExpertPairs((pair // top_k).to(tl.int64), pair % top_k, is_pair)
 
 
 @triton.jit

@@ -7,7 +7,6 @@ rows of an expert's weight.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import num_processor
 from tilewright.compiler.targets.cuda.kernels.experts import moe_small
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import PLAIN, Finish
+from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import Shared, takes_shared
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import pair_stride
 from tilewright.compiler.targets.cuda.kernels.experts.route import (
     MAX_CHOSEN,
@@ -115,12 +115,6 @@ def takes(packed: PackedWeight, *, num_tokens: int, top_k: int, is_sum: bool) ->
     return _room(packed, num_tokens, top_k, is_sum=is_sum, depth=depth) <= MOST_SHARED
 
 
-def takes_shared(shared: PackedWeight, packed: PackedWeight) -> bool:
-    """Return whether a shared expert's weight can run in the same launch."""
-    is_alike = shared.kind == packed.format and shared.is_paired == packed.is_paired
-    return is_alike and shared.num_columns % 8 == 0
-
-
 def _num_warps(format_name: str, *, is_sum: bool) -> int:
     """Return the warps in a block, as experts.cu."""
     return _SUM_WARPS if is_sum else {"mxfp4": 16}.get(format_name, 8)
@@ -133,21 +127,6 @@ def _room(packed: PackedWeight, num_tokens: int, top_k: int, *, is_sum: bool, de
     products = (num_pairs + num_tokens) * TILE_ROWS * 4 + -(-num_pairs // 4) * 16
     tiles = max_tiles(num_pairs, packed.num_experts, TILE_PAIRS) * (TILE_PAIRS * 2 + 4) + 4
     return ring + tiles + (products if is_sum else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """The shared expert, which all tokens use.
-
-    Attributes:
-        x: Inputs, bfloat16 ``[B, >= C]``.
-        packed: Packed weight in the experts' format; see :func:`takes_shared`.
-        out: Results, in the same type as the experts' results. None for a sum.
-    """
-
-    x: Tensor
-    packed: PackedWeight
-    out: Tensor | None = None
 
 
 def expert_linear(

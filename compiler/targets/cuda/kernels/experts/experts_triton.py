@@ -32,7 +32,7 @@ from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import (
     store_pairs,
     tile_of,
 )
-from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import cut_linear
+from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import Shared, cut_linear
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import words_of
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import product
@@ -108,25 +108,22 @@ def _expert_linear_kernel(
     wait_for_inputs(CHAINED)
     expert, first, last = tile_of(tiles_ptr, num_tiles)
     if expert >= 0:
-        token, choice, is_pair = pairs_at(order_ptr, first + tl.arange(0, PAIRS), last, top_k)
-        x_rows = x_ptr + token[None, :] * x_stride + choice[None, :] * x_each
+        pairs = pairs_at(order_ptr, first + tl.arange(0, PAIRS), last, top_k)
+        x_rows = x_ptr + pairs.token[None, :] * x_stride + pairs.choice[None, :] * x_each
         feature = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         packed_row = expert * row_tiles * 16 + feature
         order = tile_columns(KIND == "bfp4" or KIND == "mxfp4")
         sums = tl.zeros((ROWS, PAIRS), tl.float32)
         for step in range(STEPS):
             column = step * 128 + order[:, None]
-            inside = (column < num_columns) & is_pair[None, :]
+            inside = (column < num_columns) & pairs.is_pair[None, :]
             x = tl.load(x_rows + column, mask=inside, other=0.0)
             weights = tile_weights(
                 data_ptr, words_ptr, packed_row, step, all_row_tiles, STEPS, KIND
             )
             sums = product(weights, x, sums, CHAINED)
         out = ExpertOutput(out_ptr, out_stride, out_each, num_rows)
-        pairs, epilogue = (
-            ExpertPairs(token, choice, is_pair),
-            ExpertEpilogue(bias_ptr, limit, alpha),
-        )
+        epilogue = ExpertEpilogue(bias_ptr, limit, alpha)
         first_feature, sums = tl.program_id(0) * ROWS, sums * scale
         store_pairs(
             out, sums, pairs, first_feature, epilogue, expert, ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED
@@ -182,10 +179,8 @@ def _expert_linear_large_kernel(
             x = tl.load(x_rows + at + column, mask=at + column < num_columns, other=0.0)
             sums = product(weights.load([expert * packed_rows + feature, at]), x, sums, CHAINED)
         out = ExpertOutput(out_ptr, out_stride, out_each, num_rows)
-        pairs, epilogue = (
-            ExpertPairs(token, choice, place < last),
-            ExpertEpilogue(bias_ptr, limit, alpha),
-        )
+        pairs = ExpertPairs(token, choice, place < last)
+        epilogue = ExpertEpilogue(bias_ptr, limit, alpha)
         sums *= scale
         store_pairs(
             out, sums, pairs, feature, epilogue, expert, ROWS, PAIRS, SWIGLU, CLAMPED, CHAINED
@@ -221,6 +216,7 @@ def expert_linear(
     swiglu: bool = False,
     tiling: Tiling | None = None,
     finish: Finish = PLAIN,
+    shared: Shared | None = None,
 ) -> None:
     """Multiply each token with its K experts' weights, with float32 sums.
 
@@ -234,6 +230,8 @@ def expert_linear(
         swiglu: The weight has paired gate and up rows, and the result is silu(gate) * up.
         tiling: Tile sizes. None: :func:`tiling_of`. The bits do not depend on them.
         finish: Biases, and the bound of SwiGLU.
+        shared: The shared expert's matmul, for up to ``groups.tile_size`` tokens and a tiling
+            with segments.
     """
     num_rows = result_rows(out, packed, top_k, swiglu=swiglu)
     assert out.shape[0] == x.shape[0] and out.stride(1) == 1 == x.stride(1)
@@ -245,8 +243,9 @@ def expert_linear(
     arguments = _arguments(out, x, packed, groups, **how, finish=finish)
     if tiling.is_cut:
         arguments["expert_tiles"] = packed.num_row_tiles
-        cut_linear(grid[1], arguments, packed, segments=tiling.num_warps)
+        cut_linear(grid[1], arguments, packed, shared, segments=tiling.num_warps)
         return
+    assert shared is None
     sizes = {"ROWS": tiling.rows, "num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
     if tiling.columns:
         _expert_linear_large_kernel[grid](
