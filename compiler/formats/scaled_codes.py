@@ -104,7 +104,8 @@ class ScaledCodes(DataFormat):
         if not self.has_exponents:
             return self.stored_scales(largest / E2M1_LARGEST)
         exponent = torch.frexp(largest).exponent - _LARGEST_EXPONENT
-        return torch.ldexp(torch.ones_like(largest), exponent.clamp_(_MIN_EXPONENT, 127))
+        scale = torch.ldexp(torch.ones_like(largest), exponent.clamp_(_MIN_EXPONENT, 127))
+        return scale.masked_fill_(~largest.isfinite(), torch.inf)  # the block's values are NaN
 
     def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """Round NVFP4 scales to a significand of 4 bits."""
@@ -147,7 +148,7 @@ class ScaledCodes(DataFormat):
             codes = codes[:, ::2] | codes[:, 1::2] << 4
         scales = encoded.scales.float().reshape(-1, 1)
         if self.has_exponents:
-            scales = (scales.log2() + _EXPONENT_BIAS).to(torch.uint8)
+            scales = (scales.log2() + _EXPONENT_BIAS).clamp_(max=255).to(torch.uint8)
         scales = scales.view(torch.uint8)
         return torch.cat((scales, codes), dim=1).reshape(-1)
 

@@ -138,3 +138,13 @@ def test_4_bit_float_codes_are_nearest_to_the_values(name: str) -> None:
     assert torch.equal(format_.unpack(format_.pack(x), x.shape), values.float().view_as(x))
     if name == "mxfp4":
         assert torch.equal(format_.round_trip(values.float().view_as(x)), values.float().view_as(x))
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_block_with_a_value_that_is_not_finite_is_nan(name: str, value: float) -> None:
+    format_, x = get_format(name), torch.ones(1, 256)
+    x[0, 3] = value
+    is_nan = torch.arange(256).view(1, -1) < format_.block
+    for values in (format_.round_trip(x), format_.unpack(format_.pack(x), x.shape)):
+        assert torch.equal(values.isnan(), is_nan)
