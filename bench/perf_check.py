@@ -188,8 +188,8 @@ def cuda_row(record: Result) -> str | None:
         return None
     wanted = record.model.lower(), record.precision_name, record.batch, record.prompt_length
     for each in ROWS:
-        shape, precision, context = each.program
-        found = shape, precision, each.batch, each.prompt_length
+        model, precision, context = each.program
+        found = model, precision, each.batch, each.prompt_length
         if found == wanted and context == record.context:
             return each.name
     return None

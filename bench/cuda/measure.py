@@ -186,7 +186,7 @@ class Bench:
         """Return a shape, or a written folder with its tokenizer."""
         if not workload.scheme:
             return load(path)
-        folder = Path(self._folder.name, f"{workload.shape}-{workload.scheme}")
+        folder = Path(self._folder.name, workload.model)
         write_folder(workload.shape, workload.scheme, folder)
         return source_of(load_model(folder, tokenizer=load_model(path).tokenizer), path)
 

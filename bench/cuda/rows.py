@@ -52,7 +52,7 @@ class BenchRow:
         floor, goal: bounds in the metric's unit. None: no bound.
         scheme: scheme of the random quantized folder with the weights, see `random_files`. Empty:
             random values in the precision.
-        context: the program's positions. 0: the row's positions. Rows with equal shape,
+        context: the program's positions. 0: the row's positions. Rows with equal model,
             precision and context share a program.
     """
 
@@ -69,13 +69,14 @@ class BenchRow:
     scheme: str = ""
 
     @property
+    def model(self) -> str:
+        """The shape, or the name of a quantized folder of it."""
+        return "-".join(filter(None, (self.shape, self.scheme)))
+
+    @property
     def program(self) -> tuple[str, str, int]:
-        """Return the key for the row's program: shape, precision and positions."""
-        return (
-            f"{self.shape} {self.scheme}",
-            self.precision,
-            self.context or self.prompt_length + self.num_generated,
-        )
+        """Return the key for the row's program: model, precision and positions."""
+        return self.model, self.precision, self.context or self.prompt_length + self.num_generated
 
     def is_met(self, value: float, bound: float) -> bool:
         """Return whether a value reaches the bound."""

@@ -76,6 +76,8 @@ def test_commands_are_the_recorded_ones_or_what_the_fields_say() -> None:
     assert command_of(said) == ["bench", "my model", "--threads", "4", *ours]
     wide = replace(random, batch=8, model="Llama-3.1-8B", precision_name="bf16")
     assert perf_check.cuda_row(wide) == "8b-bf16-b8" and perf_check.cuda_row(timed()) is None
+    file = replace(wide, batch=32, model="llama-3.1-8b-nvfp4", precision_name="stored")
+    assert perf_check.cuda_row(file) == "8b-nvfp4-b32"
 
 
 def test_what_this_machine_cannot_run_is_skipped_with_the_reason(
