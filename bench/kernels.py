@@ -151,7 +151,7 @@ def _experts(rows: int, *, fmt: str, top_k: int, hidden: int, inner: int) -> Ite
 
     from tilewright.compiler.ir.recipe import Segment, WeightRecipe
     from tilewright.compiler.targets.cuda.kernels.experts import experts, moe_small, route
-    from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import Shared
+    from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import Shared
     from tilewright.compiler.targets.cuda.weights.experts import place_experts
     from tilewright.compiler.targets.cuda.weights.packing import hold
 

@@ -21,8 +21,11 @@ from tilewright.compiler.targets.cuda.kernels.experts import experts as native_e
 from tilewright.compiler.targets.cuda.kernels.experts import gemm_experts, moe_small
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
-from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import Finish
-from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import Shared, takes_shared
+from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import (
+    Finish,
+    Shared,
+    takes_shared,
+)
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
     DECODE_PAIRS,
     expert_linear,

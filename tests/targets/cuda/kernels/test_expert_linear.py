@@ -8,7 +8,7 @@ import torch
 from tests.grids import grid
 from tests.targets.cuda.test_packing import random_mxfp4, whole_range_mxfp4
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import Shared
+from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import Shared
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
     DECODE_PAIRS,
     MOST_PAIRS,

@@ -13,7 +13,7 @@ from tests.targets.cuda.kernels.test_native_experts import CUDA, KINDS, NAN, Ste
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts import moe_small
-from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import Shared
+from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import Shared
 from tilewright.compiler.targets.cuda.kernels.experts.route import Tiles, TopKParams
 from tilewright.compiler.targets.cuda.kernels.matmul import gemv
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight

@@ -17,9 +17,8 @@ from tilewright.compiler.ops.dense import clamped_swiglu
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
-from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import Finish
+from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import Finish, Shared
 from tilewright.compiler.targets.cuda.kernels.experts.experts import PRODUCTS
-from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import Shared
 from tilewright.compiler.targets.cuda.kernels.experts.route import TILE_PAIRS, Tiles
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import max_tiles
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight

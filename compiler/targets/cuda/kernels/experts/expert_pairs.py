@@ -1,4 +1,6 @@
-"""Token and expert pairs in Triton kernels, with the epilogue."""
+"""Operands of expert matmuls: the epilogue, the shared expert, and token and expert pairs in Triton
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,27 @@ class Finish:
 
 
 PLAIN = Finish()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The shared expert, which all tokens use.
+
+    Attributes:
+        x: Inputs, bfloat16 ``[B, >= C]``.
+        packed: Packed weight in the experts' format; see :func:`takes_shared`.
+        out: Results. None for a sum.
+    """
+
+    x: Tensor
+    packed: PackedWeight
+    out: Tensor | None = None
+
+
+def takes_shared(shared: PackedWeight, packed: PackedWeight) -> bool:
+    """Return whether a shared expert's weight can run in the same launch."""
+    is_alike = shared.kind == packed.format and shared.is_paired == packed.is_paired
+    return is_alike and shared.num_columns % 8 == 0
 
 
 class ExpertPairs(NamedTuple):

@@ -16,8 +16,12 @@ from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.experts import moe_small
 from tilewright.compiler.targets.cuda.kernels.experts import route as native_route
-from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import PLAIN, Finish
-from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import Shared, takes_shared
+from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import (
+    PLAIN,
+    Finish,
+    Shared,
+    takes_shared,
+)
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import pair_stride
 from tilewright.compiler.targets.cuda.kernels.experts.route import (
     MAX_CHOSEN,

@@ -6,12 +6,10 @@ tile n, or for the shared expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
@@ -20,8 +18,10 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
 from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import (
     ExpertEpilogue,
     ExpertOutput,
+    Shared,
     pairs_at,
     store_pairs,
+    takes_shared,
     tile_of,
 )
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import words_of
@@ -33,27 +33,6 @@ from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import (
 )
 from tilewright.compiler.targets.cuda.kernels.matmul.tile_pairs import lane_tokens, layout_of
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_COLUMNS, PackedWeight
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """The shared expert, which all tokens use.
-
-    Attributes:
-        x: Inputs, bfloat16 ``[B, >= C]``.
-        packed: Packed weight in the experts' format; see :func:`takes_shared`.
-        out: Results. None for a sum.
-    """
-
-    x: Tensor
-    packed: PackedWeight
-    out: Tensor | None = None
-
-
-def takes_shared(shared: PackedWeight, packed: PackedWeight) -> bool:
-    """Return whether a shared expert's weight can run in the same launch."""
-    is_alike = shared.kind == packed.format and shared.is_paired == packed.is_paired
-    return is_alike and shared.num_columns % 8 == 0
 
 
 class _SharedMatmul(NamedTuple):

@@ -28,11 +28,12 @@ from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import (
     ExpertOutput,
     ExpertPairs,
     Finish,
+    Shared,
     pairs_at,
     store_pairs,
     tile_of,
 )
-from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import Shared, cut_linear
+from tilewright.compiler.targets.cuda.kernels.experts.experts_cut_triton import cut_linear
 from tilewright.compiler.targets.cuda.kernels.experts.route_triton import Groups
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import words_of
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import product
