@@ -86,8 +86,8 @@ class BenchRow:
 _1B, _8B, _70B = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
 _35B = "qwen3.5-35b-a3b"
 _2K, _64K = 2048 + TABLE_GENERATED_TOKENS, 65536 + TABLE_GENERATED_TOKENS
-_PRECISIONS = {name: f"all-{name}" for name in ("bfp8", "bfp4", "q40", "q80", "fp8")}
-_PRECISIONS["nvfp4"] = "stored"
+_BLOCKS = ("bfp8", "bfp4", "q40", "q80", "fp8")
+_PRECISIONS = {**{name: f"all-{name}" for name in _BLOCKS}, "nvfp4": "stored"}
 """Precisions by short name, if the names differ."""
 
 

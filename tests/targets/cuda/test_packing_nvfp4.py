@@ -88,10 +88,10 @@ def test_quantized_rows_are_exact() -> None:
     dense = torch.randn(16, 96) * torch.exp2(torch.randint(-9, 9, (16, 1)).float())
     dense[3, 16:48], dense[5] = 0, 0
     recipe = WeightRecipe((Segment("w", 16),), (16, 96), "nvfp4")
-    held = pack_coded(recipe, lambda name: dense, torch.device("cpu"), paired=False)
-    assert torch.equal(unpack_coded(held), NVFP4.round_trip(dense))
+    packed = pack_coded(recipe, lambda name: dense, torch.device("cpu"), paired=False)
+    assert torch.equal(unpack_coded(packed), NVFP4.round_trip(dense))
     flat = _of_encoded(NVFP4.quantise(dense.view(1, -1)), 16, "nvfp4")
-    assert torch.equal(tile_rows(flat, CODED_TILES["nvfp4"]), held.data)
+    assert torch.equal(tile_rows(flat, CODED_TILES["nvfp4"]), packed.data)
     dense[2, 32:48] = 2.0**-60
     with pytest.raises(CheckpointError, match=r"w: nvfp4: scales .* 30 octaves apart; allowed: "):
         pack_coded(recipe, lambda name: dense, torch.device("cpu"), paired=False)

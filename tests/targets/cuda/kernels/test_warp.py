@@ -78,18 +78,18 @@ def warp(tmp_path_factory: pytest.TempPathFactory) -> Warp:
     return run
 
 
-def check(held: PackedWeight, warp: Warp) -> None:
+def check(packed: PackedWeight, warp: Warp) -> None:
     """Multiply a tile with eight tokens. The third result is added to zeros."""
     x = torch.randn(8, 128).bfloat16()
-    padded = torch.zeros(8, 128 + gemv.x_padding(held.kind), dtype=torch.bfloat16)
+    padded = torch.zeros(8, 128 + gemv.x_padding(packed.kind), dtype=torch.bfloat16)
     padded[:, :128] = x
-    parts = held.data[0, 0], padded.view(torch.uint8).flatten()
+    parts = packed.data[0, 0], padded.view(torch.uint8).flatten()
     data = b"".join(bytes(part.numpy()).ljust(8192, b"\0") for part in parts)
-    if held.second_scales is not None:
-        data += bytes(held.second_scales.view(torch.uint8).numpy())
-    results = torch.frombuffer(bytearray(warp(held.kind, data)), dtype=torch.float32)
+    if packed.second_scales is not None:
+        data += bytes(packed.second_scales.view(torch.uint8).numpy())
+    results = torch.frombuffer(bytearray(warp(packed.kind, data)), dtype=torch.float32)
     stored, again, added = results.view(3, 8, 16)
-    exact = x.double() @ unpack_coded(held).double().T
+    exact = x.double() @ unpack_coded(packed).double().T
     torch.testing.assert_close(stored.double(), exact, rtol=1e-5, atol=1e-6)
     assert torch.equal(again, stored) and torch.equal(added, stored)
 
@@ -102,6 +102,6 @@ def test_a_warp_multiplies_a_tile(kind: str, warp: Warp) -> None:
 @pytest.mark.parametrize("first", [0, 120])
 def test_a_warp_decodes_all_scales_of_nvfp4(first: int, warp: Warp) -> None:
     """Products of codes and scales are exact, otherwise the program ends."""
-    held = File("nvfp4", 16, 128).place(torch.device("cpu"))
-    held.data[0, 0, 1024:] = torch.arange(first, first + 128)
-    check(replace(held, second_scales=torch.ones(16, dtype=torch.float64)), warp)
+    packed = File("nvfp4", 16, 128).place(torch.device("cpu"))
+    packed.data[0, 0, 1024:] = torch.arange(first, first + 128)
+    check(replace(packed, second_scales=torch.ones(16, dtype=torch.float64)), warp)

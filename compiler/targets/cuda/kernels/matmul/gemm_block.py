@@ -147,12 +147,12 @@ def choose_way(packed: PackedWeight, num_tokens: int, *, same_bits: bool = True)
 
     ``same_bits``: a token's result has the bits of the small kernels, which split K.
     """
-    is_cut, is_coded = num_slices(packed) > 1, packed.format in SUMMED
+    is_cut, is_summed = num_slices(packed) > 1, packed.format in SUMMED
     if num_tokens > _MAX_SMALL_M and not (is_cut and same_bits):
-        if not is_cut and LIKE.get(packed.kind, packed.kind) == "bfp4" and not is_coded:
+        if not is_cut and LIKE.get(packed.kind, packed.kind) == "bfp4" and not is_summed:
             return BlockTileConfig(16, 2, 2, is_whole=True)
         tiles, count = (packed.num_row_tiles, packed.num_column_tiles), num_tokens
-        return _fastest(*tiles, count, is_cut, is_coded, num_processors(packed.data.device))
+        return _fastest(*tiles, count, is_cut, is_summed, num_processors(packed.data.device))
     is_large = packed.num_row_tiles > _MAX_SMALL_TILES
     if packed.kind == "bfp8" and packed.num_row_tiles in _TALL_TILES and num_tokens <= 32:
         return TALL
@@ -161,10 +161,10 @@ def choose_way(packed: PackedWeight, num_tokens: int, *, same_bits: bool = True)
     if num_tokens <= 32:
         return BlockTileConfig(4, 4)
     if num_tokens <= _MAX_SMALL_M:
-        return BlockTileConfig(8, 4) if is_large and not is_coded else JOINED
+        return BlockTileConfig(8, 4) if is_large and not is_summed else JOINED
     if is_large and num_tokens > 128:
         return BlockTileConfig(8, 1, 3)
-    return JOINED if is_coded else BlockTileConfig(8, 4)
+    return JOINED if is_summed else BlockTileConfig(8, 4)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -173,7 +173,7 @@ def _fastest(
     column_tiles: int,
     num_tokens: int,
     is_cut: bool,
-    is_coded: bool,
+    is_summed: bool,
     num_processors: int,
 ) -> BlockTileConfig:
     """Predict the fastest tile sizes: a round of blocks takes the same time for any number."""
@@ -184,7 +184,7 @@ def _fastest(
         rounds = -(-blocks // (way.resident * num_processors))
         return rounds * column_tiles / own * step_us[way]
 
-    step_us = _CODED_STEP_US if is_coded else _STEP_US
+    step_us = _CODED_STEP_US if is_summed else _STEP_US
     return min((way for way in step_us if is_cut or way.is_whole), key=expected)
 
 
