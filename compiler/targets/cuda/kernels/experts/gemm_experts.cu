@@ -69,8 +69,8 @@ __device__ __forceinline__ void store_pairs(const GemmExperts &p, int expert, in
     const int pair = p.pairs.order[index], token = pair / p.pairs.top_k;
     u16 *out = (u16 *)of.out + (size_t)token * of.out_stride +
                (size_t)(pair - token * p.pairs.top_k) * p.out_each + row;
-    const float top = sums[i >> 1][i & 1] * of.scale + bias[0];
-    const float low = sums[i >> 1][2 + (i & 1)] * of.scale + bias[1];
+    const float top = sums[i >> 1][i & 1] * of.scale.all + bias[0];
+    const float low = sums[i >> 1][2 + (i & 1)] * of.scale.all + bias[1];
     const u32 both = is_paired ? pack2(swiglu(p, top, low), 0.0f) : pack2(top, low);
     if (has_top) out[0] = (u16)both;
     if (!is_paired && has_low) out[8] = (u16)(both >> 16);

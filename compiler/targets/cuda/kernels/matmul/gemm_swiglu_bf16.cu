@@ -61,8 +61,8 @@ MULTIPLY_ROWS(32, 256, LIST128, 128, 129, 130, ACC96, ACC16(24), ACC16(28))
 // Return SwiGLU for a gate and its up.
 __device__ __forceinline__ float swiglu_of(const Product &p, float gate, float up, float gate_bias,
                                            float up_bias) {
-  gate = gate * p.scale + gate_bias;
-  return __fdividef(gate, 1.0f + __expf(-gate)) * (up * p.scale + up_bias);
+  gate = gate * p.scale.all + gate_bias;
+  return __fdividef(gate, 1.0f + __expf(-gate)) * (up * p.scale.all + up_bias);
 }
 // Store SwiGLU of a lane's sums in tiles of 8 tokens by 8 values. A token has 128 bytes at `place`.
 template <int MT>
