@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,24 @@ typedef long long i64; typedef unsigned long long u64; struct uint4; constexpr i
 typedef float Value; typedef float Turn; typedef u32 Page;
 struct float2 { float x, y; };
 """
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+@pytest.mark.parametrize(
+    "path", sorted(Path(nvrtc.__file__).parents[2].rglob("*.cu")), ids=lambda path: path.name
+)
+def test_every_source_has_known_names_and_types(path: Path) -> None:
+    """NVRTC compiles on a machine with a GPU only, so g++ reads every template here."""
+    folders = {file.parent for file in Path(nvrtc.__file__).parents[2].rglob("*.cuh")}
+    names = Path(__file__).with_name("cuda_syntax.h")
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-w", "-include", str(names), "-x", "c++"]
+    done = subprocess.run(
+        [*command, *(f"-I{folder}" for folder in sorted(folders)), str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def structures(source: nvrtc.KernelSource) -> str:
@@ -214,3 +233,9 @@ def test_without_a_compiler_it_says_so(driver: Driver, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(driver, "nvrtcVersion", missing)
     assert "libnvrtc.so" in nvrtc.gpu_of(torch.device("cuda", 0)).why_no_cpp
+
+
+def test_an_error_is_the_first_of_the_log() -> None:
+    log = "a.cuh(2): warning #177-D: unused\n  int x;\n\na.cu(72): error: no operator\n\0"
+    assert nvrtc._first_error(log) == "a.cu(72): error: no operator"
+    assert nvrtc._first_error("") == ""

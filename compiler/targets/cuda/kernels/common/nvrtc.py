@@ -220,7 +220,7 @@ def _cubin(source: KernelSource, capability: tuple[int, int]) -> bytes:
     """Return the machine code for a compute capability. Compile it if the cache does not have it.
 
     Raises:
-        CompileError: Contains the beginning of NVRTC's log.
+        CompileError: Contains the first error of NVRTC's log.
     """
     from cuda.bindings import nvrtc
 
@@ -243,7 +243,9 @@ def _cubin(source: KernelSource, capability: tuple[int, int]) -> bytes:
     if int(error):
         log = b" " * int(check(nvrtc.nvrtcGetProgramLogSize(program)))
         check(nvrtc.nvrtcGetProgramLog(program, log))
-        raise CompileError(f"{path.name} does not compile: {log.decode(errors='replace')[:300]!r}")
+        raise CompileError(
+            f"{path.name} does not compile: {_first_error(log.decode(errors='replace'))}"
+        )
     binary = b" " * int(check(nvrtc.nvrtcGetCUBINSize(program)))
     check(nvrtc.nvrtcGetCUBIN(program, binary))
     try:
@@ -252,6 +254,12 @@ def _cubin(source: KernelSource, capability: tuple[int, int]) -> bytes:
     except OSError:
         pass  # the next process compiles again, which takes seconds
     return binary
+
+
+def _first_error(log: str) -> str:
+    """Return the line of NVRTC's log with the first error, else the first line."""
+    lines = log.strip("\0 \n").splitlines() or [""]
+    return next((line for line in lines if "error" in line), lines[0])[:300]
 
 
 def check(result: tuple[Any, ...]) -> Any:
