@@ -25,7 +25,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
     typed_views,
 )
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODEBOOKS, CODED_TILES
-from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
+from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, PackedWeight
 
 
 @triton.jit
@@ -39,18 +39,20 @@ def _decode_kernel(
     floats_ptr,
     values_ptr,
     second_scales_ptr,
+    num_lines,
     num_columns,
     num_steps,
     out_stride,
+    LINES: tl.constexpr,
     LAYOUT: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    line, step = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
+    step, column = tl.program_id(1), tl.arange(0, 128)[None, :]
     feature = line if rows_ptr is None else tl.load(rows_ptr + line).to(tl.int64)
     source, lane = (feature // 16 * num_steps + step) * LAYOUT.num_bytes, feature % 16
-    column = tl.arange(0, 128)
     weight = CodedWeight(data_ptr, words_ptr, halves_ptr, half_words_ptr, floats_ptr, values_ptr)
     codes = codes_of(weight, source, lane, column, LAYOUT)
     group, factors = column // LAYOUT.group * 16 + lane, 1.0
@@ -67,7 +69,8 @@ def _decode_kernel(
         values += -minima if LAYOUT.subtracts else minima
     column += step * 128
     values = rounded(values, out_ptr.dtype.element_ty, CHAINED)
-    tl.store(out_ptr + line * out_stride + column, values, mask=column < num_columns)
+    inside = (line < num_lines) & (column < num_columns)
+    tl.store(out_ptr + line * out_stride + column, values, mask=inside)
 
 
 @functools.cache
@@ -85,15 +88,18 @@ def decode_rows(out: Tensor, weight: PackedWeight, rows: Tensor | None = None) -
     assert len(out) == (weight.num_rows if rows is None else len(rows))
     data, tile = weight.data, CODED_TILES[weight.format]
     values = _codebook(weight.format, data.device) if weight.format in CODEBOOKS else None
-    _decode_kernel[(len(out), weight.num_column_tiles)](
+    lines = TILE_ROWS if rows is None else 1
+    _decode_kernel[(triton.cdiv(len(out), lines), weight.num_column_tiles)](
         out,
         rows,
         *typed_views(data),
         values,
         weight.second_scales,
+        len(out),
         weight.num_columns,
         weight.num_column_tiles,
         out.stride(0),
+        LINES=lines,
         LAYOUT=layout_of(tile),
         num_warps=4,
         **chained(out),
