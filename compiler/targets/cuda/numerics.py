@@ -15,6 +15,7 @@ from tilewright.compiler.targets.contract.record import (
     Meaning,
     Meanings,
 )
+from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
@@ -38,6 +39,9 @@ _LOFI = (
     f"e4m3 x e4m3 from {LEAST_LOFI} rows on where the weight is exact in it, else bf16 x bf16; "
     "fp32 sums"
 )
+
+_CODES = "bf16 codes x bf16, fp32 sums and scales"
+_ROUNDED = f"; from {tuning()['matmul']['library_min_rows']['cut']} rows on bf16 values x bf16"
 
 
 def storage_format(recipe: WeightRecipe, group: str | None) -> str:
@@ -127,12 +131,15 @@ def format_values(dense: Tensor, recipe: WeightRecipe) -> Tensor:
     return get_format(recipe.format).round_trip(dense, axis=axis)
 
 
-def meanings(*, exact: bool, fp8: bool = False, bfp8_pages: bool = False) -> Meanings:
+def meanings(
+    *, exact: bool, fp8: bool = False, rounded: bool = False, bfp8_pages: bool = False
+) -> Meanings:
     """Return how the target implements each part of a precision configuration.
 
     Args:
         exact: ``--compute exact``.
         fp8: lofi matmuls of bfp4 weights use e4m3 operands for a sufficient number of rows.
+        rounded: Weights in codes have bfloat16 copies for large batches.
         bfp8_pages: Some layers have bfp8 caches.
     """
 
@@ -153,7 +160,7 @@ def meanings(*, exact: bool, fp8: bool = False, bfp8_pages: bool = False) -> Mea
         if fp8 and (format_name, axis, requested) == ("bfp4", "in", "lofi"):
             return Meaning(HONOURED, _LOFI)
         if format_name in CODED_TILES:
-            return Meaning(EMULATED, "bf16 codes x bf16, fp32 sums and scales")
+            return Meaning(EMULATED, _CODES + (_ROUNDED if rounded else ""))
         return Meaning(EMULATED, "bf16 x bf16, fp32 sums")
 
     def attention(requested: str, phase: str) -> Meaning:

@@ -123,8 +123,12 @@ class CudaTarget(Target):
 
         states = [info(node).state for node in graph_module.graph.nodes]
         has_bfp8 = any(each is not None and each.format == "bfp8" for each in states)
+        kinds = kinds_for(options)
         answers = meanings(
-            exact=options.compute == "exact", fp8=kinds_for(options).codes, bfp8_pages=has_bfp8
+            exact=options.compute == "exact",
+            fp8=kinds.codes,
+            rounded=kinds.rounded,
+            bfp8_pages=has_bfp8,
         )
         return build_contract(graph_module, answers)
 
@@ -231,7 +235,7 @@ def _place(
         weight_bytes,
         with_passes_that_fit,
     )
-    from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES
+    from tilewright.compiler.targets.cuda.weights.copies import kinds_for
     from tilewright.compiler.targets.cuda.weights.stream import load_draft_weights
 
     check_environment()
@@ -246,7 +250,9 @@ def _place(
     requested = most_shared(program, options)
     options = with_passes_that_fit(program, options, device)
     budget = check_room(program, options, device)
-    kept = replace(options, copies="none") if budget.copies == NO_COPIES else options
+    kept = options
+    if budget.copies != kinds_for(options):
+        kept = replace(options, copies="codes" if budget.copies.codes else "none")
     weights = get_weights(program, device)
     drafting = None
     if layer is not None:

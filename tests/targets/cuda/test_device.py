@@ -201,7 +201,7 @@ def test_copies_are_held_where_every_context_fits_beside_them(no_workspace: None
     plan = plan_of()
     size = copy_bytes(plan, kinds_for(OPTIONS))
     least = needed(plan, OPTIONS) + size
-    assert size > 0 and copies_in(plan, OPTIONS, least) == Kinds(values=True, codes=True)
+    assert size > 0 and copies_in(plan, OPTIONS, least) == kinds_for(OPTIONS)
     assert copies_in(plan, OPTIONS, least - 1) == NO_COPIES
     check_fits(plan, OPTIONS, least, size)
     asked = replace(OPTIONS, copies="all")
@@ -248,7 +248,7 @@ def test_a_fraction_is_of_what_this_process_may_take(
 
 
 def test_which_copies_options_gain_by() -> None:
-    assert kinds_for(OPTIONS) == Kinds(values=True, codes=True)
+    assert kinds_for(OPTIONS) == Kinds(values=True, codes=True, rounded=True)
     assert kinds_for(replace(OPTIONS, is_strict=True)) == Kinds(values=True)
     assert kinds_for(replace(OPTIONS, copies="codes")) == Kinds(codes=True)
     assert kinds_for(replace(OPTIONS, compute="exact")) == NO_COPIES

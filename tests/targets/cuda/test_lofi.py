@@ -25,6 +25,7 @@ from tilewright.compiler.targets.cuda.memory_budget import state_bytes, weight_b
 from tilewright.compiler.targets.cuda.steps.cublas import codes_product, scaled_product
 from tilewright.compiler.targets.cuda.steps.matmul import LEAST_STRICT, MatmulOps
 from tilewright.compiler.targets.cuda.weights import copies as copies_module
+from tilewright.compiler.targets.cuda.weights.coded import unpack_coded
 from tilewright.compiler.targets.cuda.weights.copies import (
     NO_COPIES,
     DequantizedCopies,
@@ -46,13 +47,15 @@ from tilewright.compiler.targets.table import get_target
 HERE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1}
 BOTH, CODES_ALONE, VALUES = Kinds(values=True, codes=True), Kinds(codes=True), Kinds(values=True)
+ROUNDED = Kinds(rounded=True)
 
 
 def made(
     name: str, fidelity: str, kinds: Kinds
 ) -> tuple[KernelProgram, Weights, DequantizedCopies]:
     model = tiny_model(**SIZES, std=0.2)
-    graph_module, _ = lowered(model, target="cuda", precision=precision_of(name, fidelity))
+    precision = precision_of(name, fidelity, kv_cache="bf16", embedding="bf16")
+    graph_module, _ = lowered(model, target="cuda", precision=precision)
     plan = lower_to_program(graph_module)
     weights = load_weights(plan, weight_source(model), HERE, lambda what, done, total: None)
     return plan, weights, DequantizedCopies(plan, weights, kinds)
@@ -179,16 +182,21 @@ def test_a_wrong_sign_is_more_than_the_matrix_unit_loses() -> None:
         ("bfp4", "lofi", VALUES, {torch.bfloat16}),
         ("bfp4", "lofi", BOTH, {CODES, torch.bfloat16}),  # the head's rows are not a multiple of 16
         ("bf16", "lofi", BOTH, set()),
+        ("q40", "lofi", BOTH, set()),
+        ("q40", "lofi", ROUNDED, {torch.bfloat16}),
+        ("q80", "hifi4", ROUNDED, {torch.bfloat16}),
+        ("nvfp4", "lofi", ROUNDED, {torch.bfloat16}),
     ],
 )
 def test_what_is_held_twice(
     name: str, fidelity: str, kinds: Kinds, types: set[torch.dtype]
 ) -> None:
-    """Copies equal the dequantized values and the planned bytes."""
+    """Copies equal the dequantized values, of codes rounded once, and the planned bytes."""
     plan, weights, copies = made(name, fidelity, kinds)
     assert {copy.values.dtype for copy in copies._copies.values()} == types
     for wanted, copy in copies._copies.items():
-        held = unpack(weights.packed(wanted))
+        packed = weights.packed(wanted)
+        held = unpack_coded(packed).bfloat16().float() if kinds.rounded else unpack(packed)
         found = copy.values.float() * (1.0 if copy.scales is None else copy.scales)
         assert torch.equal(found, held)
     assert copies.num_bytes == copy_bytes(plan, kinds)
@@ -245,21 +253,24 @@ def test_products_of_many_rows_have_the_bits_of_rounded_operands(
     assert count > 2
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("bfp8", VALUES), ("q40", ROUNDED), ("q80", ROUNDED), ("nvfp4", ROUNDED)]
+)
 @pytest.mark.parametrize(("rows", "expected"), [(64, False), (65, True), (128, True)])
 def test_copies_of_values_are_the_librarys(
-    rows: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, kinds: Kinds, rows: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, weights, copies = made("bfp8", "hifi2", VALUES)
+    plan, weights, copies = made(name, "hifi2", kinds)
     each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
-    products = products_of(plan, weights, VALUES)
-    assert copies.values_of(each) is not None
+    products, copied = products_of(plan, weights, kinds), copies.values_of(each)
+    assert copied is not None
     assert (products._bound(each, True).aligned.at(rows) == CUBLAS) == expected
     monkeypatch.setattr(products, "_dense", lambda *_: pytest.fail("it is held already"))
     if expected:
         x = torch.randn(rows, each.weight.shape[1], device=HERE).bfloat16()
         out = torch.zeros(rows, each.weight.shape[0], device=HERE)
         products.run(each, out, x, decodes=True)
-        wanted = x.double() @ unpack(weights.packed(product_of(each))).double().T
+        wanted = x.double() @ copied.double().T
         torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -324,3 +335,20 @@ def test_a_program_holds_and_counts_its_copies(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
     spread = float(found[0].std())
     assert float((found[0] - found[1]).pow(2).mean().sqrt()) < 0.2 * spread
+
+
+@pytest.mark.parametrize("name", ["q40", "nvfp4"])
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_program_with_rounded_copies_is_near_the_plain_program(name: str, is_strict: bool) -> None:
+    """A batch-invariant program has no copies, so the bits are equal."""
+    model, prompt = tiny_model(std=0.2, **SIZES), [(7 * index) % 50 for index in range(70)]
+    precision, found = precision_of(name, kv_cache="bf16", embedding="bf16"), []
+    for copies in ("none", "all"):
+        options: dict[str, Any] = {"compute": "fast", "max_batch": 1, "max_context": 128}
+        options |= {"copies": copies, "is_strict": is_strict}
+        executable = compiled(model, "cuda", precision=precision, **options)
+        assert ("in codes, rounded" in str(executable.notes)) == (copies == "all" and not is_strict)
+        found.append(step(executable, [(take_slot(executable, 80), prompt, 0)]))
+    plain, copied = found
+    assert torch.equal(plain, copied) == is_strict
+    assert float((plain - copied).pow(2).mean().sqrt()) < 0.02 * float(plain.std())

@@ -70,7 +70,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gemm_bf16, "linear", recorded("dense", shows=("alone", "feeds")))
     monkeypatch.setattr(gemm_swiglu_bf16, "swiglu", recorded("swiglu", shows=("alone",)))
     names = {"store_product": "cublas", "add_product": "cublas", "triton_linear": "triton"}
-    names |= {"coded_linear": "coded", "decode_rows": "decode"}
+    names |= {"coded_linear": "coded"}
     names |= {"codes_product": "cublas e4m3", "scaled_product": "cublas e4m3"}
     for function, name in names.items():
         monkeypatch.setattr(matmul, function, recorded(name))
@@ -98,9 +98,7 @@ def selections(kernels: list[str]) -> Iterator[str]:
         has_variants = name == "8b gate up" or (
             name == "8b down" and how.get("arithmetic") == STRICT
         )
-        if (copies == "values" and kind not in ("bfp8", "bfp4")) or (
-            copies == "codes" and kind != "bfp4"
-        ):
+        if (copies == "values" and kind == "bf16") or (copies == "codes" and kind != "bfp4"):
             continue
         if how and not is_strict and not has_variants:
             continue

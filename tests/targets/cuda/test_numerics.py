@@ -73,6 +73,27 @@ def test_codes_are_held_as_codes_and_honored(group: str) -> None:
         assert (found.status, found.effective) == (HONOURED, name)
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_rounded"),
+    [({}, True), ({"copies": "codes"}, False), ({"copies": "none"}, False)],
+)
+def test_contract_names_the_rounding_of_codes_in_large_batches(
+    changes: dict[str, str], is_rounded: bool
+) -> None:
+    precision = precision_of("q40", kv_cache="bf16")
+    graph_module, _ = lowered(tiny_model(), target="cuda", precision=precision)
+    options = CompileOptions(compute="fast", **changes)  # type: ignore[arg-type]
+    text, rounded = (
+        "bf16 codes x bf16, fp32 sums and scales",
+        "; from 65 rows on bf16 values x bf16",
+    )
+    for is_strict in (False, True):
+        changed = replace(options, is_strict=is_strict)
+        entries = get_target("cuda").contract(graph_module, changed).entries
+        found = {entry.meaning.effective for entry in entries if entry.field.startswith("li_")}
+        assert found == {text + rounded * (is_rounded and not is_strict)}
+
+
 def test_bytes_of_a_weight_by_hand() -> None:
     def ask(form: str, group: str = "ff2", axis: str = "in", shape: tuple[int, ...] = (33, 129)):
         return ask_for("cuda", shape, form, block_axis=axis, group=group)

@@ -22,7 +22,6 @@ from tilewright.compiler.targets.cuda.kernels.matmul import (
     gemm_swiglu_bf16,
     gemv,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_triton import linear as coded_linear
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantise
 from tilewright.compiler.targets.cuda.kernels.matmul.e4m3 import round_rows, scale_rows
@@ -49,7 +48,6 @@ from tilewright.compiler.targets.cuda.steps.cublas import (
 )
 from tilewright.compiler.targets.cuda.steps.plan_readers import mixers_behind, readers_of
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopies
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
@@ -417,8 +415,5 @@ class MatmulOps:
             return packed.data[:num_rows, :columns].to(self._operand)
         shape = num_rows, padded(columns)
         dense = torch.empty(shape, dtype=self._operand, device=self.device)[:, :columns]
-        if packed.format in CODED_TILES:
-            decode_rows(dense, packed)
-        else:
-            dequantise(dense, packed)
+        dequantise(dense, packed)
         return dense

@@ -1,6 +1,7 @@
-"""Dequantized copies of block-format weights for cuBLAS.
+"""Dequantized copies of weights in blocks or codes for cuBLAS.
 
-A copy is e4m3 if a lofi weight is exact in e4m3, else bfloat16. Both preserve the format's values.
+A copy is e4m3 if a lofi weight is exact in e4m3, else bfloat16. Both preserve the values of blocks.
+Values of codes are rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantise
 from tilewright.compiler.targets.cuda.steps.buffers import padded
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI, exact_rows
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, PackedWeight
 from tilewright.compiler.targets.cuda.weights.stream import CudaTensorSpec, Weights, product_of
@@ -30,27 +32,30 @@ class Kinds:
     Attributes:
         values: bfloat16 copies of weights in block formats.
         codes: e4m3 copies of bfp4 weights with lofi fidelity. They take precedence over ``values``.
+        rounded: bfloat16 copies of weights in code tiles.
     """
 
     values: bool = False
     codes: bool = False
+    rounded: bool = False
 
 
 NO_COPIES = Kinds()
 _NOTHING = (
-    "copies {}: no weight is copied; there are copies of weights in blocks, in FP8 of bfp4 "
-    "at lofi, with --compute fast, and in FP8 where rows' bits are not promised"
+    "copies {}: no weight is copied; there are copies of weights in blocks or codes, in FP8 of "
+    "bfp4 at lofi, with --compute fast, and in FP8 where rows' bits are not promised"
 )
 
 
 def kinds_for(options: CompileOptions) -> Kinds:
     """Return the copies that speed up a program with these options, if memory allows.
 
-    Exact arithmetic uses no copies. Batch-invariant programs use no e4m3 copies.
+    Exact arithmetic uses no copies. Batch-invariant programs use no e4m3 and no rounded copies.
     """
     if options.compute == "exact" or options.copies == "none":
         return NO_COPIES
-    return Kinds(values=options.copies != "codes", codes=not options.is_strict)
+    values, is_fast = options.copies != "codes", not options.is_strict
+    return Kinds(values=values, codes=is_fast, rounded=values and is_fast)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,8 @@ def wants_codes(each: LinearOp, kinds: Kinds) -> bool:
 
 def wants_values(each: LinearOp, kinds: Kinds) -> bool:
     """Return whether a bfloat16 copy is requested."""
-    return kinds.values and product_of(each).kind in TILE_BYTES
+    name = product_of(each).kind
+    return (kinds.values and name in TILE_BYTES) or (kinds.rounded and name in CODED_TILES)
 
 
 def copy_bytes(plan: KernelProgram, kinds: Kinds) -> int:
@@ -148,8 +154,11 @@ class DequantizedCopies:
         if self.num_lofi:
             exact = self.num_lofi - self.num_inexact
             parts.append(f"{exact} of {self.num_lofi} lofi weights, exact in e4m3, as such")
-        if values := sum(each.scales is None for each in self._copies.values()):
+        rounded = sum(spec.kind in CODED_TILES for spec in self._copies)
+        if values := sum(each.scales is None for each in self._copies.values()) - rounded:
             parts.append(f"{values} weights in blocks, in bf16")
+        if rounded:
+            parts.append(f"{rounded} weights in codes, rounded to bf16")
         if not parts:
             return (_NOTHING.format(requested),) if requested in ("codes", "all") else ()
         size = f"{self.num_bytes / 1e9:.1f} GB"

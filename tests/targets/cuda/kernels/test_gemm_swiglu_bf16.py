@@ -8,12 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.targets.cuda.kernels.test_gemv import NAN, check_headers, gpu_of, swiglu_of, weight
+from tests.targets.cuda.kernels.test_gemv import (
+    NAN,
+    check_headers,
+    gpu_of,
+    swiglu_of,
+    unpack,
+    weight,
+)
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul import gemm_swiglu_bf16, gemv
 from tilewright.compiler.targets.cuda.kernels.matmul.gemm_swiglu_bf16 import SwiGLUTileConfig
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
-from tilewright.compiler.targets.cuda.weights.packing import hold, unpack
+from tilewright.compiler.targets.cuda.weights.packing import hold
 
 H200 = 132
 BLOCKS = st.integers(1, 2048).map(lambda count: 16 * count)
@@ -89,7 +96,7 @@ def gpu(device: torch.device) -> torch.device:
 def check(x: Tensor, held: PackedWeight, rows: Tensor, way: SwiGLUTileConfig, bias: Tensor) -> None:
     """Compare with float64. Padding stays unchanged, and bits repeat."""
     width, count = held.num_rows // 2, len(x)
-    want = swiglu_of(x, unpack(held), bias)
+    want = swiglu_of(x, rows.float(), bias)
     around = torch.full((count + 3, width + 64), NAN, dtype=torch.bfloat16, device=x.device)
     out = around[:count, :width]
     for _ in range(3):
@@ -156,9 +163,10 @@ def test_products_in_a_graph_wait_for_each_other(gpu: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_values_of_blocks(gpu: torch.device) -> None:
-    """For a block-format weight with a dequantized copy."""
-    held = weight("bfp8", (2048, 512), gpu, paired=True)
+@pytest.mark.parametrize("name", ["bfp8", "q40", "nvfp4"])
+def test_values_of_copies(name: str, gpu: torch.device) -> None:
+    """For a weight in blocks or codes with a dequantized copy."""
+    held = weight(name, (2048, 512), gpu, paired=True)
     rows = hold(unpack(held).float(), "bf16", paired=False).data
     x = torch.randn(300, 512, device=gpu).bfloat16()
     check(

@@ -15,7 +15,9 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
+from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_rows
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import float4_codes
+from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
     BIAS,
     EXPERT_TILE_BYTES,
@@ -207,7 +209,10 @@ def dequantise(out: Tensor, packed: PackedWeight) -> None:
     """
     assert out.shape == (packed.num_rows, packed.num_columns) and out.stride(1) == 1
     assert out.stride(0) * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
-    if packed.kind == "bf16":
+    if packed.format in CODED_TILES:
+        decode_rows(out, packed)
+        return
+    if packed.format == "bf16":
         grid = (packed.num_row_tiles, triton.cdiv(packed.num_columns, _TILES * TILE_COLUMNS))
         _bf16_kernel[grid](
             out,

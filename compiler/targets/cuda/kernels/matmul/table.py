@@ -34,6 +34,7 @@ SWIGLU, DENSE_E4M3 = "swiglu", "dense e4m3"
 _BLOCKS = tuple(TILE_BYTES)
 _FORMATS = ("bf16", *_BLOCKS)
 _CODED = tuple(CODED_TILES)
+_UNSUMMED = (*_BLOCKS, "nvfp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,12 @@ def _code_rows(site: MatmulSite) -> range:
 
 
 def _library_rows(site: MatmulSite) -> range:
-    """Return the rows for which cuBLAS on a bfloat16 copy is faster than `BLOCK`."""
+    """Return the rows for which cuBLAS on a bfloat16 copy is faster than other kernels.
+
+    Kernels with scales for the sums of blocks lose to it with fewer rows.
+    """
     least = tuning()["matmul"]["library_min_rows"]
-    is_uncut = site.weight.num_rows >= 16 * gemv.UNCUT_TILES
+    is_uncut = site.weight.num_rows >= 16 * gemv.UNCUT_TILES and site.weight.format in _UNSUMMED
     return range(least["uncut" if is_uncut else "cut"], EVERY.stop) if site.has_values else NONE
 
 
@@ -150,7 +154,7 @@ def _triton_rows(site: MatmulSite) -> range:
 
 
 MATMUL: tuple[TableRow[MatmulSite], ...] = (
-    TableRow(SWIGLU, _FORMATS, _swiglu_rows, (FAST,), is_cpp=True),
+    TableRow(SWIGLU, (*_FORMATS, *_CODED), _swiglu_rows, (FAST,), is_cpp=True),
     TableRow(DENSE_E4M3, ("bfp4",), _code_rows, (FAST,), is_cpp=True),
     TableRow(
         E4M3,
@@ -160,6 +164,7 @@ MATMUL: tuple[TableRow[MatmulSite], ...] = (
     ),
     TableRow(DENSE, ("bf16",), _dense_rows, (FAST,), is_cpp=True),
     TableRow(CUBLAS, (*_FORMATS, *_CODED), lambda site: EVERY, (EXACT,)),
+    TableRow(CUBLAS, (*_BLOCKS, *_CODED), _library_rows, (FAST,)),
     TableRow(
         BLOCK,
         gemv.CODED,
@@ -175,7 +180,6 @@ MATMUL: tuple[TableRow[MatmulSite], ...] = (
         lambda site: NONE if site.decodes and site.has_one_order else EVERY,
         (STRICT,),
     ),
-    TableRow(CUBLAS, _BLOCKS, _library_rows, (FAST,)),
     TableRow(BLOCK, _BLOCKS, _block_rows, (STRICT, FAST), is_cpp=True),
     TableRow(
         GEMV,
