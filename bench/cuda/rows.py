@@ -125,10 +125,10 @@ ROWS: tuple[BenchRow, ...] = (
     *_rows("8b-bfp8", _8B, _8B_BFP8, first="6.5"),
     *_rows("8b-performance", _8B, _8B_PERFORMANCE, first="6.5"),
     *_rows("8b-bfp4", _8B, _USERS, first=""),
-    *_rows("8b-q40", _8B, "1: 32: 256:", first=""),
-    *_rows("8b-q80", _8B, "1: 32: 256:", first=""),
-    *_rows("8b-fp8", _8B, "1: 32: 256:", first=""),
-    *_rows("8b-nvfp4", _8B, "1: 32: 256:", first="", scheme="nvfp4"),
+    *_rows("8b-q40", _8B, "1: 32: 128: 256:", first=""),
+    *_rows("8b-q80", _8B, "1: 32: 128: 256:", first=""),
+    *_rows("8b-fp8", _8B, "1: 32: 128: 256:", first=""),
+    *_rows("8b-nvfp4", _8B, "1: 32: 128: 256:", first="", scheme="nvfp4"),
     *(
         replace(row, name=f"{row.name}-{length}", prompt_length=length, context=_2K)
         for name in ("bf16", "bfp8", "performance", "bfp4")

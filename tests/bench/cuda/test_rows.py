@@ -43,9 +43,9 @@ _DECODE = {
     **{
         ("8b", f"all-{name}", batch): (None, None)
         for name in ("q40", "q80", "fp8")
-        for batch in (1, 32, 256)
+        for batch in (1, 32, 128, 256)
     },
-    **{("8b", "stored", batch): (None, None) for batch in (1, 32, 256)},
+    **{("8b", "stored", batch): (None, None) for batch in (1, 32, 128, 256)},
     ("1b", "bf16", 1): (1150, 1450),
     ("1b", "performance", 1): (1900, 2800),
     ("70b", "performance", 1): (60, 68),
