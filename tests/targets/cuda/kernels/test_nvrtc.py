@@ -156,6 +156,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(nvrtc, "_cubin", lambda source, capability: b"")
     yield made
     nvrtc._functions.cache_clear()
+    nvrtc._prepared.cache_clear()
 
 
 SOURCE = nvrtc.KernelSource(Path("some.cu"), ("some",))
@@ -239,3 +240,46 @@ def test_an_error_is_the_first_of_the_log() -> None:
     log = "a.cuh(2): warning #177-D: unused\n  int x;\n\na.cu(72): error: no operator\n\0"
     assert nvrtc._first_error(log) == "a.cu(72): error: no operator"
     assert nvrtc._first_error("") == ""
+
+
+class Params(ctypes.Structure):
+    _fields_ = (("x", ctypes.c_void_p), ("width", ctypes.c_int), ("eps", ctypes.c_float))
+
+
+def test_launches_share_a_configuration_by_kernel_grid_and_stream(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def run(config: Any, function: Any, pointers: int, extra: int) -> tuple[int]:
+        given = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))
+        width = ctypes.cast(given[int(is_spread)] or 0, ctypes.POINTER(ctypes.c_int))
+        calls.append((config, function, width[0 if is_spread else 2]))
+        return (driver.error,)
+
+    made: Any = driver
+    made.CUlaunchAttribute = lambda: SimpleNamespace(value=SimpleNamespace())
+    made.CUlaunchConfig = SimpleNamespace
+    made.CUlaunchAttributeID = SimpleNamespace(
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=1
+    )
+    made.cuLaunchKernelEx = run
+    streams = iter((5, 5, 7, 7))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda device: next(streams), raising=False
+    )
+    for width, num_blocks, is_spread in (
+        (1, 4, False),
+        (2, 4, True),
+        (3, 8, True),
+    ):
+        at = nvrtc.Launch((num_blocks, 1, 1), 32, shared=16)
+        nvrtc.launch(SOURCE, "some", at=at, arguments=Params(width=width), spread=is_spread)
+    (first, function, _), (second, *_), (third, *_) = calls
+    assert first is second and function == b"some" and [each[2] for each in calls] == [1, 2, 3]
+    assert (first.gridDimX, first.hStream, first.sharedMemBytes) == (4, 5, 16)
+    assert (third.gridDimX, third.hStream, third.numAttrs) == (8, 7, 1)
+    driver.error = 2
+    with pytest.raises(RuntimeError, match="CUDA: 2"):
+        nvrtc.launch(SOURCE, "some", at=at, arguments=Params(), spread=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,9 +82,8 @@ class KernelSource:
                 yield _is(f"PLACE_OF({name}, {field})", place, f"{name}.{field}")
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Launch configuration.
+class Launch(NamedTuple):
+    """Launch configuration. A tuple, because its hash selects the prepared launch.
 
     Attributes:
         blocks: Grid size along x, y and z.
@@ -114,19 +113,36 @@ def launch(
         spread: Each field is a separate kernel parameter. False: the structure is the only
             parameter.
     """
+    device = torch.cuda.current_device()
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    run, config, function = _prepared(source, name, at, device, stream)
+    address = ctypes.addressof(arguments)
+    offsets = _field_offsets(type(arguments)) if spread else (0,)
+    pointers = (ctypes.c_void_p * len(offsets))(*[address + offset for offset in offsets])
+    check(run(config, function, ctypes.addressof(pointers), 0))
+
+
+@functools.cache
+def _field_offsets(structure: type[ctypes.Structure]) -> tuple[int, ...]:
+    return tuple(getattr(structure, field[0]).offset for field in structure._fields_)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(
+    source: KernelSource, name: str, at: Launch, device: int, stream: int
+) -> tuple[Callable[..., Any], Any, Any]:
+    """Return the driver's launch function, a configuration and a kernel for a stream.
+
+    A configuration takes longer to make than a launch. It is never changed, so threads share it.
+    """
     from cuda.bindings import driver
 
-    address = ctypes.addressof(arguments)
-    fields = [getattr(type(arguments), field[0]).offset for field in arguments._fields_]
-    places = [address + offset for offset in fields] if spread else [address]
-    pointers = (ctypes.c_void_p * len(places))(*places)
     behind = driver.CUlaunchAttribute()
     behind.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     behind.value.programmaticStreamSerializationAllowed = 1
     config = _config(at, behind)
-    config.hStream = torch.cuda.current_stream().cuda_stream
-    function = _functions(source, torch.cuda.current_device())[name]
-    check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+    config.hStream = stream
+    return driver.cuLaunchKernelEx, config, _functions(source, device)[name]
 
 
 @functools.cache
