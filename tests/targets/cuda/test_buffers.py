@@ -43,3 +43,16 @@ def test_values_that_lie_otherwise_are_copied(how: str) -> None:
     step.put(place, given)
     assert step.view(place).data_ptr() != given.data_ptr()
     assert torch.equal(step.view(place), values.bfloat16())
+
+
+def test_views_are_made_once_until_their_values_change() -> None:
+    step, whole = buffers(128), BufferView(0, 128)
+    first = step.view(whole)
+    assert step.view(BufferView(0, 128)) is first
+    assert step.part(slice(1, 2)).view(whole).shape == (1, 128)
+    values = torch.randn(3, 128).bfloat16()
+    step.put(whole, values)
+    assert torch.equal(step.view(whole), values)
+    left = BufferView(0, 64, 0, 128)
+    step.alias(whole, left)
+    assert torch.equal(step.view(whole), values[:, :64])

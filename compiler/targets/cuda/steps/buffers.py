@@ -35,6 +35,7 @@ class Buffers:
         self._plan, self._flat, self._num_rows = plan, flat, num_rows
         self._aliases: dict[BufferView, BufferView] = {}
         self._given: dict[int, tuple[BufferView, Tensor]] = {}  # by buffer
+        self._views: dict[BufferView, Tensor] = {}  # layers use the same buffers
         self._part = slice(None)
 
     def alias(self, place: BufferView, source: BufferView) -> None:
@@ -55,9 +56,9 @@ class Buffers:
 
     def part(self, rows: slice) -> Buffers:
         """Return a view of some rows."""
-        found = copy.copy(self)
-        found._part = rows
-        return found
+        sliced = copy.copy(self)
+        sliced._part, sliced._views = rows, {}
+        return sliced
 
     def view(self, place: BufferView) -> Tensor:
         """View a buffer as ``[rows, width]``. Matmul operands use whole tiles. Pending values from
@@ -70,14 +71,17 @@ class Buffers:
                 return values[self._part]
             del self._given[place.buffer]
             self._lying(given, slice(None)).copy_(values)
-        return self._lying(place, self._part)
+        view = self._views.get(place)
+        if view is None:
+            view = self._views[place] = self._lying(place, self._part)
+        return view
 
-    def _lying(self, place: BufferView, part: slice) -> Tensor:
-        stride = place.stride or place.width
-        if self._plan.buffers[place.buffer].role == OPERAND:
+    def _lying(self, columns: BufferView, part: slice) -> Tensor:
+        stride = columns.stride or columns.width
+        if self._plan.buffers[columns.buffer].role == OPERAND:
             stride = padded(stride)
-        rows = self._flat[place.buffer][: self._num_rows * stride].view(self._num_rows, stride)
-        return rows[part, place.first : place.first + place.width]
+        rows = self._flat[columns.buffer][: self._num_rows * stride].view(self._num_rows, stride)
+        return rows[part, columns.first : columns.first + columns.width]
 
     @property
     def logits(self) -> Tensor:
