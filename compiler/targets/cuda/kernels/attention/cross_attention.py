@@ -24,6 +24,7 @@ from tilewright.compiler.targets.cuda.kernels.attention.kv_cache import (
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     LOG2_E,
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -302,7 +303,7 @@ def cross_attend(
     assert tiles.visible.is_contiguous() and tiles.visible.shape == (num_tokens, 2)
     if not decodes:
         size = max(16, heads, _PROMPT_TOKENS)
-        grid = (triton.cdiv(num_tokens, size // heads), num_kv_heads)
+        grid = (cdiv(num_tokens, size // heads), num_kv_heads)
         _prompt_kernel[grid](
             out,
             q,
@@ -336,7 +337,7 @@ def _attend_splits(
     heads = triton.next_power_of_2(num_heads // sizes["G"])
     num_tiles = tiles.offsets.shape[1]
     num_splits = num_tiles * _SPLITS
-    chunk = triton.cdiv(triton.cdiv(tiles.tile_keys, sizes["L"]), _SPLITS) * sizes["L"]
+    chunk = cdiv(cdiv(tiles.tile_keys, sizes["L"]), _SPLITS) * sizes["L"]
     step = max(1, min(num_tokens, max(num_tokens, _MIN_ROWS) * TILE_UNIT // num_tiles))
     shape = step, num_heads, num_splits
     peaks, totals = (torch.empty(shape, device=q.device) for _ in range(2))

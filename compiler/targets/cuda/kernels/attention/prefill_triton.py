@@ -25,6 +25,7 @@ from tilewright.compiler.targets.cuda.kernels.attention.kv_cache import (
 )
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     LOG2_E,
+    cdiv,
     chained,
     has_large_tiles,
     release_dependents,
@@ -385,7 +386,7 @@ def attend_prefill(
     shares = scratch is not None and not window and num_tokens <= SPLIT_TOKENS
     splits = SPLITS if shares and tile["R"] == _SPLIT_ROWS else 1
     buffers = scratch.buffers if scratch else (q,) * 4
-    _attend_prefill_kernel[(triton.cdiv(num_tokens, tile["R"]), num_heads, splits)](
+    _attend_prefill_kernel[(cdiv(num_tokens, tile["R"]), num_heads, splits)](
         q,
         out,
         positions if ends is None else torch.cat((positions, ends)),

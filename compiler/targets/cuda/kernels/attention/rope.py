@@ -20,6 +20,7 @@ from tilewright.compiler.targets.cuda.kernels.attention.kv_cache import (
     turn_of,
 )
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -231,7 +232,7 @@ def rotate_and_store(
     assert qkv.stride(1) == 1 and q_out.is_contiguous() and (k_out is None) == (v_out is None)
     assert inv_freq.dtype == torch.float32 and 2 * inv_freq.shape[0] <= pages.head_dim
     assert all(copy is None or copy.is_contiguous() for copy in (k_out, v_out))
-    num_tiles = triton.cdiv(num_heads, HEADS) + 2 * triton.cdiv(pages.num_kv_heads, HEADS)
+    num_tiles = cdiv(num_heads, HEADS) + 2 * cdiv(pages.num_kv_heads, HEADS)
     num_tokens, is_whole = len(qkv), len(qkv) > MAX_TILED_TOKENS
     _rotate_and_store_kernel[(num_tokens, 1 if is_whole else num_tiles)](
         qkv,

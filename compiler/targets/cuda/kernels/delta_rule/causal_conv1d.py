@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -94,7 +95,7 @@ def causal_conv1d_step(
     width = weight.shape[1]
     _check(out, x, weight, window)
     block = min(_STEP_CHANNELS, block_of(num_channels))
-    _step_kernel[(num_rows, triton.cdiv(num_channels, block))](
+    _step_kernel[(num_rows, cdiv(num_channels, block))](
         out,
         x,
         weight,
@@ -304,7 +305,7 @@ def causal_conv1d_prompt(
     assert starts is None or num_tokens % CHUNK == 0, f"{num_tokens} tokens"
     num_pieces = 0 if starts is None else len(starts) - 1
     block = min(_PROMPT_CHANNELS, block_of(num_channels))
-    _prompt_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_channels, block))](
+    _prompt_kernel[(cdiv(num_tokens, tokens), cdiv(num_channels, block))](
         out,
         x,
         weight,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -316,7 +317,7 @@ def scratch_bytes(
     num_tokens: int, *, num_heads: int, num_key_heads: int, key_dim: int, value_dim: int
 ) -> int:
     """Return the scratch memory for a prompt in bytes."""
-    num_chunks = triton.cdiv(min(num_tokens, SPAN), CHUNK)
+    num_chunks = cdiv(min(num_tokens, SPAN), CHUNK)
     blocks = block_of(key_dim), block_of(value_dim)
     sizes = DeltaSizes(num_heads, num_key_heads, key_dim, value_dim, *blocks)
     return 4 * sum(_scratch_sizes(num_chunks, sizes))
@@ -354,7 +355,7 @@ def delta_rule_prompt(
     assert out.shape == z.shape == (num_tokens, heads * value_dim)
     assert out.stride(1) == z.stride(1) == 1 and max(inputs.key_dim, value_dim) <= _MOST_KEYS
     assert starts is None or num_tokens % CHUNK == 0, f"{num_tokens} tokens"
-    num_chunks = triton.cdiv(min(num_tokens, SPAN), CHUNK)
+    num_chunks = cdiv(min(num_tokens, SPAN), CHUNK)
     elements = _scratch_sizes(num_chunks, inputs.sizes)
     buffers = torch.empty(sum(elements), dtype=torch.float32, device=out.device).split(elements)
     scratch = DeltaScratch(*buffers)
@@ -395,7 +396,7 @@ def _run_span(
     is_native: bool,
 ) -> None:
     """Run the tokens from ``first``: all systems, then the states in sequence, then all outputs."""
-    num_chunks = triton.cdiv(len(out), CHUNK)
+    num_chunks = cdiv(len(out), CHUNK)
     constants: dict[str, Any] = {
         **{"SIZES": inputs.sizes, "C": CHUNK, "PRECISION": "tf32x3" if exact else "tf32"},
         **chained(out),
@@ -443,7 +444,7 @@ def _solve(
     scratch: DeltaScratch, inputs: DeltaInputs, positions: Tensor, constants: dict[str, Any]
 ) -> None:
     """Solve the systems of all chunks; see :func:`.delta_solve.delta_solve`."""
-    _solve_kernel[(triton.cdiv(len(inputs.a), CHUNK), inputs.num_heads)](
+    _solve_kernel[(cdiv(len(inputs.a), CHUNK), inputs.num_heads)](
         scratch.from_state,
         scratch.corrections,
         scratch.keys,

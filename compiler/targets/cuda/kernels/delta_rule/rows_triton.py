@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -175,7 +176,7 @@ def causal_conv1d_rows(
     assert weight.is_contiguous() and window.is_contiguous() and draft_x.is_contiguous()
     assert replayed.shape == (num_rows, num_drafts, num_channels) and replayed.is_contiguous()
     block = min(_STEP_CHANNELS, block_of(num_channels))
-    _convolve_kernel[(num_rows, triton.cdiv(num_channels, block))](
+    _convolve_kernel[(num_rows, cdiv(num_channels, block))](
         out,
         replayed,
         x,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    cdiv,
     has_large_tiles,
     release_dependents,
     wait_for_inputs,
@@ -250,7 +251,7 @@ def delta_states(
     block = min(_STATE_VALUES, sizes.VALUES)
     num_pieces = 1 if starts is None else len(starts) - 1
     usual = _STATES_LAUNCH if has_large_tiles(state) else _STATES_LAUNCH | {"num_stages": 2}
-    _states_kernel[(sizes.H, triton.cdiv(sizes.V, block), num_pieces)](
+    _states_kernel[(sizes.H, cdiv(sizes.V, block), num_pieces)](
         scratch.states,
         scratch.from_state,
         scratch.corrections,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -53,6 +54,6 @@ def add_gated(out: Tensor, x: Tensor, gate: Tensor, visible: Tensor) -> None:
     assert x.shape == out.shape and visible.shape == (num_tokens, 2) and visible.is_contiguous()
     assert out.stride(1) == 1 and x.stride(1) == 1
     block = min(_MAX_BLOCK, block_of(width))
-    _add_gated_kernel[(num_tokens, triton.cdiv(width, block))](
+    _add_gated_kernel[(num_tokens, cdiv(width, block))](
         out, x, gate, visible, width, out.stride(0), x.stride(0), BLOCK=block, **chained(out)
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -47,6 +48,6 @@ def embed(out: Tensor, tokens: Tensor, table: Tensor) -> None:
     assert tokens.shape == (num_tokens,) and table.shape[1] >= width
     assert out.stride(1) == 1 and table.stride(1) == 1 and tokens.is_contiguous()
     block = min(_MAX_BLOCK, block_of(width))
-    _embed_kernel[(num_tokens, triton.cdiv(width, block))](
+    _embed_kernel[(num_tokens, cdiv(width, block))](
         out, tokens, table, width, out.stride(0), table.stride(0), BLOCK=block, **chained(out)
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -138,7 +139,7 @@ def rms_norm_heads(
     assert k_weight.shape == q_weight.shape and width == (num_heads + 2 * num_kv_heads) * head_dim
     heads, block = num_heads + num_kv_heads * (1 if in_place else 2), block_of(head_dim)
     together = 1 if alone else max(1, 1024 // block)
-    _rms_norm_heads_kernel[(num_rows, triton.cdiv(heads, together))](
+    _rms_norm_heads_kernel[(num_rows, cdiv(heads, together))](
         out,
         qkv,
         q_weight,

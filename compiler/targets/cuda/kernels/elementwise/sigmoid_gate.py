@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -54,7 +55,7 @@ def sigmoid_gate(out: Tensor, x: Tensor, gate: Tensor) -> None:
     assert out.stride(1) == 1 and x.stride(1) == 1
     assert gate.stride(1) == 1 or gate.shape[1] == 1
     block = min(_MAX_BLOCK, block_of(width))
-    _sigmoid_gate_kernel[(num_rows, triton.cdiv(width, block))](
+    _sigmoid_gate_kernel[(num_rows, cdiv(width, block))](
         out,
         x,
         gate,

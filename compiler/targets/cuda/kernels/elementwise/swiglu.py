@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -50,7 +51,7 @@ def _launch(out: Tensor, gate: Tensor, up: Tensor, paired: bool) -> None:
     num_rows, width = out.shape
     assert out.stride(1) == 1 and gate.stride(1) == 1 and up.stride(1) == 1
     block = min(_MAX_BLOCK, block_of(width))
-    _swiglu_kernel[(num_rows, triton.cdiv(width, block))](
+    _swiglu_kernel[(num_rows, cdiv(width, block))](
         out,
         gate,
         up,

@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -239,7 +240,7 @@ def expert_linear(
     tiling = tiling or tiling_of(packed, groups.tile_size, x.dtype)
     assert packed.kind == "bf16" or not tiling.columns
     padded_rows = packed.num_row_tiles * TILE_ROWS
-    grid = (triton.cdiv(padded_rows, tiling.rows), groups.tiles.shape[1])
+    grid = (cdiv(padded_rows, tiling.rows), groups.tiles.shape[1])
     how: dict[str, Any] = {"num_rows": num_rows, "top_k": top_k}
     arguments = _arguments(out, x, packed, groups, **how, finish=finish)
     if tiling.is_cut:
@@ -385,7 +386,7 @@ def sum_experts(
     y, gate = shared or (None, None)
     assert y is None or (y.shape == out.shape and y.stride(1) == 1)
     block = min(_MAX_BLOCK, block_of(width))
-    _sum_experts_kernel[(num_tokens, triton.cdiv(width, block))](
+    _sum_experts_kernel[(num_tokens, cdiv(width, block))](
         out,
         products,
         weights,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -293,7 +294,7 @@ def linear(
     how = choose_blocks(num_tokens, is_small_m=is_small_m)
     data, tile = weight.data, CODED_TILES[weight.format]
     values = _pair_values(weight.format, data.device) if tile.values == CODEBOOK else None
-    grid = (triton.cdiv(num_rows, how.rows), triton.cdiv(num_tokens, how.tokens))
+    grid = (cdiv(num_rows, how.rows), cdiv(num_tokens, how.tokens))
     _coded_kernel[grid](
         out,
         x,

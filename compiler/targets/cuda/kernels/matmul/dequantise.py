@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -213,7 +214,7 @@ def dequantise(out: Tensor, packed: PackedWeight) -> None:
         decode_rows(out, packed)
         return
     if packed.format == "bf16":
-        grid = (packed.num_row_tiles, triton.cdiv(packed.num_columns, _TILES * TILE_COLUMNS))
+        grid = (packed.num_row_tiles, cdiv(packed.num_columns, _TILES * TILE_COLUMNS))
         _bf16_kernel[grid](
             out,
             packed.data,
@@ -225,7 +226,7 @@ def dequantise(out: Tensor, packed: PackedWeight) -> None:
             **chained(out),
         )
         return
-    grid = (packed.num_row_tiles, triton.cdiv(packed.num_column_tiles, _TILES))
+    grid = (packed.num_row_tiles, cdiv(packed.num_column_tiles, _TILES))
     sizes = (*out.shape, packed.num_column_tiles, out.stride(0), packed.scale)
     kernel = _bfp8_kernel if packed.kind == "bfp8" else _bfp4_kernel
     kernel[grid](out, packed.data, words_of(packed), *sizes, TILES=_TILES, **chained(out))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -136,7 +137,7 @@ def scale_rows(
     num_rows, width = found.shape
     assert out.shape == found.shape and out.stride(1) == 1 and found.is_contiguous()
     block = min(_MOST_BLOCK, block_of(width))
-    _scale_rows_kernel[(num_rows, triton.cdiv(width, block))](
+    _scale_rows_kernel[(num_rows, cdiv(width, block))](
         out,
         found,
         x_scales,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -281,7 +282,7 @@ def linear(
     is_bf16 = packed.format == "bf16"
     segments, family = segments_of(packed), "bf16" if is_bf16 else "blocks"
     tokens = min(_TUNING["tokens"][family], max(8, triton.next_power_of_2(num_tokens)))
-    grid = (packed.num_row_tiles, triton.cdiv(num_tokens, tokens))
+    grid = (packed.num_row_tiles, cdiv(num_tokens, tokens))
     arguments: dict[str, Any] = {
         **{"out_ptr": out, "x_ptr": x, "bias_ptr": bias},
         **{"num_tokens": num_tokens, "num_rows": num_rows, "num_columns": packed.num_columns},

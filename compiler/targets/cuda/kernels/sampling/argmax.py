@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -83,7 +84,7 @@ def _final_kernel(
 
 def num_keys(vocabulary: int) -> int:
     """Return the scratch column count for :func:`choose` with ``vocabulary`` logits."""
-    return triton.cdiv(vocabulary, _CHUNK)
+    return cdiv(vocabulary, _CHUNK)
 
 
 def best_keys(scratch: Tensor, logits: Tensor) -> Tensor:

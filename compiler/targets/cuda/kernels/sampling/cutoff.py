@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -91,7 +92,7 @@ class SearchScratch:
         cls, num_rows: int, vocabulary: int, device: torch.device, *, chunk: int = CHUNK
     ) -> Self:
         """Allocate buffers. A program has ``chunk`` logits, a power of 2."""
-        count = triton.cdiv(vocabulary, chunk)
+        count = cdiv(vocabulary, chunk)
         return cls(
             torch.empty(num_rows, 8, dtype=torch.int32, device=device),
             torch.empty(num_rows, 8, dtype=torch.float64, device=device),
@@ -335,7 +336,7 @@ def search(logits: Tensor, scratch: SearchScratch, how: CutoffSearch) -> None:
     ``scratch``.
     """
     num_rows, vocabulary = logits.shape
-    count = triton.cdiv(vocabulary, scratch.chunk)
+    count = cdiv(vocabulary, scratch.chunk)
     for each in range(how.num_launches):
         is_first = each == 0
         _search_kernel[(num_rows, count)](

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.kernels.common.launch import cdiv
+
 _CHUNK = 4096  # logits that one program looks at
 
 
@@ -36,6 +38,6 @@ def forbid(logits: Tensor, rows: Tensor, words: Tensor, *, width: int) -> None:
     assert words.shape[0] == num_masks and 32 * words.shape[1] >= width <= logits.shape[1]
     assert logits.stride(1) == words.stride(1) == 1
     if num_masks:
-        _forbid_kernel[(num_masks, triton.cdiv(width, _CHUNK))](
+        _forbid_kernel[(num_masks, cdiv(width, _CHUNK))](
             logits, rows, words, width, logits.stride(0), words.stride(0), BLOCK=_CHUNK
         )

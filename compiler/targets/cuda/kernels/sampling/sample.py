@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
     block_of,
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -189,7 +190,7 @@ def draw(
         has_top_k, has_top_p: Some row uses the filter. False: its search is omitted.
     """
     num_rows, vocabulary = logits.shape
-    count, keys, numbers = triton.cdiv(vocabulary, scratch.chunk), scratch.keys, scratch.numbers
+    count, keys, numbers = cdiv(vocabulary, scratch.chunk), scratch.keys, scratch.numbers
     assert logits.dtype == torch.float32 and logits.stride(1) == words.stride(1) == 1
     assert scratch.weights.shape[0] >= num_rows and scratch.weights.shape[1] == count
     assert tokens.is_contiguous() and why.is_contiguous() and positions.is_contiguous()
