@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -248,6 +248,8 @@ class CudaExecutable(Executable):
         is_single = self._group is None and self._layer is None and not self._drafts.is_busy
         if running is None or not is_single or not running.is_repeated_by(step):
             return self._step(step)
+        if step.edits:
+            self._state.assign(cast(Sequence[AssignPages], step.edits))
         running.run(self._state, draws=True)
         return StepOutput((self._answers.repeated(running.slots, running.bucket.choice),))
 

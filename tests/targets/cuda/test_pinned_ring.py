@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,12 @@ from tilewright.compiler.targets.cuda.graphs.capture import CapturedGraph
 from tilewright.compiler.targets.cuda.outputs import pinned_ring
 from tilewright.compiler.targets.cuda.outputs.pinned_ring import PinnedRing
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import make_choice
-from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, Step
+from tilewright.compiler.targets.interface.step import (
+    END_TOKEN,
+    GOES_ON,
+    AssignPages,
+    Step,
+)
 
 CPU = torch.device("cpu")
 
@@ -84,3 +90,7 @@ def test_unchanged_step_makes_a_single_copy(
     with Calls() as calls:
         found.step(step)
     assert calls.names == ["aten.copy_.default"]
+    pages = AssignPages(slots[0], 0, tuple(inner._state._pages_of_slot[slots[0]]))
+    with Calls() as calls:
+        found.step(replace(step, edits=(pages,)))
+    assert calls.names.count("aten.copy_.default") == 2

@@ -36,7 +36,13 @@ from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.host.choice import SlotState
-from tilewright.compiler.targets.interface.step import ImageId, PrefillChunk, Slot, Step
+from tilewright.compiler.targets.interface.step import (
+    AssignPages,
+    ImageId,
+    PrefillChunk,
+    Slot,
+    Step,
+)
 from tilewright.compiler.targets.program.instructions import AttentionOp, KernelProgram
 
 _Key = TypeVar("_Key", int, tuple[int, int])
@@ -341,6 +347,7 @@ class CapturedSlots:
         lengths: Each slot's positions at the first step, int64 ``[B]``.
         num_steps: Steps since then. :meth:`settle` writes them to the slot states.
         num_covered: Steps for which every slot has pages.
+        indices: ``slots`` as an array.
         longest: Maximum of ``lengths``.
         graph: Graph of the last step.
         max_length: Maximum length of a row for this graph.
@@ -354,19 +361,22 @@ class CapturedSlots:
     lengths: np.ndarray
     num_steps: int = 0
     num_covered: int = 0
+    indices: np.ndarray = field(init=False)
     longest: int = field(init=False)
     graph: CapturedGraph = field(init=False)
     max_length: int = 0
 
     def __post_init__(self) -> None:
-        self.longest = int(self.lengths.max())
+        self.indices, self.longest = np.array(self.slots), int(self.lengths.max())
 
     def is_repeated_by(self, step: Step) -> bool:
-        """Return whether a step only decodes these slots again."""
+        """Return whether a step only decodes these slots again, possibly with more pages."""
         if step.decode is not self.slots or self.is_late:
             return False
-        others = step.edits or step.prompts or step.forced or step.drafts or step.proposes
-        return not (others or step.masked or step.want_logits) and step.logprobs is None
+        others = step.prompts or step.forced or step.drafts or step.proposes
+        if others or step.masked or step.want_logits or step.logprobs is not None:
+            return False
+        return all(type(edit) is AssignPages for edit in step.edits)
 
     def run(self, state: PagedState, *, draws: bool) -> None:
         """Decode a token on every slot, and check the pages of the new positions.
@@ -376,7 +386,7 @@ class CapturedSlots:
         """
         self.num_steps += 1
         if self.num_steps > self.num_covered:
-            free = state.check_all(self.slots, self.lengths + self.num_steps)
+            free = state.check_all(self.indices, self.lengths + self.num_steps)
             self.num_covered = self.num_steps + free
         longest = self.longest + self.num_steps
         if longest > self.max_length:

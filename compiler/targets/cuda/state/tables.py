@@ -86,6 +86,12 @@ class PagedState:
         assert len(page_ids) <= width, f"slot {edit.slot} has {len(page_ids)} pages of {width}"
         self._room[edit.slot] = PAGE * len(page_ids)
 
+    def assign(self, edits: Sequence[AssignPages]) -> None:
+        """Record pages and write them to the device."""
+        for edit in edits:
+            self.note(edit)
+        self.deal(edits)
+
     def deal(self, edits: Sequence[AssignPages]) -> None:
         """Write page assignments to the page tables in one copy. Later assignments take
         precedence.
@@ -121,11 +127,11 @@ class PagedState:
         """Return the number of positions in a slot's pages."""
         return int(self._room[slot])
 
-    def check_all(self, slots: Sequence[Slot], ends: np.ndarray) -> int:
+    def check_all(self, slots: Sequence[Slot] | np.ndarray, ends: np.ndarray) -> int:
         """Apply :meth:`check` to several slots. Return the minimum free position count."""
         if not self.pages:
             return sys.maxsize
-        free = int((self._room[list(slots)] - ends).min(initial=sys.maxsize))
+        free = int((self._room[np.asarray(slots)] - ends).min(initial=sys.maxsize))
         if free < 0:
             for slot, end in zip(slots, ends.tolist(), strict=True):
                 self.check(slot, end)
