@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.queued import VOCAB, QueuedExecutable
 from tilewright.compiler.sampling.params import SamplingParams
-from tilewright.compiler.targets.interface.step import Step, StepOutput
+from tilewright.compiler.targets.interface.step import AssignPages, Step, StepOutput
 from tilewright.errors import RequestError
 from tilewright.runtime import loop as loop_module
 from tilewright.runtime.loop import EngineLoop
@@ -401,3 +401,22 @@ def test_prefix_of_a_large_step_is_shared_only_while_many_requests_run() -> None
 
     assert run(3) == [0] and run(3) == [12], "among three, pages of three"
     assert run(1) == [0] and run(1) == [12] and run(3) == [12], "computed again without others"
+
+
+@pytest.mark.parametrize("num_pages, sizes", [(12, [3, 3]), (9, [3, 1, 1, 1])])
+def test_sequences_near_a_page_end_get_pages_together(num_pages: int, sizes: list[int]) -> None:
+    """Without a spare page for every sequence, a sequence gets a page at its page end only."""
+    limits: dict[str, Any] = {"page_size": 16, "max_num_seqs": 3, "max_context": 48}
+    executable = QueuedExecutable(**limits, num_pages=num_pages, max_prompts=3)
+    llm, counts = EngineLoop(executable), list[int]()
+    run = executable.step
+
+    def step(step: Step) -> StepOutput:
+        if not step.prompts:
+            counts.append(sum(isinstance(edit, AssignPages) for edit in step.edits))
+        return run(step)
+
+    executable.step = step  # type: ignore[method-assign]
+    sampling = SamplingParams(max_tokens=30)
+    llm.generate([RequestState(n, (n,) * (5 + n), sampling) for n in range(3)])
+    assert [count for count in counts if count] == sizes

@@ -126,6 +126,12 @@ class CacheManager(ABC):
         """
         return count
 
+    def grow_soon(self, decoding: Iterable[RequestState]) -> None:  # noqa: B027 (slots may stay)
+        """Add the next pages of sequences that need them soon, so that fewer steps have updates.
+
+        A page stays available for every request that may need it.
+        """
+
     @abstractmethod
     def leave(self, running: RequestState, *, may_keep: bool) -> None:
         """Free a slot. ``may_keep``: its state may be cached for later prompts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import AssignPages, SaveState
 from tilewright.runtime.memory.cache_manager import (
@@ -13,6 +15,9 @@ from tilewright.runtime.memory.cache_manager import (
 )
 from tilewright.runtime.memory.pages import PagePool, chain_keys, pages_of
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
+
+_MARGINS_PER_PAGE = 4
+"""Margins in a page. A sequence within the margin of a page's end may get the next page early."""
 
 
 class PagedCacheManager(CacheManager):
@@ -106,6 +111,15 @@ class PagedCacheManager(CacheManager):
                 break
             self._add_page(running)
         return min(count, running.page_capacity - running.num_computed)
+
+    def grow_soon(self, decoding: Iterable[RequestState]) -> None:
+        if self._has_state and self.policy.cache_replies:
+            return  # `grow` also saves the state at the page's first position
+        margin = self.grain // _MARGINS_PER_PAGE
+        for running in decoding:
+            is_soon = running.page_capacity - running.num_computed <= margin
+            if is_soon and _grows(running) and self.pool.num_available > self._num_growing:
+                self._add_page(running)
 
     def _add_page(self, running: RequestState) -> None:
         (page,) = self.pool.take(1)

@@ -389,7 +389,9 @@ class Scheduler:
         for running in growing:
             while running in self.cache_manager.running and not self.cache_manager.grow(running):
                 self._preempt(max(self.cache_manager.running, key=_rank))
-        return [state for state in decoding if state in self.cache_manager.running]
+        decoding = [state for state in decoding if state in self.cache_manager.running]
+        self.cache_manager.grow_soon(decoding)
+        return decoding
 
     def _wanting(self) -> list[RequestState]:
         """Return the requests with a computed prompt that need another token."""

@@ -277,7 +277,7 @@ def test_launches_share_a_configuration_by_kernel_grid_and_stream(
         at = nvrtc.Launch((num_blocks, 1, 1), 32, shared=16)
         nvrtc.launch(SOURCE, "some", at=at, arguments=Params(width=width), spread=is_spread)
     (first, function, _), (second, *_), (third, *_) = calls
-    assert first is second and function == b"some" and [each[2] for each in calls] == [1, 2, 3]
+    assert first is second and function == b"some" and [call[2] for call in calls] == [1, 2, 3]
     assert (first.gridDimX, first.hStream, first.sharedMemBytes) == (4, 5, 16)
     assert (third.gridDimX, third.hStream, third.numAttrs) == (8, 7, 1)
     driver.error = 2
