@@ -43,6 +43,8 @@ A linear fit through less would promise too much for larger chunks.
 """
 _STREAMS, _STREAMED, _BESIDE = 32, 48, 32
 """Requests, tokens per request, and cells of the prompt for the measurement of mixed batches."""
+_MIN_ROWS_TOGETHER = 8
+"""Minimum rows of a step whose tokens are taken together."""
 _DRAFTED = 4
 """Number of measured steps with drafts in the warm-up."""
 
@@ -447,6 +449,12 @@ class EngineLoop:
     ) -> None:
         """Give a part's tokens to their requests, and append these to ``served``."""
         take, counts = self._take_token, chosen.counts
+        is_large = len(slots) >= _MIN_ROWS_TOGETHER
+        if is_large and counts is None and chosen.logprobs is None and not any(chosen.why):
+            more, num_dropped = self.scheduler.take_all(rows, slots, chosen.tokens, now=now)
+            served += more
+            self.num_dropped += num_dropped
+            return
         if counts is None:
             for at, slot in enumerate(slots):
                 request = rows.get(slot)

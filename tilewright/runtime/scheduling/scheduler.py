@@ -7,7 +7,8 @@ read. Only end tokens are known late. Their rows in flight are dropped.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TypeAlias
 
 from tilewright.compiler.targets.interface.base import Capabilities
@@ -279,6 +280,34 @@ class Scheduler:
             self.finish(request, STOPPED if is_end else LENGTH)
         return True
 
+    def take_all(
+        self,
+        rows: Mapping[Slot, RequestState],
+        slots: Sequence[Slot],
+        tokens: Sequence[int],
+        *,
+        now: float,
+    ) -> tuple[list[RequestState], int]:
+        """Take a sampled token per slot. None is an end token.
+
+        Return the requests with a new token, and the number of finished requests.
+        """
+        served, num_finished = list[RequestState](), 0
+        for slot, token in zip(slots, tokens, strict=True):
+            request = rows.get(slot)
+            if request is None:
+                continue
+            if request.finish_reason is not None:
+                num_finished += 1
+                continue
+            output = request.output
+            output.append(token)
+            request.token_times.append(now)
+            if len(output) >= request.max_output:
+                self.finish(request, LENGTH)
+            served.append(request)
+        return served, num_finished
+
     def cancel(self, request: RequestState) -> None:
         """Cancel a request."""
         self.finish(request, CANCELLED)
@@ -353,10 +382,11 @@ class Scheduler:
             self._forget_rows()  # see above
         return True
 
-    def _running_images(self) -> list[tuple[PromptImage, ...]]:
-        """Return the images of running requests, and of requests that continue after a swap."""
-        requests = (*self.cache_manager.running, *self._swapped)
-        return [request.images for request in requests if request.images]
+    def _running_images(self) -> Iterator[tuple[PromptImage, ...]]:
+        """Yield the images of running requests, and of requests that continue after a swap."""
+        for request in chain(self.cache_manager.running, self._swapped):
+            if request.images:
+                yield request.images
 
     def _is_copied_later(self, request: RequestState) -> bool:
         """Return whether the first choice still has to compute the common prompt."""
@@ -395,14 +425,15 @@ class Scheduler:
 
     def _wanting(self) -> list[RequestState]:
         """Return the requests with a computed prompt that need another token."""
-        waits = self.speculator.must_wait
-        return [
+        wanting = [
             request
             for request in self.cache_manager.by_slot
-            if not request.prompt_left
-            and (request.num_scheduled < request.max_output or request.replay_tokens)
-            and not waits(request)
+            if (request.num_scheduled < request.max_output or request.replay_tokens)
+            and not (request.prompt_left or request.num_unread_rows)
         ]
+        if not self.speculator.max_drafts:
+            return wanting
+        return [request for request in wanting if not self.speculator.must_wait(request)]
 
     def _preempt(self, request: RequestState) -> None:
         """Preempt a request. It waits before all new requests of its priority.
