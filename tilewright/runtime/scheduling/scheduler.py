@@ -292,7 +292,8 @@ class Scheduler:
 
         Return the requests with a new token, and the number of finished requests.
         """
-        served, num_finished = list[RequestState](), 0
+        served: list[RequestState] = []
+        num_finished = 0
         for slot, token in zip(slots, tokens, strict=True):
             request = rows.get(slot)
             if request is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.kernels.common import driver
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingBatch, num_why_words
 from tilewright.compiler.targets.interface.step import END_TOKEN, GOES_ON, SampledTokens
 
@@ -27,30 +28,26 @@ class _PinnedBuffer:
         words: The memory, int64.
         array: The same memory for the host.
         event: Follows the last copy.
-        views: Beginnings of ``words``, by length.
+        address, handle: Address of the memory, and the driver's handle of the event.
         read: Returns the last results. None: unused.
     """
 
     words: Tensor
     array: np.ndarray
     event: torch.cuda.Event
-    views: dict[int, Tensor] = field(default_factory=dict)
+    address: int
+    handle: int
     read: Callable[[], SampledTokens] | None = None
 
     @classmethod
     def empty(cls, num_words: int) -> _PinnedBuffer:
         """Allocate the memory."""
-        words = torch.empty(num_words, dtype=torch.int64, pin_memory=True)
-        return cls(words, words.numpy(), torch.cuda.Event())
-
-    def copy(self, results: Tensor) -> None:
-        """Copy results from the device, without a wait."""
-        size = results.shape[0]
-        view = self.views.get(size)
-        if view is None:
-            view = self.views[size] = self.words[:size]
-        view.copy_(results, non_blocking=True)
-        self.event.record()
+        words, event = (
+            torch.empty(num_words, dtype=torch.int64, pin_memory=True),
+            torch.cuda.Event(),
+        )
+        event.record()  # torch makes the event at its first use
+        return cls(words, words.numpy(), event, words.data_ptr(), event.cuda_event)
 
 
 class PinnedRing:
@@ -58,12 +55,13 @@ class PinnedRing:
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._device, self._max_rows = device, max_rows
+        self._is_gpu = device.type == "cuda"
         self._buffers: list[_PinnedBuffer] = []
         self._next = 0
 
     def send(self, choice: SamplingBatch, count: int, ends: Ends) -> Callable[[], SampledTokens]:
         """Start the transfer of the first ``count`` tokens. Return their reader."""
-        if self._device.type != "cuda":
+        if not self._is_gpu:
             tokens, why = choice.tokens[:count].tolist(), choice.why[:count].tolist()
             found = _chosen(tokens, why, ends)
             return lambda: found
@@ -74,7 +72,9 @@ class PinnedRing:
         self._next = (self._next + 1) % _NUM_BUFFERS
         if buffer.read is not None:
             buffer.read()  # a late reader returns what this call keeps
-        buffer.copy(choice.results)
+        stream = driver.current_stream(self._device)
+        driver.copy_to_host(buffer.address, choice.address, choice.num_bytes, stream)
+        driver.record(buffer.handle, stream)
         first = choice.first
         kept: list[SampledTokens] = []
 

@@ -46,6 +46,7 @@ class SamplingBatch:
 
     Attributes:
         results: ``why`` and ``tokens`` in a shared buffer, which a single copy sends, int64.
+        address, num_bytes: Device address and size of ``results``.
         tokens, why: Results ``[B]``; see :class:`SampledTokens`.
         parameters: Sampling parameters for B rows.
         positions: Positions ``[B]`` of the selected tokens.
@@ -63,6 +64,8 @@ class SamplingBatch:
     scratch: search.SearchScratch
     width: int
     first: int
+    address: int
+    num_bytes: int
     group: RankGroup | None = None
 
     @property
@@ -164,5 +167,7 @@ def make_choice(
         scratch=search.SearchScratch.empty(num_rows, width, device),
         width=width,
         first=first,
+        address=results.data_ptr(),
+        num_bytes=results.nbytes,
         group=group,
     )
