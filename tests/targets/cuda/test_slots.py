@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from typing import Any
 
@@ -37,7 +38,7 @@ from tests.tiny import (
 )
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.state import slot_table as slots_module
-from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send, send_into
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.compiler.targets.interface.step import (
     AssignPages,
@@ -280,7 +281,11 @@ def test_what_is_sent_may_be_changed_at_once() -> None:
         busy = busy @ busy
         sent.append(send(values, device))
         wanted.append(int(values.sum()))
-        values[:] = -1
+        into = torch.zeros(len(values), dtype=torch.int64, device=device)
+        send_into(into, np.flip(values))
+        sent.append(into)
+        wanted.append(wanted[-1])
+        values[:] = -2
     assert slots_module._staging(device).staged(np.arange(3)).is_pinned()
     large = np.full((3, 1 << 18), 7, dtype=np.int64)
     assert bool((send(large, device) == 7).all())
@@ -326,3 +331,11 @@ def test_what_is_staged_is_a_copy_of_its_kind() -> None:
     square[:] = -1
     for found, each in zip(staged, expected, strict=True):
         assert found.dtype == each.dtype and torch.equal(found, each) and found.is_contiguous()
+
+
+def test_values_are_written_at_an_address_in_the_order_of_a_contiguous_array() -> None:
+    staging = slots_module._Staging(torch.device("cpu"))
+    for values in (np.arange(12).reshape(3, 4).T, np.array([7], dtype=np.int32)):
+        address = staging.address_of(values)
+        assert address % 64 == 0 == staging._address % 64
+        assert ctypes.string_at(address, values.nbytes) == values.tobytes()

@@ -30,7 +30,7 @@ from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
 from tilewright.compiler.targets.cuda.state.encoded_images import EncodedImages
 from tilewright.compiler.targets.cuda.state.pages import PAGE
 from tilewright.compiler.targets.cuda.state.ragged import lay_out
-from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send, send_into
+from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send_into
 from tilewright.compiler.targets.cuda.state.snapshot_positions import NO_MARKS, Marks
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
@@ -228,8 +228,9 @@ class DecodeBucket(Bucket):
         self, steps: StepRunner, num_rows: int, width: int, num_ends: int, pool: Any
     ) -> None:
         self.num_rows, device, first = num_rows, steps.device, num_why_words(num_rows)
-        words = torch.zeros(first + 4 * num_rows, dtype=torch.int64, device=device)
-        self.rows = TokenBatch.over(words[first:].view(4, num_rows))
+        words = torch.zeros(first + 5 * num_rows, dtype=torch.int64, device=device)
+        rows = words[first:].view(5, num_rows)
+        self.rows, self._inputs = TokenBatch.over(rows[:4]), rows[1:]
         choice = make_choice(
             num_rows,
             width,
@@ -258,23 +259,21 @@ class DecodeBucket(Bucket):
     ) -> Tensor:
         """Assign slots to this bucket's rows. The rows read their tokens at ``positions``.
 
-        Return the entries ``[B]``. Unused rows have the padding entry. ``offsets``: rotary
-        positions minus positions.
+        Return the entries ``[B]``, valid until the next call. Unused rows have the padding entry.
+        ``offsets``: rotary positions minus positions.
         """
-        assert self.rows.words is not None
         staged, count = np.zeros((4, self.num_rows), dtype=np.int64), len(slots)
-        staged[0, :count] = staged[2, :count] = slots
-        staged[0, count:] = device_slots.padding
-        staged[1, :count], staged[1, count:] = positions, -1
-        staged[3, :count] = offsets
+        staged[0, :count], staged[0, count:] = positions, -1
+        staged[1, :count] = staged[3, :count] = slots
+        staged[2], staged[3, count:] = -1, device_slots.padding
+        send_into(self._inputs, staged)
         self._has_offsets = bool(offsets.any())
-        sent = send(staged if self._has_offsets else staged[:3], self._device)
-        self.rows.words[1:3].copy_(sent[1:3])
         if self._has_offsets:
-            self._offsets.copy_(sent[3])
-        torch.index_select(device_slots.tokens, 0, sent[0], out=self.rows.tokens)
-        self.choice.gather(device_slots, sent[0])
-        return sent[0]
+            send_into(self._offsets, np.pad(offsets, (0, self.num_rows - count)))
+        at = self._inputs[3]
+        torch.index_select(device_slots.tokens, 0, at, out=self.rows.tokens)
+        self.choice.gather(device_slots, at)
+        return at
 
     def show(self, images: EncodedImages, seen: Sequence[tuple[ImageId, ...]]) -> None:
         """Set the visible images, after :meth:`admit`."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.targets.cuda.kernels.common import driver
 from tilewright.compiler.targets.interface.step import Slot
 
 _TEMPERATURE, _TOP_P, _TOP_K, _SEED, _MIN_P, _NUM_NUMBERS = range(6)
@@ -126,11 +127,15 @@ def send(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
 
 
 def send_into(place: Tensor, values: np.ndarray) -> None:
-    """Copy host values to an existing tensor; see :func:`send`."""
-    if place.device.type != "cuda":
+    """Copy host values to a contiguous tensor of their type; see :func:`send`."""
+    if not place.is_cuda:
         place.copy_(torch.from_numpy(values))
-    else:
-        place.copy_(_staging(place.device).staged(values), non_blocking=True)
+        return
+    num_bytes, device = values.nbytes, place.device
+    assert place.is_contiguous() and place.nbytes == num_bytes
+    if num_bytes:
+        address, stream = _staging(device).address_of(values), driver.current_stream(device)
+        driver.copy_to_device(place.data_ptr(), address, num_bytes, stream)
 
 
 class _Staging:
@@ -145,6 +150,7 @@ class _Staging:
         is_gpu = device.type == "cuda"
         memory = torch.empty(2 * self._HALF, dtype=torch.uint8, pin_memory=is_gpu)
         self._bytes = memory.numpy()  # torch detects pinned memory by its address
+        self._address = memory.data_ptr()
         self._left: list[torch.cuda.Event | None] = [None, None]
 
     def send(self, values: Tensor | np.ndarray) -> Tensor:
@@ -156,13 +162,23 @@ class _Staging:
         given = values.numpy() if isinstance(values, Tensor) else values
         if given.nbytes > self._HALF:
             return torch.from_numpy(np.ascontiguousarray(given)).pin_memory()
-        if self._used + given.nbytes > self._HALF:
+        return torch.from_numpy(self._written(given)[0])
+
+    def address_of(self, values: np.ndarray) -> int:
+        """Return the address of a copy in pinned memory, as :meth:`staged`. It fits a half."""
+        return self._address + self._written(values)[1]
+
+    def _written(self, values: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return a copy in pinned memory and its first byte."""
+        num_bytes = values.nbytes
+        assert num_bytes <= self._HALF
+        if self._used + num_bytes > self._HALF:
             self._enter_other()
         first = self._turn * self._HALF + self._used
-        self._used += -(-given.nbytes // 64) * 64
-        kept: np.ndarray = np.ndarray(given.shape, given.dtype, self._bytes, first)
-        kept[...] = given
-        return torch.from_numpy(kept)
+        self._used += -(-num_bytes // 64) * 64
+        copied: np.ndarray = np.ndarray(values.shape, values.dtype, self._bytes, first)
+        copied[...] = values
+        return copied, first
 
     def _enter_other(self) -> None:
         """Change to the other half and wait for its previous copies."""
