@@ -238,7 +238,9 @@ def steps_of(plan: KernelProgram, *, max_rows: int, max_context: int, **how: Any
         plan.states, options, CUDA, num_pages=64, sequence_specs=plan.sequence_states, num_marks=2
     )
     how = {"exact": False, **how}
-    return StepRunner(plan, _weights(plan), state, max_rows=max_rows, **how)
+    steps = StepRunner(plan, _weights(plan), state, max_rows=max_rows, **how)
+    steps._last_mixer = None  # the layers before the last, whose prefill computes all rows
+    return steps
 
 
 def rows_of(num_rows: int) -> TokenBatch:

@@ -7,7 +7,7 @@ Legend: B decode rows, T prompt tokens, R rows with logits.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from tilewright.compiler.targets.cuda.steps.attention import AttentionRunner
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, padded
 from tilewright.compiler.targets.cuda.steps.cross_layers import CrossLayers
 from tilewright.compiler.targets.cuda.steps.cublas import apply_function
+from tilewright.compiler.targets.cuda.steps.last_mixer import LastMixer, last_mixer_of
 from tilewright.compiler.targets.cuda.steps.matmul import MatmulOps
 from tilewright.compiler.targets.cuda.steps.mixers import Mixers
 from tilewright.compiler.targets.cuda.steps.norms import Norms
@@ -111,7 +112,7 @@ class StepRunner:
         self._mixers = Mixers(
             plan, weights, state, gpu=gpu, arithmetic=self._arithmetic(is_strict), **how
         )
-        self._beside = SideStream(self.device)
+        self._beside, self._last_mixer = SideStream(self.device), last_mixer_of(plan)
         self._cross = CrossLayers(plan, weights)
         self._operand = torch.float32 if exact else torch.bfloat16
         self._num_rows = rows = gemv.room_for(max_rows) if self.is_native else max_rows
@@ -129,15 +130,15 @@ class StepRunner:
         ]
 
     def _make_kernels(self, max_rows: int, *, is_strict: bool) -> _Kernels:
-        plan, weights, arithmetic = self._plan, self._weights, self._arithmetic(is_strict)
+        weights, arithmetic = self._weights, self._arithmetic(is_strict)
         how: dict[str, Any] = {"gpu": self._gpu, "arithmetic": arithmetic}
         products = MatmulOps(
-            plan, weights, self.device, max_rows=max_rows, copies=self.copies, **how
+            self._plan, weights, self.device, max_rows=max_rows, copies=self.copies, **how
         )
         return _Kernels(
             products,
-            Norms(plan, weights, products, **how),
-            AttentionRunner(plan, weights, self._state, max_rows=max_rows, **how),
+            Norms(self._plan, weights, products, **how),
+            AttentionRunner(self._plan, weights, self._state, max_rows=max_rows, **how),
             is_strict,
         )
 
@@ -295,34 +296,61 @@ class StepRunner:
         is_mixed = decoding.stop > decoding.start
         is_single = starts is None and not is_mixed
         kernels = self._kernels(is_strict=is_single and self._small is not None)
-        for each in self._cross.instructions_of(rows):
-            if isinstance(each, GatherOp):
+        last = None if pools else self._mixer_before_selection(rows, logit_rows)
+        for op in self._cross.instructions_of(rows):
+            if isinstance(op, GatherOp):
+                if last is not None:
+                    step.alias(op.out, op.x)
+                    continue
                 if pools:
-                    return self._pool_rows(step.view(each.x))
+                    return self._pool_rows(step.view(op.x))
                 if self.final_states is not None:
-                    x = step.view(each.x)
+                    x = step.view(op.x)
                     self.final_states.keep_prompts(x, self._normed, rows, decoding)
                 if logit_rows is None:
                     return None
-                x = step.view(each.x)
+                x = step.view(op.x)
                 is_small = len(logit_rows) <= self._num_rows
                 step = (
                     self._decode_buffers(len(logit_rows))
                     if is_small
                     else self._fresh_buffers(len(logit_rows), with_logits=True)
                 )
-                torch.index_select(x, 0, logit_rows, out=step.view(each.out))
-            elif isinstance(each, AttentionOp | DeltaRuleOp | Convolve) and is_mixed:
-                self._run_mixed(each, step, rows, kernels, starts, block, decoding)
-            elif isinstance(each, AttentionOp):
-                kernels.attention.prompt(each, step, rows, from_start=from_start, block=block)
-            elif isinstance(each, DeltaRuleOp | Convolve):
-                self._mixers.run(each, step, rows, decodes=False, starts=starts)
-            elif isinstance(each, Mixer):
-                self._mixers.run(each, step, rows, decodes=False)
+                torch.index_select(x, 0, logit_rows, out=step.view(op.out))
+            elif isinstance(op, AttentionOp | DeltaRuleOp | Convolve) and is_mixed:
+                self._run_mixed(op, step, rows, kernels, starts, block, decoding)
+            elif isinstance(op, AttentionOp):
+                kernels.attention.prompt(op, step, rows, from_start=from_start, block=block)
+            elif isinstance(op, DeltaRuleOp | Convolve):
+                self._mixers.run(op, step, rows, decodes=False, starts=starts)
+            elif isinstance(op, Mixer):
+                self._mixers.run(op, step, rows, decodes=False)
             else:
-                self._run(each, step, rows, kernels, decodes=False)
+                self._run(op, step, rows, kernels, decodes=False)
+            if last is not None and op is last.instruction:
+                if logit_rows is None:
+                    return None
+                step = self._selected(step, logit_rows, last)
+                rows = replace(rows, positions=rows.positions.index_select(0, logit_rows))
         return step.logits
+
+    def _mixer_before_selection(
+        self, rows: TokenBatch, logit_rows: Tensor | None
+    ) -> LastMixer | None:
+        """Return the mixer after which prefill selects the rows with logits. None: all rows remain.
+
+        Exact arithmetic has equal sums for all rows. A draft layer reads all final hidden states.
+        """
+        is_small = logit_rows is None or len(logit_rows) <= self._num_rows
+        is_excluded = self.exact or self.final_states is not None or rows.tiles is not None
+        return self._last_mixer if is_small and not is_excluded else None
+
+    def _selected(self, step: Buffers, logit_rows: Tensor, last: LastMixer) -> Buffers:
+        """Return the values of the rows with logits after the last mixer."""
+        selected = self._decode_buffers(len(logit_rows))
+        for view in last.views:
+            torch.index_select(step.view(view), 0, logit_rows, out=selected.view(view))
+        return selected
 
     def _run_mixed(
         self,
