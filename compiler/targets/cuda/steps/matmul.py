@@ -141,7 +141,8 @@ class MatmulOps:
             x = self._norm(x, norm, decodes)
             weight = packed.data if bound.values is None else bound.values
             alone = self._is_alone(each, packed, len(x))
-            gemm_swiglu_bf16.swiglu(out, x, weight, packed, bias=bias, alone=alone)
+            for rows in gemm_swiglu_bf16.launches_of(len(x)):
+                gemm_swiglu_bf16.swiglu(out[rows], x[rows], weight, packed, bias=bias, alone=alone)
         elif kernel == DENSE:
             self._dense_product(each, out, self._norm(x, norm, decodes), packed, bias, decodes)
         elif kernel == CUBLAS:

@@ -61,6 +61,16 @@ def test_what_it_takes() -> None:
     assert not any(takes(8192, each, H200) for each in counts)
 
 
+@given(st.integers(1, 1 << 15))
+def test_launches_cover_all_tokens(num_tokens: int) -> None:
+    """The number of launches is minimal."""
+    parts = [range(num_tokens)[tokens] for tokens in gemm_swiglu_bf16.launches_of(num_tokens)]
+    assert [token for part in parts for token in part] == [*range(num_tokens)]
+    most = gemm_swiglu_bf16.MAX_TOKENS
+    assert max(map(len, parts)) <= most and len(parts) == -(-num_tokens // most)
+    assert len(parts) == 1 or min(map(len, parts)) > most // 4
+
+
 @given(
     num_rows=BLOCKS,
     num_tokens=st.integers(1, gemm_swiglu_bf16.MAX_TOKENS),

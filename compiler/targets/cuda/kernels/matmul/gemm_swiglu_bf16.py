@@ -9,6 +9,7 @@ import ctypes
 import functools
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +34,12 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 MAX_TOKENS = 4096
-"""Maximum tokens. The L2 cache has no space for a larger x."""
+"""Maximum tokens of a launch. The L2 cache has no space for a larger x."""
 
 MIN_TOKENS = 65
 """Minimum tokens, because blocks have at least 128."""
 
-_SIDE = 128
+_SIDE, _WHOLE_TOKENS = 128, 256
 _FIXED_BYTES = 512  # shared memory for barriers
 _TUNING = tuning()["matmul"]["many"]
 _MIN_ROWS: int = _TUNING["min_out_features"]
@@ -147,7 +148,7 @@ def choose_way(num_rows: int, num_tokens: int, processors: int) -> SwiGLUTileCon
 
 @functools.cache
 def rows_of(num_rows: int, processors: int) -> tuple[range, ...]:
-    """Return the token counts for this kernel: large weights, and a busy device."""
+    """Return the token counts of a launch: large weights, and a busy device."""
     if num_rows < _MIN_ROWS:
         return ()
     counts = range(MIN_TOKENS, MAX_TOKENS + 1)
@@ -159,6 +160,14 @@ def rows_of(num_rows: int, processors: int) -> tuple[range, ...]:
     ]
     edges += [MAX_TOKENS + 1] * (len(edges) % 2)
     return tuple(range(*pair) for pair in zip(edges[::2], edges[1::2], strict=True))
+
+
+def launches_of(num_tokens: int) -> Iterator[slice]:
+    """Yield the tokens of each launch: about equal numbers, in whole tiles."""
+    size = -(-num_tokens // -(-num_tokens // MAX_TOKENS))
+    size = min(MAX_TOKENS, -(-size // _WHOLE_TOKENS) * _WHOLE_TOKENS)
+    for first in range(0, num_tokens, size):
+        yield slice(first, min(first + size, num_tokens))
 
 
 def _fills_device(num_rows: int, num_tokens: int, processors: int) -> bool:

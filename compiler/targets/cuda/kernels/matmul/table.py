@@ -126,17 +126,22 @@ def _dense_rows(site: MatmulSite) -> range:
 
 
 def _swiglu_rows(site: MatmulSite) -> tuple[range, ...]:
-    """Return the rows with bfloat16 values in memory: the weight, or a copy for cuBLAS."""
+    """Return the rows with bfloat16 values in memory: the weight, or a copy for cuBLAS.
+
+    Several launches take any number of rows above the maximum.
+    """
     packed = site.weight
     if not packed.is_paired or not site.is_aligned or site.has_codes:
         return ()
-    found = gemm_swiglu_bf16.rows_of(packed.num_rows, num_processors(packed.data.device))
+    taken = gemm_swiglu_bf16.rows_of(packed.num_rows, num_processors(packed.data.device))
+    if taken:
+        taken += (range(gemm_swiglu_bf16.MAX_TOKENS + 1, EVERY.stop),)
     if packed.kind != "bf16":
-        return _within(found, _library_rows(site))
+        return _within(taken, _library_rows(site))
     for rows in _within(site.fed, _dense_rows(site)):
         rest = range(1, rows.start), range(rows.stop, EVERY.stop)
-        found = tuple(part for limits in rest for part in _within(found, limits))
-    return found
+        taken = tuple(part for limits in rest for part in _within(taken, limits))
+    return taken
 
 
 def _within(ranges: tuple[range, ...], limits: range) -> tuple[range, ...]:
