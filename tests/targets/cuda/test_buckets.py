@@ -13,6 +13,7 @@ import torch
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import compiled, lowered, precision_of, tiny_model
 from tilewright.compiler.sampling.params import SamplingParams
+from tilewright.compiler.targets.cuda.graphs import buckets as buckets_module
 from tilewright.compiler.targets.cuda.graphs import capture
 from tilewright.compiler.targets.cuda.graphs.buckets import Buckets, prepared_rows_of
 from tilewright.compiler.targets.cuda.graphs.capture import (
@@ -161,6 +162,43 @@ def test_prepare_next_captures_the_large_steps_that_prepare_left_out() -> None:
         assert buckets.batch(512, 8) is not None and Counted.made == made[0]
     whole, same, small, rest = made
     assert whole == same == rest and small < whole / 2
+
+
+def test_batch_delays_requests_for_a_single_capture_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before idle captures, the largest size of a width runs instead of smaller sizes."""
+    now = [100.0]
+    monkeypatch.setattr(buckets_module.time, "monotonic", lambda: now[0])
+    steps: Any = Unrun()
+    buckets = Buckets(
+        steps,
+        rows=(1, 2, 4, 8),
+        tokens=(16,),
+        num_choosable=lambda: 61,
+        table=SlotTable(8, 3, steps.device),
+        passes=lambda: ((4, (64, 256)), (8, (64, 512))),
+        prepared_rows=2,
+    )
+    buckets.prepare(1, runs_long=True)
+
+    def selected(num_tokens: int, num_choices: int) -> tuple[int, int]:
+        batch = buckets.batch(num_tokens, num_choices)
+        assert batch is not None
+        batch[0].prepare_pass(batch[1])
+        return batch[0].width, batch[1]
+
+    assert [selected(64, 3), selected(64, 3)] == [(4, 256)] * 2
+    assert selected(64, 8) == (8, 512), "no captured size fits"
+    assert selected(300, 3) == (8, 512)
+    now[0] += 2.0
+    assert [selected(64, 3), selected(64, 3)] == [(4, 64)] * 2
+    assert selected(64, 8) == (8, 512)
+    assert buckets.batch(513, 3) is None and buckets.batch(64, 9) is None
+    while not buckets.is_prepared:
+        buckets.prepare_next()
+    made = Counted.made
+    assert selected(64, 8) == (8, 64) and Counted.made == made
 
 
 def test_prepare_any_maximum_captures_the_same_steps() -> None:

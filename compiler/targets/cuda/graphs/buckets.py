@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +29,9 @@ _PREPARED_ROWS = 8
 """Maximum rows of the decode steps to capture before the first request. A larger
 ``--max-num-seqs`` therefore starts as fast.
 """
+
+_CAPTURE_SECONDS = 1.0
+"""Minimum seconds between captures of mixed batches while requests wait for them."""
 
 
 def prepared_rows_of(plan: KernelProgram, options: CompileOptions) -> int | None:
@@ -77,6 +81,7 @@ class Buckets:
         self.batches: dict[int, BatchBucket] = {}
         self._prepared_rows = prepared_rows
         self._later: deque[Callable[[], object]] = deque()
+        self._next_capture = 0.0
 
     def cut(self, slots: tuple[Slot, ...]) -> tuple[tuple[Slot, ...], ...]:
         """Split decode rows by the largest bucket.
@@ -121,13 +126,35 @@ class Buckets:
             num_tokens: Prefill tokens.
             num_choices: Sampled rows: decode rows and prompts that end.
         """
-        for width, _ in self._passes():
-            if width >= num_choices:
-                bucket = self._batch(width)
-                size = bucket.size_for(num_tokens)
-                if size is not None:
-                    return bucket, size
-        return None
+        fitting = [
+            (width, size)
+            for width, sizes in self._passes()
+            for size in sizes
+            if width >= num_choices and size >= num_tokens
+        ]
+        if not fitting:
+            return None
+        width, size = fitting[0] if self.is_prepared else self._available(fitting)
+        return self._batch(width), size
+
+    def _available(self, fitting: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Select a width and a size while captures are missing.
+
+        A burst after the start needs several sizes at once, and every capture delays its requests.
+        Therefore the largest size of a width is captured first, and runs instead of smaller sizes
+        until their capture is due.
+        """
+        width, size = fitting[0]
+        captured = [(w, s) for w, s in fitting if w in self.batches and self.batches[w].has_pass(s)]
+        if fitting[0] in captured:
+            return width, size
+        now = time.monotonic()
+        if captured and now < self._next_capture:
+            return min(captured, key=sum)
+        self._next_capture = now + _CAPTURE_SECONDS
+        if not any(w == width for w, _ in captured):
+            size = max(s for w, s in fitting if w == width)
+        return width, size
 
     def _batch(self, width: int) -> BatchBucket:
         if width not in self.batches:

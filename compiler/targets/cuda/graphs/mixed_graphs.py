@@ -150,9 +150,9 @@ class BatchBucket(Bucket):
         self._passes: dict[int, _MixedGraph] = {}
         self._at = torch.empty(0)
 
-    def size_for(self, num_tokens: int) -> int | None:
-        """Return the smallest captured size for ``num_tokens``. None: no size fits."""
-        return next((size for size in self._sizes if size >= num_tokens), None)
+    def has_pass(self, num_tokens: int) -> bool:
+        """Return whether the forward for a token count is captured."""
+        return num_tokens in self._passes
 
     def prepare(self) -> None:
         """Capture all sizes. The largest comes first; smaller sizes run in its memory."""
