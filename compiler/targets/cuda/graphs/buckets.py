@@ -187,6 +187,7 @@ class Buckets:
             for capture in captures:
                 capture()
         if most_rows is not None:
+            self._prepare_mixed_kernels()
             self._later.extend(partial(self._prepare_batch, *each) for each in self._passes())
         self._prepare_masks()
         device, size = self._steps.device, self.tokens[-1]
@@ -232,6 +233,12 @@ class Buckets:
         bucket.prepare_pass(sizes[-1])
         rest = [partial(bucket.prepare_pass, size) for size in reversed(sizes[:-1])]
         self._later.extendleft([bucket.prepare_choices, *reversed(rest)])
+
+    def _prepare_mixed_kernels(self) -> None:
+        """Capture three sizes of a mixed batch, to compile kernels for short and long chunks."""
+        for width, sizes in self._passes()[:1]:
+            for share in (1, 2, 4):
+                self._batch(width).prepare_pass(next(s for s in sizes if share * s >= sizes[-1]))
 
     def _prepare_masks(self) -> None:
         """Run the kernel that masks logits, to compile it."""
