@@ -236,6 +236,30 @@ def test_more_prompts_share_larger_passes_where_time_is_no_matter(
 
 
 @pytest.mark.parametrize(
+    ("lefts", "rows", "expected"),
+    [
+        ([1024], 8, [1024]),
+        ([1024], 60, [960]),
+        ([64, 1024], 60, [64, 896]),
+        ([1000], 100, [768]),
+        ([1500], 200, [768]),
+        ([1024, 1024], 8, [1024]),
+        ([1024, 1024], 60, [1024, 1024]),
+        ([1024] * 10, 60, [1024] * 8),
+        ([8000], 60, [8000]),
+        ([1024], 0, [1024]),
+    ],
+)
+def test_short_prompts_of_dense_models_run_captured_batches(
+    lefts: list[int], rows: int, expected: list[int]
+) -> None:
+    """Without a time limit, up to two captured batches replace a batch without a graph."""
+    made = dealer(0.0, passes=CAPTURED)
+    prompts = [prompt(left, number=n) for n, left in enumerate(lefts)]
+    assert [count for _, count in made.deal(prompts, rows)] == expected
+
+
+@pytest.mark.parametrize(
     ("limits", "most", "pieces"), [(LIKE_A_HYBRID, 2048, 4), (LARGER, 8192, 8)]
 )
 @given(

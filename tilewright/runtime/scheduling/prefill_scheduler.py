@@ -24,6 +24,10 @@ _TURNS = 2
 
 Eight batches had the same throughput and a later first token.
 """
+_CAPTURED = 2
+"""Number of captured mixed batches instead of a batch without a graph, which occupies the host as
+long, if the time is not limited.
+"""
 _WHOLE = 1.2
 """Maximum time of a mixed batch, relative to separate chunks."""
 _SLACK = 1.25
@@ -135,9 +139,10 @@ class PrefillScheduler:
             room, shared = self.budget(num_decoding, start), self._limits.most_shared
             is_short = self._rows_of(order[0].prompt_left) <= shared
             several = min(num_pieces, len(order)) > 1 and is_short
+            waiting = sum(self._rows_of(request.prompt_left) for request in order[:num_pieces])
+            sizes = self._sizes(num_rows)
             may_share = room >= shared and (num_decoding or several)
-            if may_share and (sizes := self._sizes(num_rows)):
-                waiting = sum(self._rows_of(request.prompt_left) for request in order[:num_pieces])
+            if sizes and (may_share or (num_decoding and waiting <= _CAPTURED * sizes[-1])):
                 room = min(room, self._pass_of(sizes, waiting, is_alone=not num_decoding))
             return room, math.inf
         if not (sizes := self._sizes(num_rows)):
