@@ -71,9 +71,11 @@ def prompt(left: int, computed: int = 0, number: int = 0) -> RequestState:
 @pytest.mark.parametrize(
     ("rows", "waiting", "expected"),
     [
-        (8, 100, 64),
+        (8, 64, 64),
+        (8, 100, 128),
         (8, 300, 256),
-        (8, 1024, 512),
+        (8, 400, 512),
+        (8, 1024, 768),
         (64, 2100, 768),
         (8, 60_000, 768),
         (256, 60_000, 256),

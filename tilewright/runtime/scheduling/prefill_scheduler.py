@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 from tilewright.compiler.targets.interface.base import Capabilities
 from tilewright.compiler.targets.interface.step import PrefillChunk
@@ -19,11 +20,6 @@ _UNMEASURED = 4
 
 _ENDLESS = 1 << 62
 
-_TURNS = 2
-"""Number of mixed batches for the waiting prompts, if the time allows it.
-
-Eight batches had the same throughput and a later first token.
-"""
 _CAPTURED = 2
 """Number of captured mixed batches instead of a batch without a graph, which occupies the host as
 long, if the time is not limited.
@@ -70,12 +66,14 @@ class PrefillScheduler:
         self._passes = self._passes_of(num_decoding + len(pending))
         most = self._num_pieces(num_decoding, len(order))
         room, weight = self._room(order, num_decoding, most)
+        num_rows, limit = num_decoding, self._max_rows(room)
         chunks: list[tuple[RequestState, int]] = []
         for running in order:
             count = self._piece(running, room, weight, is_first=not chunks)
             if num_decoding and self._passes:
                 count = self._until_saved(running, count)
-            if not count or len(chunks) == most:
+            num_rows += count == running.prompt_left
+            if not count or len(chunks) == most or (chunks and num_rows > limit):
                 break
             room = min(room, self._limits.most_shared) - self._rows_of(count)
             weight -= weight_of(running.num_computed, count, self._limits.far)
@@ -134,41 +132,46 @@ class PrefillScheduler:
         self, order: Sequence[RequestState], num_decoding: int, num_pieces: int
     ) -> tuple[int, float]:
         """Return the next step's budget in tokens and in weighted tokens."""
-        start, num_rows = order[0].num_computed, num_decoding + num_pieces
+        start, sizes = order[0].num_computed, self._sizes(order[:num_pieces], num_decoding)
+        waiting = sum(self._rows_of(request.prompt_left) for request in order[:num_pieces])
         if not self._is_timed(num_decoding):
             room, shared = self.budget(num_decoding, start), self._limits.most_shared
             is_short = self._rows_of(order[0].prompt_left) <= shared
             several = min(num_pieces, len(order)) > 1 and is_short
-            waiting = sum(self._rows_of(request.prompt_left) for request in order[:num_pieces])
-            sizes = self._sizes(num_rows)
             may_share = room >= shared and (num_decoding or several)
             if sizes and (may_share or (num_decoding and waiting <= _CAPTURED * sizes[-1])):
                 room = min(room, self._pass_of(sizes, waiting, is_alone=not num_decoding))
             return room, math.inf
-        if not (sizes := self._sizes(num_rows)):
+        if not sizes:
             return self.budget(num_decoding, start), self._weight_beside(num_decoding)
-        whole = sum(request.num_computed + request.prompt_left for request in order)
-        room = self.shared(num_decoding, sizes, whole, start)
-        return room, _SLACK * weight_of(start, room, self._limits.far)
+        size = self.shared(num_decoding, sizes, waiting, start)
+        return size, _SLACK * weight_of(start, size, self._limits.far)
 
     def _rows_of(self, count: int) -> int:
         """Return a chunk's share of the budget: whole pages in a mixed batch."""
         page = self._limits.page_size if self._passes else 0
         return -(-count // page) * page if page else count
 
-    def _sizes(self, num_rows: int) -> tuple[int, ...]:
-        """Return the batch sizes for ``num_rows`` decode rows and ends of prompts.
+    def _sizes(self, order: Sequence[RequestState], num_decoding: int) -> tuple[int, ...]:
+        """Return the batch sizes for decode rows and for the prompts that end in a batch.
 
         Includes the larger sizes of batches for more rows.
         """
+        ends = [*accumulate(self._rows_of(request.prompt_left) for request in order)]
         merged: tuple[int, ...] = ()
         for rows, sizes in self._passes:
-            if rows >= num_rows:
-                merged += tuple(size for size in sizes if not merged or size > merged[-1])
+            for size in sizes:
+                is_larger = not merged or size > merged[-1]
+                if is_larger and num_decoding + bisect_right(ends, size) <= rows:
+                    merged += (size,)
         return merged
 
+    def _max_rows(self, count: int) -> int:
+        """Return the maximum number of rows in a captured batch with ``count`` prompt tokens."""
+        return max((rows for rows, sizes in self._passes if count <= sizes[-1]), default=_ENDLESS)
+
     def _pass_of(self, sizes: Sequence[int], num_waiting: int, *, is_alone: bool) -> int:
-        """Select a batch size for ``num_waiting`` tokens without a time limit.
+        """Select a batch size for ``num_waiting`` tokens.
 
         Return the smallest size that fits all tokens, else the largest. Two smaller batches are
         preferred if their total size is less. Without decode rows (``is_alone``), the second batch
@@ -187,20 +190,19 @@ class PrefillScheduler:
     ) -> int:
         """Select a batch size for decode rows and prompts with a time limit.
 
-        Return the smallest size that takes ``num_waiting`` tokens in some batches, if the time
-        allows it. ``start`` is the first prompt's position.
+        It is the size for ``num_waiting`` tokens among the sizes within the time. Larger batches
+        need less time per token. ``start`` is the first prompt's position.
         """
-        policy = self._policy
+        policy, within = self._policy, list(sizes[:1])
         allowed = _WHOLE * max(policy.step_ms, self._cost.decode(num_decoding))
-        size = sizes[0]
         for tokens in sizes[1:]:
-            if size * _TURNS >= num_waiting:
+            if within[-1] >= num_waiting:
                 break
             ms = self._cost.shared(num_decoding, weight_of(start, tokens, self._limits.far))
             if tokens > self._limits.cell if ms is None else ms > allowed:
                 break
-            size = tokens
-        return min(self._most, size)
+            within.append(tokens)
+        return min(self._most, self._pass_of(within, num_waiting, is_alone=False))
 
     def budget(self, num_decoding: int, start: int = 0) -> int:
         """Return the prompt token count in the next step. The first is at ``start``.
