@@ -25,7 +25,7 @@ from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, pa
 from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import EVERY_DRAWING
 from tilewright.compiler.targets.cuda.state.pages import PAGE
-from tilewright.compiler.targets.cuda.state.ragged import num_tokens_of
+from tilewright.compiler.targets.cuda.state.ragged import LONG_BLOCK, num_tokens_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.steps.routes import PART_TOKENS
 from tilewright.compiler.targets.interface.base import CompileOptions
@@ -58,10 +58,15 @@ class Unrun:
 
     def __init__(self) -> None:
         self.prompts: list[tuple[int, bool]] = []
+        self.together: list[list[int]] = []
 
-    def prefill(self, rows: Any, *, logit_rows: torch.Tensor, from_start: bool) -> None:
+    def prefill(self, rows: Any, *, logit_rows: torch.Tensor, **how: Any) -> None:
         assert bool((rows.positions < 0).all()) and len(logit_rows) == 1
-        self.prompts.append((len(rows.tokens), from_start))
+        if "starts" in how:
+            assert how["block"] == LONG_BLOCK and how["starts"][-1] == len(rows.tokens)
+            self.together.append(how["starts"].tolist())
+        else:
+            self.prompts.append((len(rows.tokens), how["from_start"]))
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +206,24 @@ def test_batch_delays_requests_for_a_single_capture_at_a_time(
         buckets.prepare_next()
     made = Counted.made
     assert selected(64, 8) == (8, 64) and Counted.made == made
+
+
+def test_prepare_compiles_the_kernels_of_long_chunks_together() -> None:
+    for longest, expected in ((3000, [[0, 1408, 2816]]), (200, [])):
+        steps: Any = Unrun()
+        buckets = Buckets(
+            steps,
+            rows=(1, 2, 4),
+            tokens=(16, 1024),
+            num_choosable=lambda: 61,
+            table=SlotTable(4, 3, steps.device),
+            passes=lambda: ((4, (64, 256)),),
+            prepared_rows=2,
+        )
+        buckets.prepare(longest, runs_long=True)
+        assert steps.together == expected
+        buckets.prepare(longest, runs_long=False)
+        assert steps.together == expected
 
 
 def test_prepare_any_maximum_captures_the_same_steps() -> None:

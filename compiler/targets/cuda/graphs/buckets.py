@@ -11,12 +11,14 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tilewright.compiler.targets.cuda.graphs.capture import DecodeBucket, PromptBucket
 from tilewright.compiler.targets.cuda.graphs.draft_bucket import DraftBucket
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, Passes
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
 from tilewright.compiler.targets.cuda.lowering import has_mixers
+from tilewright.compiler.targets.cuda.state.ragged import LONG_BLOCK
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner
@@ -167,7 +169,8 @@ class Buckets:
         """Capture all buckets for prompts with up to ``longest`` tokens. All slots must be free.
 
         Args:
-            runs_long: Run prompts without a bucket once, so that their kernels are compiled.
+            runs_long: Run prompts without a bucket once, alone and together, so that their kernels
+                are compiled.
         """
         found: list[tuple[int, Callable[[], BatchBucket | PromptBucket]]] = []
         most_rows = self._prepared_rows
@@ -197,6 +200,8 @@ class Buckets:
             rows = TokenBatch.padding(size, device)
             for from_start in {False, self._steps.attention.begins_otherwise(size)}:
                 self._steps.prefill(rows, logit_rows=last, from_start=from_start)
+        if runs_long and self._prepared_rows is not None and self._passes():
+            self._run_together(longest, last)
 
     @property
     def num_captures(self) -> int:
@@ -233,6 +238,14 @@ class Buckets:
         bucket.prepare_pass(sizes[-1])
         rest = [partial(bucket.prepare_pass, size) for size in reversed(sizes[:-1])]
         self._later.extendleft([bucket.prepare_choices, *reversed(rest)])
+
+    def _run_together(self, longest: int, last: Tensor) -> None:
+        """Run two chunks in a batch without a graph."""
+        half = longest // 2 // LONG_BLOCK * LONG_BLOCK
+        if half:
+            starts = torch.tensor((0, half, 2 * half)).to(self._steps.device)
+            rows = TokenBatch.padding(2 * half, self._steps.device)
+            self._steps.prefill(rows, logit_rows=last, starts=starts, block=LONG_BLOCK)
 
     def _prepare_mixed_kernels(self) -> None:
         """Capture three sizes of a mixed batch, to compile kernels for short and long chunks."""
