@@ -72,7 +72,7 @@ def test_programs_without_a_gather_or_a_mixer_select_nothing() -> None:
 def test_prefill_ends_with_matmuls_for_a_single_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A chunk without logits ends at its attention."""
+    """A chunk without logits ends with its keys and values."""
     program = program_of("llama-3.1-8b")
     with recorded_gpu(monkeypatch, (9, 0)) as launches:
         steps = steps_of(program, max_rows=16, max_context=4096)
@@ -84,9 +84,9 @@ def test_prefill_ends_with_matmuls_for_a_single_token(
             steps.prefill(rows_of(1024), logit_rows=selection)
             kernels.append(list(launches.kernels))
     without, whole = kernels
-    assert not any("swiglu" in name for name in without)
-    assert whole[: len(without)] == without
-    later = whole[len(without) :]
+    assert "rotate" in without[-1] and whole[: len(without)] == without
+    attention, *later = whole[len(without) :]
+    assert "attend" in attention
     assert len(later) >= 4 and all("gemv" in name for name in later), later
 
 

@@ -213,17 +213,27 @@ class AttentionRunner:
         attend(**options)
 
     def prompt(
-        self, each: AttentionOp, step: Buffers, rows: TokenBatch, *, from_start: bool, block: int
+        self,
+        each: AttentionOp,
+        step: Buffers,
+        rows: TokenBatch,
+        *,
+        from_start: bool,
+        block: int,
+        only_stores: bool = False,
     ) -> None:
         """Run T prompt tokens. See :meth:`.runner.StepRunner.prefill` for ``from_start`` and
         ``block``.
+
+        ``only_stores``: Store keys and values without attention.
         """
         bound, qkv = self._bound[id(each)], step.view(each.qkv)
         self._add_offsets(each, qkv, rows)
         num_tokens, head_dim, device = len(qkv), each.state.shape[-1], qkv.device
         q = torch.empty(num_tokens, each.num_heads, head_dim, dtype=self._operand, device=device)
         k = v = None
-        if from_start and rows.ends is None and bound.prompt.at(num_tokens) == CUDNN:
+        is_plain = from_start and rows.ends is None and not only_stores
+        if is_plain and bound.prompt.at(num_tokens) == CUDNN:
             k = q.new_empty(num_tokens, *each.state.shape[1:])
             v = torch.empty_like(k)
         rotate_and_store(
@@ -239,6 +249,8 @@ class AttentionRunner:
             num_heads=each.num_heads,
             interleaved=each.interleaved,
         )
+        if only_stores:
+            return
         if k is not None and v is not None:
             step.put(each.out, attend_from_start(q, k, v, each.scale))
             return

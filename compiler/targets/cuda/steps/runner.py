@@ -320,7 +320,10 @@ class StepRunner:
             elif isinstance(op, AttentionOp | DeltaRuleOp | Convolve) and is_mixed:
                 self._run_mixed(op, step, rows, kernels, starts, block, decoding)
             elif isinstance(op, AttentionOp):
-                kernels.attention.prompt(op, step, rows, from_start=from_start, block=block)
+                is_end = logit_rows is None and last is not None and op is last.instruction
+                kernels.attention.prompt(
+                    op, step, rows, from_start=from_start, block=block, only_stores=is_end
+                )
             elif isinstance(op, DeltaRuleOp | Convolve):
                 self._mixers.run(op, step, rows, decodes=False, starts=starts)
             elif isinstance(op, Mixer):
