@@ -34,6 +34,10 @@ def sequence_bytes(specs: Sequence[StateSpec]) -> int:
     return 4 * sum(each.num_elements(1) for each in specs)
 
 
+_MAX_ENTRIES = 1 << 16
+"""Maximum entries of a copy with several page assignments."""
+
+
 class PagedState:
     """A page pool with a page table for each slot, and fixed-size state for each slot.
 
@@ -65,6 +69,7 @@ class PagedState:
         shape = (options.max_batch, pages_of(options.max_context))
         self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._flat_tables = self.tables.view(-1)
+        self._host_tables = np.zeros(self.tables.numel(), dtype=np.int32)
         self.sequences = {
             each.name: torch.zeros(options.max_batch + num_marks, *each.shape, device=device)
             for each in sequence_specs
@@ -93,27 +98,21 @@ class PagedState:
         self.deal(edits)
 
     def deal(self, edits: Sequence[AssignPages]) -> None:
-        """Write page assignments to the page tables in one copy. Later assignments take
-        precedence.
+        """Write page assignments to the page tables. Later assignments take precedence.
+
+        One copy writes the range that contains all changes, if it is short.
         """
-        width = self.tables.shape[1]
-        if len(edits) == 1:  # a single copy is enough
-            (edit,) = edits
+        width, ranges = self.tables.shape[1], list[tuple[int, int]]()
+        for edit in edits:
             first = edit.slot * width + edit.first
-            places = self._flat_tables[first : first + len(edit.ids)]
-            send_into(places, np.array(edit.ids, dtype=np.int32))
-            return
-        pages = {
-            edit.slot * width + at: page
-            for edit in edits
-            for at, page in enumerate(edit.ids, edit.first)
-        }
-        if not pages:
-            return
-        both = np.array([list(pages), [0] * len(pages)], dtype=np.int64)
-        both[1].view(np.int32)[: len(pages)] = [*pages.values()]
-        places, ids = send(both, self.device)
-        self._flat_tables.index_copy_(0, places, ids.view(torch.int32)[: len(pages)])
+            last = first + len(edit.ids)
+            self._host_tables[first:last] = edit.ids
+            ranges.append((first, last))
+        if ranges:
+            low, high = min(first for first, _ in ranges), max(last for _, last in ranges)
+            ranges = [(low, high)] if high - low <= _MAX_ENTRIES else ranges
+        for first, last in ranges:
+            send_into(self._flat_tables[first:last], self._host_tables[first:last])
 
     def check(self, slot: Slot, end: int) -> None:
         """Check that a slot's pages contain all positions before ``end``.
