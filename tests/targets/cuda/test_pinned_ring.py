@@ -50,14 +50,12 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> PinnedRing:
         words = torch.zeros(num_words, dtype=torch.int64)
         return pinned_ring._PinnedBuffer(words, words.numpy(), event, words.data_ptr(), handle=7)
 
-    def copy(target: int, source: int, num_bytes: int, stream: int) -> None:
-        assert stream == 5
+    def copy(target: int, source: int, num_bytes: int, *, event: int, device: int) -> None:
+        assert (event, device) == (7, 0)
         ctypes.memmove(target, source, num_bytes)
 
     monkeypatch.setattr(pinned_ring._PinnedBuffer, "empty", empty)
-    monkeypatch.setattr(driver, "current_stream", lambda device: 5)
     monkeypatch.setattr(driver, "copy_to_host", copy)
-    monkeypatch.setattr(driver, "record", lambda event, stream: None)
     return PinnedRing(200, torch.device("cuda"))
 
 

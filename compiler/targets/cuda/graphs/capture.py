@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup
 from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import ImageTiles
+from tilewright.compiler.targets.cuda.kernels.common import driver
 from tilewright.compiler.targets.cuda.lowering import has_mixers, num_multiplied
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import (
     EVERY_DRAWING,
@@ -123,6 +124,7 @@ class CapturedGraph:
         """
         self._run = run
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._handle, self._index = 0, device.index or 0
         if device.type != "cuda":
             return
         with group.patiently() if group is not None else contextlib.nullcontext():
@@ -151,14 +153,14 @@ class CapturedGraph:
         finally:
             if was_collecting:
                 gc.enable()
-        self._graph = graph
+        self._graph, self._handle = graph, graph.raw_cuda_graph_exec()
 
     def __call__(self) -> None:
-        if self._graph is None:
+        if self._handle:
+            driver.launch_graph(self._handle, device=self._index)
+        else:
             with torch.no_grad():
                 self._run()
-        else:
-            self._graph.replay()
 
 
 class Bucket:

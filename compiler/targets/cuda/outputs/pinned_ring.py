@@ -54,8 +54,8 @@ class PinnedRing:
     """Pinned buffers in turn. A buffer is read before its next use."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._device, self._max_rows = device, max_rows
-        self._is_gpu = device.type == "cuda"
+        self._max_rows = max_rows
+        self._is_gpu, self._index = device.type == "cuda", device.index or 0
         self._buffers: list[_PinnedBuffer] = []
         self._next = 0
 
@@ -72,9 +72,8 @@ class PinnedRing:
         self._next = (self._next + 1) % _NUM_BUFFERS
         if buffer.read is not None:
             buffer.read()  # a late reader returns what this call keeps
-        stream = driver.current_stream(self._device)
-        driver.copy_to_host(buffer.address, choice.address, choice.num_bytes, stream)
-        driver.record(buffer.handle, stream)
+        there = buffer.address, choice.address, choice.num_bytes
+        driver.copy_to_host(*there, event=buffer.handle, device=self._index)
         first = choice.first
         kept: list[SampledTokens] = []
 

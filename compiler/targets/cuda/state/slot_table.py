@@ -134,8 +134,8 @@ def send_into(place: Tensor, values: np.ndarray) -> None:
     num_bytes, device = values.nbytes, place.device
     assert place.is_contiguous() and place.nbytes == num_bytes
     if num_bytes:
-        address, stream = _staging(device).address_of(values), driver.current_stream(device)
-        driver.copy_to_device(place.data_ptr(), address, num_bytes, stream)
+        address = _staging(device).address_of(values)
+        driver.copy_to_device(place.data_ptr(), address, num_bytes, device=device.index or 0)
 
 
 class _Staging:

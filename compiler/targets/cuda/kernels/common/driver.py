@@ -1,7 +1,7 @@
-"""Copies and events by the CUDA driver, for the time between two steps. Excludes kernels.
+"""Copies, events and graphs by the CUDA driver. Excludes kernels.
 
-After a wait for a step, the caches of the host hold other data: the first call of torch takes ten
-times as long as a call of the driver.
+Steps use them because host caches are cold after a wait. The first call of torch is then ten times
+slower than a call of the driver.
 """
 
 from __future__ import annotations
@@ -11,36 +11,43 @@ import functools
 
 import torch
 
+_INVALID_CONTEXT = 201
+
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library, pointer = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64
-    library.cuMemcpyDtoHAsync_v2.argtypes = (pointer, pointer, ctypes.c_size_t, pointer)
-    library.cuMemcpyHtoDAsync_v2.argtypes = (pointer, pointer, ctypes.c_size_t, pointer)
-    library.cuEventRecord.argtypes = (pointer, pointer)
+    library, word = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64
+    library.cuMemcpyDtoHAsync_v2.argtypes = (word, word, word, word)
+    library.cuMemcpyHtoDAsync_v2.argtypes = (word, word, word, word)
+    library.cuEventRecord.argtypes = library.cuGraphLaunch.argtypes = (word, word)
     return library
 
 
-def current_stream(device: torch.device) -> int:
-    """Return the driver's handle of the current stream."""
-    return torch._C._cuda_getCurrentRawStream(device.index or 0)
+def copy_to_host(target: int, source: int, num_bytes: int, *, event: int, device: int) -> None:
+    """Copy from a device to pinned memory without a wait, then record an event.
+
+    Memory is given by its addresses, the event by the driver's handle.
+    """
+    _call("cuMemcpyDtoHAsync_v2", device, target, source, num_bytes)
+    _call("cuEventRecord", device, event)
 
 
-def copy_to_host(target: int, source: int, num_bytes: int, stream: int) -> None:
-    """Copy from the device to pinned memory, without a wait. Both are addresses."""
-    _check(_library().cuMemcpyDtoHAsync_v2(target, source, num_bytes, stream))
+def copy_to_device(target: int, source: int, num_bytes: int, *, device: int) -> None:
+    """Copy from pinned memory to a device without a wait. Memory is given by its addresses."""
+    _call("cuMemcpyHtoDAsync_v2", device, target, source, num_bytes)
 
 
-def copy_to_device(target: int, source: int, num_bytes: int, stream: int) -> None:
-    """Copy from pinned memory to the device, without a wait. Both are addresses."""
-    _check(_library().cuMemcpyHtoDAsync_v2(target, source, num_bytes, stream))
+def launch_graph(graph: int, *, device: int) -> None:
+    """Launch an executable graph by the driver's handle."""
+    _call("cuGraphLaunch", device, graph)
 
 
-def record(event: int, stream: int) -> None:
-    """Record an event by its handle."""
-    _check(_library().cuEventRecord(event, stream))
-
-
-def _check(error: int) -> None:
+def _call(name: str, device: int, *arguments: int) -> None:
+    """Call a function of the driver whose last argument is the current stream."""
+    function, stream = getattr(_library(), name), torch._C._cuda_getCurrentRawStream(device)
+    error = function(*arguments, stream)
+    if error == _INVALID_CONTEXT:  # this thread has not called torch
+        torch.zeros(1, device=torch.device("cuda", device))
+        error = function(*arguments, stream)
     if error:
-        raise RuntimeError(f"CUDA: error {error}")
+        raise RuntimeError(f"CUDA: {name}: error {error}")
