@@ -164,13 +164,13 @@ class Mixers:
         elif rows.by_slot is not None:
             self._by_slot(instruction, step, rows)
         elif isinstance(instruction, Convolve):
-            self._convolve(instruction, step, rows, decodes, starts)
+            self._convolve(instruction, step, rows, decodes, starts, captured)
         elif decodes and self._rules[id(instruction)].step == STEP:
             self._native_step(instruction, step, rows, captured=captured)
         else:
             if instruction.convolve is not None:
-                self._convolve(instruction.convolve, step, rows, decodes, starts)
-            self._delta_rule(instruction, step, rows, decodes, starts)
+                self._convolve(instruction.convolve, step, rows, decodes, starts, captured)
+            self._delta_rule(instruction, step, rows, decodes, starts, captured)
 
     def _by_slot(
         self, instruction: Convolve | DeltaRuleOp, step: Buffers, rows: TokenBatch
@@ -240,13 +240,14 @@ class Mixers:
         rows: TokenBatch,
         decodes: bool,
         starts: Tensor | None,
+        captured: bool,
     ) -> None:
         weight = self._weights.constant(instruction.weight).flatten(1)
         what = step.view(instruction.out), step.view(instruction.x), weight
         window, keeps = self._state.sequences[instruction.state.name], self._keeps(rows)
         where = {"window": window, "silu": instruction.silu, **_where(rows)}
         if decodes:
-            causal_conv1d_step(*what, **where)
+            causal_conv1d_step(*what, **where, is_early=captured)
             return
         causal_conv1d_prompt(*what, **where, keeps=keeps, starts=starts)
 
@@ -272,13 +273,14 @@ class Mixers:
         rows: TokenBatch,
         decodes: bool,
         starts: Tensor | None,
+        captured: bool,
     ) -> None:
         inputs = self._inputs(instruction, step, instruction.qkv)
         out, z = step.view(instruction.out), step.view(instruction.z)
         norm = self._weights.constant(instruction.norm), instruction.eps
         where = {"state": self._state.sequences[instruction.state.name], **_where(rows)}
         if decodes:
-            delta_rule_step(out, inputs, z, norm, **where)
+            delta_rule_step(out, inputs, z, norm, **where, is_early=captured)
             return
         keeps, exact = self._keeps(rows), self._exact
         is_native = self._rules[id(instruction)].solve == SOLVE

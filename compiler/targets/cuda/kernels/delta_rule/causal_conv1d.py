@@ -45,24 +45,29 @@ def _step_kernel(
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
     SILU: tl.constexpr,
+    EARLY: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     release_dependents(CHAINED)
-    wait_for_inputs(CHAINED)
+    if not EARLY:
+        wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tap = tl.arange(0, TAPS)[None, :]
     inside = channel < num_channels
     position, slot = tl.load(positions_ptr + row), tl.load(slots_ptr + row)
-    x = tl.load(x_ptr + row * x_stride + channel, mask=inside, other=0.0)
     window = window_ptr + slot * num_channels * (W - 1) + channel[:, None] * (W - 1) + tap
     in_window = inside[:, None] & (tap < W - 1)
     old = tl.load(window, mask=in_window & (position > 0), other=0.0)
     moved = tl.load(window + 1, mask=in_window & (tap < W - 2) & (position > 0), other=0.0)
-    moved = tl.where(tap == W - 2, x[:, None], moved)
     weights = weight_ptr + channel * W
+    own_weight = tl.load(weights + W - 1, mask=inside, other=0.0)
     total = tl.sum(old * tl.load(weights[:, None] + tap, mask=in_window, other=0.0), 1)
-    total += x * tl.load(weights + W - 1, mask=inside, other=0.0)
+    if EARLY:
+        wait_for_inputs(CHAINED)
+    x = tl.load(x_ptr + row * x_stride + channel, mask=inside, other=0.0)
+    moved = tl.where(tap == W - 2, x[:, None], moved)
+    total += x * own_weight
     if SILU:
         total *= tl.sigmoid(total)
     out = tl.where(position >= 0, total, 0.0)
@@ -80,6 +85,7 @@ def causal_conv1d_step(
     positions: Tensor,
     slots: Tensor,
     silu: bool = True,
+    is_early: bool = False,
 ) -> None:
     """Convolve one token for B sequences.
 
@@ -90,6 +96,8 @@ def causal_conv1d_step(
             and the window does not change.
         slots: int64 ``[B]``.
         silu: Apply SiLU to the result.
+        is_early: Read positions, slots and windows before the wait for the previous kernel. No
+            kernel of this chain writes them before.
     """
     num_rows, num_channels = x.shape
     width = weight.shape[1]
@@ -109,6 +117,7 @@ def causal_conv1d_step(
         TAPS=block_of(width - 1, least=1),
         BLOCK=block,
         SILU=silu,
+        EARLY=is_early,
         enable_fp_fusion=FUSES,
         **chained(out),
     )

@@ -135,10 +135,12 @@ def _step_kernel(
     z_stride,
     eps,
     SIZES: tl.constexpr,
+    EARLY: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     release_dependents(CHAINED)
-    wait_for_inputs(CHAINED)
+    if not EARLY:
+        wait_for_inputs(CHAINED)
     row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, slot = tl.load(positions_ptr + row), tl.load(slots_ptr + row)
     G: tl.constexpr = SIZES.G
@@ -148,17 +150,20 @@ def _step_kernel(
     is_key, is_value = i < K, j < V
     pointers, inside = state_at(state_ptr, slot, h, SIZES)
     state = tl.load(pointers, mask=inside & (position > 0), other=0.0)
+    a_log, dt_bias = tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h)
+    weight = tl.load(norm_ptr + j, mask=is_value, other=0.0)
+    if EARLY:
+        wait_for_inputs(CHAINED)
     qkv = qkv_ptr + row * qkv_stride
     g = h // (SIZES.H // G)
     q = tl.load(qkv + g * K + i, mask=is_key, other=0.0)
     k = tl.load(qkv + (G + g) * K + i, mask=is_key, other=0.0)
     v = tl.load(qkv + 2 * G * K + h * V + j, mask=is_value, other=0.0)
     a, b = tl.load(a_ptr + row * a_stride + h), tl.load(b_ptr + row * b_stride + h)
-    decay = decay_of(a, tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h))
+    z = tl.load(z_ptr + row * z_stride + h * V + j, mask=is_value, other=0.0)
+    decay = decay_of(a, a_log, dt_bias)
     state, o = update_state(state, q, k, v, decay, tl.sigmoid(b), K)
     tl.store(pointers, state, mask=inside & (position >= 0))
-    weight = tl.load(norm_ptr + j, mask=is_value, other=0.0)
-    z = tl.load(z_ptr + row * z_stride + h * V + j, mask=is_value, other=0.0)
     y = gated_norm(o, weight, z, eps, V)
     y = rounded(tl.where(position >= 0, y, 0.0), out_ptr.dtype.element_ty, CHAINED)
     tl.store(out_ptr + row * out_stride + h * V + j, y, mask=is_value)
@@ -173,6 +178,7 @@ def delta_rule_step(
     state: Tensor,
     positions: Tensor,
     slots: Tensor,
+    is_early: bool = False,
 ) -> None:
     """Run the delta rule and the gated norm for one token per sequence. Inputs are float32.
 
@@ -181,6 +187,8 @@ def delta_rule_step(
         positions: int64 ``[B]``. Position 0 starts from a zero state. Negative: the result is zero
             and the state does not change.
         slots: int64 ``[B]``.
+        is_early: Read positions, slots and state before the wait for the previous kernel. No
+            kernel of this chain writes them before.
     """
     inputs.check(state)
     weight, eps = norm
@@ -205,6 +213,7 @@ def delta_rule_step(
         z.stride(0),
         eps,
         SIZES=sizes,
+        EARLY=is_early,
         num_warps=min(16, max(1, sizes.KEYS * sizes.VALUES // 2048)),
         enable_fp_fusion=FUSES,
         **chained(out),
