@@ -117,21 +117,25 @@ def test_stores_the_new_token_and_nothing_else(
         assert torch.equal(old.view(torch.uint8), now.view(torch.uint8))
 
 
+@pytest.mark.parametrize("together", [1, 8])
 @pytest.mark.parametrize("kind", ["fp32", "bfp8"])
 def test_splits_of_several_pages(
     kind: str,
+    together: int,
     paged: Callable[..., Any],
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In one launch, and with a second launch that combines them."""
     monkeypatch.setattr(attention_decode, "MAX_SPLITS", 3)
+    monkeypatch.setattr(attention_decode, "MAX_TOGETHER", together)
     step = Step(
         paged,
         device,
         kind=kind,
         heads=(2, 1),
         head_dim=32,
-        positions=[290, 200, 100],
+        positions=[290, 200, 100, -1, 20],
         num_pages=5,
     )
     step.check(step.run())

@@ -35,7 +35,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
-from tilewright.compiler.targets.cuda.state.pages import KVPages
+from tilewright.compiler.targets.cuda.state.pages import PAGE, KVPages
 from tilewright.compiler.targets.cuda.tuning import tuning
 
 _TUNING = tuning()["attention"]["decode_triton"]
@@ -46,6 +46,10 @@ PROGRAMS: int = _TUNING["programs"]
 """Approximate number of programs in a launch: two for each of 132 multiprocessors, as registers
 allow. With more splits, a program walks over several.
 """
+
+
+MAX_TOGETHER = 8
+"""Maximum number of splits for a single launch. More splits are combined by a second launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,12 +430,52 @@ def _attend_decode_kernel(
         _attend_splits(
             cache, query, splits, group, output, scratch, k, v, REPEAT, WINDOW, LAYOUT, CHAINED
         )
-        if splits.count > 1:
+        if arrived is not None and splits.count > 1:
             _finish(
                 output, scratch, arrived + b * LAYOUT.G + g, group, splits.count, REPEAT, R, LAYOUT
             )
     elif z == 0:
         _store_heads(output.ptr, 0.0, tl.arange(0, ROWS) < REPEAT, LAYOUT.D, LAYOUT.E)
+
+
+@triton.jit
+def _combine_kernel(
+    out,
+    positions,
+    partial,
+    peaks,
+    totals,
+    sinks,
+    num_splits,
+    out_stride,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    L: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Program (b, h) combines the splits of a head, if it has several."""
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    b, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions + b).to(tl.int32)
+    used = _plan(position, num_splits, WINDOW, L).count
+    if used > 1:
+        split, d = tl.arange(0, SPLITS), tl.arange(0, E)
+        at, inside = (b * H + head) * num_splits + split, split < used
+        own = tl.load(peaks + at, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(totals + at, mask=inside, other=0.0, cache_modifier=".cg")
+        here = inside[:, None] & (d < D)[None, :]
+        rows = partial + at[:, None] * D + d[None, :]
+        parts = tl.load(rows, mask=here, other=0.0, cache_modifier=".cg")
+        peak = tl.max(own, 0)
+        weights = tl.exp2(own - peak)
+        total = _with_sinks(tl.sum(weights * sums, 0), peak, sinks, head)
+        result = tl.sum(weights[:, None] * parts, 0) / total
+        target = out + b * out_stride + head * D + d
+        tl.store(target, result.to(out.dtype.element_ty), mask=d < D)
 
 
 def attend_decode(
@@ -471,18 +515,16 @@ def attend_decode(
     assert inv_freq.dtype == torch.float32 and 2 * inv_freq.shape[0] <= pages.head_dim
     scratch.check(num_rows * num_heads * num_splits, pages.head_dim)
     programs, num_warps = _launch_of(pages, num_rows, num_splits)
+    arrived = scratch.arrived if num_splits <= MAX_TOGETHER else None
     _attend_decode_kernel[(num_rows, pages.num_kv_heads, programs)](
         qkv,
         out,
         positions,
         slots,
         inv_freq,
-        *scratch.buffers,
-        scale * LOG2_E,
-        num_splits,
-        out.stride(0),
-        qkv.stride(0),
-        sinks,
+        *scratch.buffers[:3],
+        arrived,
+        *(scale * LOG2_E, num_splits, out.stride(0), qkv.stride(0), sinks),
         **page_arguments(pages, block_tables),
         H=num_heads,
         R=block_of(num_heads // pages.num_kv_heads, least=1),
@@ -492,6 +534,35 @@ def attend_decode(
         EARLY=early,
         num_warps=num_warps,
         **chained(qkv),
+    )
+    if arrived is None:
+        _combine_splits(out, positions, scratch, sinks, num_splits, num_heads, window, pages)
+
+
+def _combine_splits(
+    out: torch.Tensor,
+    positions: torch.Tensor,
+    scratch: DecodeScratch,
+    sinks: torch.Tensor | None,
+    num_splits: int,
+    num_heads: int,
+    window: int,
+    pages: KVPages,
+) -> None:
+    _combine_kernel[(len(out), num_heads)](
+        out,
+        positions,
+        *scratch.buffers[:3],
+        sinks,
+        num_splits,
+        out.stride(0),
+        H=num_heads,
+        D=pages.head_dim,
+        E=block_of(pages.head_dim),
+        SPLITS=block_of(num_splits),
+        WINDOW=window,
+        L=PAGE,
+        **chained(out),
     )
 
 
