@@ -100,11 +100,9 @@ def _route_kernel(
     weights = tl.zeros((K,), tl.float32)
     chosen = tl.zeros((K,), tl.int32)
     for index in range(top_k):
-        best = tl.argmax(left, 0)
+        likely, best = tl.max(left, 0, return_indices=True)
         if bias_ptr is not None:
             likely = tl.sum(tl.where(expert == best, shares, 0.0), 0)
-        else:
-            likely = tl.max(left, 0)
         weights = tl.where(choice == index, likely, weights)
         # With NaN logits any expert may be selected, but it must exist.
         chosen = tl.where(choice == index, tl.minimum(best, num_experts - 1), chosen)
