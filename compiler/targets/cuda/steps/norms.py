@@ -16,7 +16,7 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.table import (
     bind_heads,
     bind_norm,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul import gemv
+from tilewright.compiler.targets.cuda.kernels.matmul import gemv, norm_linear_triton
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, is_aligned
 from tilewright.compiler.targets.cuda.steps.matmul import MatmulOps, epilogue_of
 from tilewright.compiler.targets.cuda.steps.plan_readers import norms_before
@@ -58,12 +58,15 @@ class Norms:
         arithmetic: str,
     ) -> None:
         self._weights = weights
-        is_cpp = gpu.has_cpp and arithmetic != EXACT
+        self._is_cpp = is_cpp = gpu.has_cpp and arithmetic != EXACT
         self._before: dict[int, NormOp] = {}  # by identity of the next matmul
-        for norm, reader in norms_before(plan) if is_cpp else ():
-            if gemv.leaves_norm(weights.packed(product_of(reader))) and products.takes_small_m(
-                reader
-            ):
+        for norm, reader in norms_before(plan):
+            packed = weights.packed(product_of(reader))
+            if is_cpp:
+                takes = gemv.leaves_norm(packed) and products.takes_small_m(reader)
+            else:
+                takes = reader.bias is None and norm_linear_triton.takes(packed)
+            if takes:
                 self._before[id(reader)] = norm
         inside = {id(norm) for norm in self._before.values()}
         self._norms: dict[int, _Phases] = {}
@@ -103,15 +106,20 @@ class Norms:
         norm = self._before.get(id(each))
         if norm is None or self._norms[id(norm)].at(num_rows, decodes=True) != INSIDE:
             return False
+        out, x, normed = map(step.view, (each.out, norm.x, norm.out))
+        packed, weight = self._weights.weight_of(each), self._weights.constant(norm.weight)
+        if not self._is_cpp:
+            norm_linear_triton.norm_linear(out, normed, x, packed, weight, eps=norm.eps)
+            return True
         gemv.linear(
-            step.view(each.out),
-            step.view(norm.x),
-            self._weights.weight_of(each),
+            out,
+            x,
+            packed,
             epilogue=epilogue_of(each),
             num_tokens=1,
             bias=self._weights.bias_of(each),
-            norm=(self._weights.constant(norm.weight), norm.eps),
-            normed=step.view(norm.out),
+            norm=(weight, norm.eps),
+            normed=normed,
         )
         return True
 

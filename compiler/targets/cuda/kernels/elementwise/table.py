@@ -14,7 +14,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
     TableRow,
     bind,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul import gemv
+from tilewright.compiler.targets.cuda.kernels.matmul import gemv, norm_linear_triton
 from tilewright.compiler.targets.cuda.tuning import tuning
 
 INSIDE, CPP, TRITON = "inside matmul", "gemv.cu", "triton"
@@ -31,7 +31,7 @@ class NormSite:
         decodes: Whether this is a decode step.
         fits: Whether the CUDA C++ kernels support its types, width and alignment.
         is_operand: Whether a matmul is the only reader.
-        is_inside: Whether the next matmul can compute a single norm.
+        is_inside: Whether the next matmul can compute the norm.
     """
 
     arithmetic: str
@@ -47,7 +47,12 @@ class NormSite:
 
 
 def _inside_rows(site: NormSite) -> range:
-    return range(1, 2) if site.fits and site.decodes and site.is_inside else NONE
+    if not site.decodes or not site.is_inside:
+        return NONE
+    if site.fits:
+        return range(1, 2)
+    is_triton = site.arithmetic == FAST and not site.gpu.has_cpp
+    return range(1, norm_linear_triton.MAX_TOKENS + 1) if is_triton else NONE
 
 
 def _cpp_rows(site: NormSite) -> range:
@@ -68,7 +73,7 @@ def _each_head_rows(site: NormSite) -> range:
 
 _Kernels = tuple[TableRow[NormSite], ...]
 NORM: _Kernels = (
-    TableRow(INSIDE, ("fp32",), _inside_rows, (STRICT, FAST), is_cpp=True),
+    TableRow(INSIDE, ("fp32",), _inside_rows, (STRICT, FAST)),
     TableRow(CPP, ("fp32",), _cpp_rows, (STRICT, FAST), is_cpp=True),
     TableRow(TRITON, ("fp32",)),
 )
