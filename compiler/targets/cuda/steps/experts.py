@@ -419,6 +419,8 @@ class ExpertsRunner:
             how: dict[str, Any] = {"top_k": routing.top_k, "finish": finish}
             along = self._shared_in(groups, each, step, part)
             how |= {} if along is None else {"shared": along}
+            if not self._is_blocks and groups.tile_size == DECODE_PAIRS:
+                how["is_early"] = self._launched is routing
             self._linear(results, x[part], packed, groups, **how)
             sum_experts(
                 out[part],

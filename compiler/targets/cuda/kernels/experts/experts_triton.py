@@ -219,6 +219,7 @@ def expert_linear(
     tiling: Tiling | None = None,
     finish: Finish = PLAIN,
     shared: Shared | None = None,
+    is_early: bool = False,
 ) -> None:
     """Multiply each token with its K experts' weights, with float32 sums.
 
@@ -232,8 +233,8 @@ def expert_linear(
         swiglu: The weight has paired gate and up rows, and the result is silu(gate) * up.
         tiling: Tile sizes. None: :func:`tiling_of`. The bits do not depend on them.
         finish: Biases, and the bound of SwiGLU.
-        shared: The shared expert's matmul, for up to ``groups.tile_size`` tokens and a tiling
-            with segments.
+        shared: The shared expert, for up to ``groups.tile_size`` tokens, tiled with segments.
+        is_early: Read ``groups`` before the wait, after a launch with segments and these groups.
     """
     num_rows = result_rows(out, packed, top_k, swiglu=swiglu)
     assert out.shape[0] == x.shape[0] and out.stride(1) == 1 == x.stride(1)
@@ -244,8 +245,8 @@ def expert_linear(
     how: dict[str, Any] = {"num_rows": num_rows, "top_k": top_k}
     arguments = _arguments(out, x, packed, groups, **how, finish=finish)
     if tiling.is_cut:
-        arguments["expert_tiles"] = packed.num_row_tiles
-        cut_linear(grid[1], arguments, packed, shared, segments=tiling.num_warps)
+        arguments |= {"SEGMENTS": tiling.num_warps, "STAGES": tiling.num_stages, "EARLY": is_early}
+        cut_linear(grid[1], arguments, packed, shared)
         return
     assert shared is None
     sizes = {"ROWS": tiling.rows, "num_warps": tiling.num_warps, "num_stages": tiling.num_stages}

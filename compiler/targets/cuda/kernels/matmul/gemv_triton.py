@@ -213,6 +213,38 @@ def _linear_kernel(
 
 
 @triton.jit
+def copied_sums(
+    data_ptr,
+    x,
+    tile,
+    num_steps,
+    SEGMENTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Compute `segment_sums` for bfloat16 by asynchronous copies to shared memory.
+
+    ``x`` has a pointer for each of its ``TOKENS`` rows.
+    """
+    data_ptr += tile.to(tl.int64) * (16 * num_steps * 128)
+    own, is_token = x.ptr[None, None, :], x.is_token[None, None, :]
+    segment, column = tl.arange(0, SEGMENTS)[:, None, None], tl.arange(0, 128)
+    source = data_ptr + tl.arange(0, 16)[None, :, None] * (num_steps * 128) + column[None, None, :]
+    sums = tl.zeros((SEGMENTS, 16, TOKENS), tl.float32)
+    for first in tl.range(0, num_steps, SEGMENTS, num_stages=STAGES):
+        step = first + segment
+        channel = step * 128 + column[None, :, None]
+        inside = is_token if IS_EVEN else (channel < x.num_columns) & is_token
+        tokens = tl.load(own + channel, mask=inside, other=0.0)
+        # Segments after the last step repeat it. They find no columns.
+        step = step if IS_EVEN else tl.minimum(step, num_steps - 1)
+        sums = product(tl.load(source + step * 128), tokens, sums, CHAINED)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
 def _linear_bf16_kernel(
     out_ptr,
     x_ptr,
@@ -232,28 +264,14 @@ def _linear_bf16_kernel(
     SWIGLU: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Compute `_linear_kernel` by asynchronous copies to shared memory."""
     release_dependents(CHAINED)
-    wait_for_inputs(CHAINED)
     tile = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    own = x_ptr + token[None, None, :].to(tl.int64) * x_stride
-    is_token, column = (token < num_tokens)[None, None, :], tl.arange(0, 128)
-    segment, feature = tl.arange(0, SEGMENTS)[:, None, None], tl.arange(0, 16)
-    source = data_ptr + tile.to(tl.int64) * (16 * num_steps * 128)
-    source += feature[None, :, None] * (num_steps * 128) + column[None, None, :]
-    sums = tl.zeros((SEGMENTS, 16, TOKENS), tl.float32)
-    for first in tl.range(0, num_steps, SEGMENTS, num_stages=STAGES):
-        step = first + segment
-        channel = step * 128 + column[None, :, None]
-        inside = is_token if IS_EVEN else (channel < num_columns) & is_token
-        tokens = tl.load(own + channel, mask=inside, other=0.0)
-        # Segments after the last step repeat it. They find no columns.
-        step = step if IS_EVEN else tl.minimum(step, num_steps - 1)
-        sums = product(tl.load(source + step * 128), tokens, sums, CHAINED)
-    sums = tl.sum(sums, axis=0)
+    x = Operand(x_ptr + token.to(tl.int64) * x_stride, token < num_tokens, num_columns)
+    wait_for_inputs(CHAINED)
+    sums = copied_sums(data_ptr, x, tile, num_steps, SEGMENTS, TOKENS, STAGES, IS_EVEN, CHAINED)
+    feature = tile * 16 + tl.arange(0, 16)
     out = OutputMatrix(out_ptr, out_stride, num_tokens, num_rows)
-    feature += tile * 16
     store_rows(out, bias_ptr, sums, feature, token, 16, TOKENS, RESIDUAL, SWIGLU, CHAINED)
 
 
