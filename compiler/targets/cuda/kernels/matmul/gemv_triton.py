@@ -312,7 +312,8 @@ def linear(
         **chained(out),
     }
     if is_bf16:
-        stages = _TUNING["num_stages"]
+        is_large = packed.num_rows >= _TUNING["min_large_rows"]
+        stages = _TUNING["num_stages"]["large" if is_large else "small"]
         how = {"STAGES": stages, "num_stages": stages}
         _linear_bf16_kernel[grid](data_ptr=packed.data, **how, **arguments)
     else:
