@@ -35,6 +35,7 @@ from tests.targets.cuda.recorded import (
     steps_of,
 )
 from tests.tiny import precision_of
+from tilewright.compiler.targets.cuda.kernels.matmul import coded_cut_triton
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import CodedLayout, layout_of
 from tilewright.compiler.targets.cuda.kernels.sampling.cutoff import SearchScratch
 from tilewright.compiler.targets.cuda.kernels.sampling.sample import draw
@@ -140,6 +141,12 @@ def of_all_tiles(launch: Launch) -> list[Launch]:
     if not isinstance(settings.get("LAYOUT"), CodedLayout):
         return [launch]
     found, place = [], kernel.arg_names.index("floats_ptr") + 1
+    if kernel.arg_names[place] == "second_scales_ptr":  # a kernel without free values
+        for tile in filter(coded_cut_triton.takes_tile, CODED_TILES.values()):
+            factors = torch.empty(16, dtype=torch.float64) if tile.values == FLOAT4 else None
+            operands = (*args[:place], factors, *args[place + 1 :])
+            found.append((kernel, operands, {**settings, "LAYOUT": layout_of(tile)}))
+        return found
     type_of_values = torch.int32 if kernel.arg_names[place] == "pairs_ptr" else torch.float32
     for tile in CODED_TILES.values():
         is_float4 = tile.values == FLOAT4

@@ -31,6 +31,7 @@ EXPERTS: dict[str, Any] = {
     **{"head_dim": 64, "num_experts": 16, "experts_per_token": 4, "expert_size": 256},
     **{"vocab_size": 8192, "max_positions": 2048},
 }
+EXCEPT = {"kv_cache": "bf16", "embedding": "bf16"}
 REAL = {
     "dense": DENSE,
     "experts": EXPERTS,
@@ -40,7 +41,7 @@ REAL = {
 
 def on_other_gpu(model: Any, name: str, **options: Any) -> CudaExecutable:
     """Return an executable without CUDA C++ kernels."""
-    precision, how = precision_of(name, kv_cache="bf16"), {"compute": "fast", **options}
+    precision, how = precision_of(name, **EXCEPT), {"compute": "fast", **options}
     made = compiled(model, "cuda", precision=precision, **how)
     assert isinstance(made, CudaExecutable)
     found = for_gpu(made, ADA)
@@ -57,7 +58,7 @@ def check(model: Any, name: str, length: int, num_decoded: int) -> None:
     vocab_size, num_tokens = model.config.vocab_size, length + num_decoded
     tokens = random_tokens(num_tokens, vocab_size=vocab_size)
     options: Any = {"max_context": max(64, num_tokens)}
-    precision = precision_of(name, kv_cache="bf16")
+    precision = precision_of(name, **EXCEPT)
     expected = prefill(compiled(model, precision=precision, **options), tokens)[length - 1 :]
     executable = on_other_gpu(model, name, **options)
     got = in_pieces(cast(Executable, Kept(executable)), tokens, length)
@@ -66,8 +67,10 @@ def check(model: Any, name: str, length: int, num_decoded: int) -> None:
     executable.close()
 
 
-def test_a_dense_model_is_near_the_reference() -> None:
-    check(tiny_model(std=0.2, hidden_size=16, **SMALL), "bf16", 5, 2)
+@pytest.mark.parametrize("name", ["bf16", "q40", "q80", "fp8"])
+def test_a_dense_model_is_near_the_reference(name: str) -> None:
+    size = {**SMALL, "intermediate_size": 64} if name != "bf16" else SMALL
+    check(tiny_model(std=0.2, hidden_size=16 if name == "bf16" else 64, **size), name, 5, 2)
 
 
 def test_without_a_compiler_a_note_says_so() -> None:

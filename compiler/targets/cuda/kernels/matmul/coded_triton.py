@@ -21,6 +21,7 @@ from tilewright.compiler.targets.cuda.kernels.common.launch import (
     release_dependents,
     wait_for_inputs,
 )
+from tilewright.compiler.targets.cuda.kernels.matmul import coded_cut_triton
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
     FLOAT4,
     NO_ADDEND,
@@ -292,6 +293,9 @@ def linear(
     assert x.shape[1] >= weight.num_columns and x.stride(1) == 1 and out.stride(1) == 1
     assert not swiglu or (weight.is_paired and not residual)
     how = choose_blocks(num_tokens, is_small_m=is_small_m)
+    if how.parts > 1 and coded_cut_triton.takes(weight):
+        coded_cut_triton.linear(out, x, weight, bias=bias, residual=residual, swiglu=swiglu)
+        return
     data, tile = weight.data, CODED_TILES[weight.format]
     values = _pair_values(weight.format, data.device) if tile.values == CODEBOOK else None
     grid = (cdiv(num_rows, how.rows), cdiv(num_tokens, how.tokens))
