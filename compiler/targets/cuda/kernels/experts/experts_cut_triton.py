@@ -222,9 +222,9 @@ def _expert_linear_cut_kernel(
             _shared_linear(shared, LAYOUT, SEGMENTS, PAIRS, STAGES, IS_EVEN, SWIGLU, CHAINED)
     if (tl.program_id(1) < num_tiles) & (tile < expert_tiles):
         out = ExpertOutput(out_ptr, out_stride, num_rows, num_rows)
-        of = x_ptr, x_stride, x_each, num_columns, num_steps, words_ptr, scale
-        to = out, order_ptr, tiles_ptr, num_tiles, top_k, expert_tiles
-        matmul = _PairsMatmul(*to, *of, ExpertEpilogue(bias_ptr, limit, alpha))
+        operands = x_ptr, x_stride, x_each, num_columns, num_steps, words_ptr, scale
+        pairs = out, order_ptr, tiles_ptr, num_tiles, top_k, expert_tiles
+        matmul = _PairsMatmul(*pairs, *operands, ExpertEpilogue(bias_ptr, limit, alpha))
         _expert_linear(matmul, LAYOUT, SEGMENTS, PAIRS, STAGES, IS_EVEN, SWIGLU, CLAMPED, CHAINED)
     wait_for_inputs(CHAINED)
 
