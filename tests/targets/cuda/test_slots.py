@@ -75,9 +75,9 @@ def test_rows_are_written_in_one_copy_and_only_where_they_change(
     sent: list[int] = []
     into = slots_module.send_into
 
-    def counted(place: Tensor, values: np.ndarray) -> None:
+    def counted(place: Tensor, values: np.ndarray, *, first: int) -> None:
         sent.append(len(values))
-        into(place, values)
+        into(place, values, first=first)
 
     monkeypatch.setattr(slots_module, "send_into", counted)
     table = SlotTable(4, 3, torch.device("cpu"))
@@ -282,7 +282,9 @@ def test_what_is_sent_may_be_changed_at_once() -> None:
         sent.append(send(values, device))
         wanted.append(int(values.sum()))
         into = torch.zeros(len(values), dtype=torch.int64, device=device)
-        send_into(into, np.flip(values))
+        half = len(values) // 2
+        send_into(into, np.flip(values[half:]))
+        send_into(into, values[:half], first=len(values) - half)
         sent.append(into)
         wanted.append(wanted[-1])
         values[:] = -2

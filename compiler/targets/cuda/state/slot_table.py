@@ -87,7 +87,7 @@ class SlotTable:
             row[_NUM_NUMBERS : _NUM_NUMBERS + len(ends)] = ends
             row[_NUM_NUMBERS + len(ends) :] = -1
         if words.tobytes() != stored.tobytes():
-            send_into(self.parameters.words[first : first + len(words)], words)
+            send_into(self.parameters.words, words, first=first * words.shape[1])
             stored[:] = words
 
     def index(self, slots: Sequence[Slot], size: int | None = None) -> Tensor:
@@ -126,16 +126,20 @@ def send(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
     return _staging(device).send(values)
 
 
-def send_into(place: Tensor, values: np.ndarray) -> None:
-    """Copy host values to a contiguous tensor of their type; see :func:`send`."""
-    if not place.is_cuda:
-        place.copy_(torch.from_numpy(values))
-        return
+def send_into(place: Tensor, values: np.ndarray, *, first: int = 0) -> None:
+    """Copy host values to a contiguous tensor of their type; see :func:`send`.
+
+    ``first``: flat index of the first value. A slice of a tensor takes longer than the copy.
+    """
     num_bytes, device = values.nbytes, place.device
-    assert place.is_contiguous() and place.nbytes == num_bytes
-    if num_bytes:
+    if not place.is_cuda:
+        place.view(-1)[first : first + values.size].copy_(torch.from_numpy(values).reshape(-1))
+    elif num_bytes:
+        skipped = first * values.itemsize
+        assert place.is_contiguous() and skipped + num_bytes <= place.nbytes
         address = _staging(device).address_of(values)
-        driver.copy_to_device(place.data_ptr(), address, num_bytes, device=device.index or 0)
+        target = place.data_ptr() + skipped
+        driver.copy_to_device(target, address, num_bytes, device=device.index or 0)
 
 
 class _Staging:

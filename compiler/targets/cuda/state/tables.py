@@ -68,7 +68,6 @@ class PagedState:
         }
         shape = (options.max_batch, pages_of(options.max_context))
         self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._flat_tables = self.tables.view(-1)
         self._host_tables = np.zeros(self.tables.numel(), dtype=np.int32)
         self.sequences = {
             each.name: torch.zeros(options.max_batch + num_marks, *each.shape, device=device)
@@ -102,7 +101,7 @@ class PagedState:
 
         One copy writes the range that contains all changes, if it is short.
         """
-        width, ranges = self.tables.shape[1], list[tuple[int, int]]()
+        width, ranges = self.tables.shape[1], []
         for edit in edits:
             first = edit.slot * width + edit.first
             last = first + len(edit.ids)
@@ -112,7 +111,7 @@ class PagedState:
             low, high = min(first for first, _ in ranges), max(last for _, last in ranges)
             ranges = [(low, high)] if high - low <= _MAX_ENTRIES else ranges
         for first, last in ranges:
-            send_into(self._flat_tables[first:last], self._host_tables[first:last])
+            send_into(self.tables, self._host_tables[first:last], first=first)
 
     def check(self, slot: Slot, end: int) -> None:
         """Check that a slot's pages contain all positions before ``end``.
