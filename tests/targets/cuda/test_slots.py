@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -341,3 +342,32 @@ def test_values_are_written_at_an_address_in_the_order_of_a_contiguous_array() -
         address = staging.address_of(values)
         assert address % 64 == 0 == staging._address % 64
         assert ctypes.string_at(address, values.nbytes) == values.tobytes()
+
+
+def test_values_are_sent_to_their_flat_index_of_a_device_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = torch.zeros(4, 3, dtype=torch.int64)
+    device: Any = SimpleNamespace(
+        is_cuda=True,
+        device=torch.device("cuda", 2),
+        nbytes=memory.nbytes,
+        is_contiguous=lambda: True,
+        data_ptr=memory.data_ptr,
+    )
+    devices: list[int] = []
+
+    def copy(target: int, source: int, num_bytes: int, *, device: int) -> None:
+        devices.append(device)
+        ctypes.memmove(target, source, num_bytes)
+
+    staging = slots_module._Staging(torch.device("cpu"))
+    monkeypatch.setattr(slots_module, "_staging", lambda device: staging)
+    monkeypatch.setattr(slots_module.driver, "copy_to_device", copy)
+    send_into(device, np.arange(1, 7).reshape(2, 3), first=3)
+    send_into(device, np.array([9]), first=11)
+    send_into(device, np.zeros(0, dtype=np.int64), first=12)
+    assert memory.tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 6], [0, 0, 9]] and devices == [2, 2]
+    with pytest.raises(AssertionError):
+        send_into(device, np.array([9, 9]), first=11)
+    assert memory[3, 2] == 9
