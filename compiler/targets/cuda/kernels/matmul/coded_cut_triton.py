@@ -175,19 +175,6 @@ class _LaneTokens(NamedTuple):
 
 
 @triton.jit
-def _tile_of(data_ptr, words_ptr, halves_ptr, half_words_ptr, floats_ptr, offset):
-    """Return the weight from byte ``offset``."""
-    return CodedWeight(
-        data_ptr + offset,
-        words_ptr + offset // 4,
-        halves_ptr + offset // 2,
-        half_words_ptr + offset // 2,
-        floats_ptr + offset // 4,
-        None,
-    )
-
-
-@triton.jit
 def _tokens_of(x_ptr, x_stride, num_tokens, num_columns, T: tl.constexpr, SEGMENTS: tl.constexpr):
     """Return the pointers to a program's ``T`` tokens."""
     token = tl.program_id(1) * T + lane_tokens(T, SEGMENTS)
@@ -269,7 +256,14 @@ def _coded_cut_kernel(
     release_dependents(CHAINED)
     tile = tl.program_id(0)
     offset = tile.to(tl.int64) * num_steps * LAYOUT.num_bytes
-    weight = _tile_of(data_ptr, words_ptr, halves_ptr, half_words_ptr, floats_ptr, offset)
+    weight = CodedWeight(
+        data_ptr + offset,
+        words_ptr + offset // 4,
+        halves_ptr + offset // 2,
+        half_words_ptr + offset // 2,
+        floats_ptr + offset // 4,
+        None,
+    )
     tokens = _tokens_of(x_ptr, x_stride, num_tokens, num_columns, TOKENS, SEGMENTS)
     sums = _sums(weight, tokens, num_steps, LAYOUT, SEGMENTS, TOKENS, IS_EVEN, CHAINED)
     sums *= LAYOUT.unit
