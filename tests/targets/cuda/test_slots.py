@@ -371,3 +371,11 @@ def test_values_are_sent_to_their_flat_index_of_a_device_tensor(
     with pytest.raises(AssertionError):
         send_into(device, np.array([9, 9]), first=11)
     assert memory[3, 2] == 9
+
+
+def test_values_above_half_of_the_staging_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots_module._Staging, "_HALF", 256)
+    memory, values = torch.zeros(10, 10, dtype=torch.int64), np.arange(90).reshape(9, 10)
+    device: Any = SimpleNamespace(is_cuda=True, device=memory.device, view=memory.view)
+    send_into(device, values, first=10)
+    assert memory[1:].tolist() == values.tolist() and not memory[0].any()

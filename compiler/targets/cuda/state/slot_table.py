@@ -132,8 +132,8 @@ def send_into(place: Tensor, values: np.ndarray, *, first: int = 0) -> None:
     ``first``: flat index of the first value. A slice of a tensor takes longer than the copy.
     """
     num_bytes, device = values.nbytes, place.device
-    if not place.is_cuda:
-        place.view(-1)[first : first + values.size].copy_(torch.from_numpy(values).reshape(-1))
+    if not place.is_cuda or num_bytes > _Staging._HALF:
+        place.view(-1)[first : first + values.size].copy_(send(values, device).reshape(-1))
     elif num_bytes:
         skipped = first * values.itemsize
         assert place.is_contiguous() and skipped + num_bytes <= place.nbytes
