@@ -75,6 +75,11 @@ def test_late_readers_return_the_tokens_of_their_step(ring: PinnedRing, num_rows
         assert chosen.why == [first, *(index % 3 for index in range(1, count))]
 
 
+def test_results_larger_than_a_buffer_are_refused(ring: PinnedRing) -> None:
+    with pytest.raises(AssertionError):
+        ring.send(make_choice(300, 50, 2, CPU), 3, {})
+
+
 def test_unchanged_step_makes_no_call_of_torch(
     ring: PinnedRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ class PinnedRing:
         self._next = (self._next + 1) % _NUM_BUFFERS
         if buffer.read is not None:
             buffer.read()  # a late reader returns what this call keeps
+        assert choice.num_bytes <= buffer.array.nbytes  # a copy by addresses checks no sizes
         there = buffer.address, choice.address, choice.num_bytes
         driver.copy_to_host(*there, event=buffer.handle, device=self._index)
         first = choice.first
