@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from matplotlib import rcParams
-from matplotlib.figure import Figure
 
 from tilewright.errors import ConfigError
 from tilewright.evaluate.plots.style import NAME_LENGTH, new_figure, save, settings, shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def draw(title: str = "a title") -> Figure:
@@ -35,6 +37,8 @@ def test_both_files_are_written_and_nothing_else(tmp_path: Path) -> None:
 def test_the_users_settings_do_not_matter_and_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from matplotlib import rcParams
+
     first = save(draw(), tmp_path / "first")
     changes = {"font.size": 20.0, "text.usetex": True, "savefig.bbox": "tight", "svg.hashsalt": "x"}
     for key, value in changes.items():

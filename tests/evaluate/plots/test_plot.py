@@ -6,15 +6,17 @@ import math
 import xml.etree.ElementTree as ElementTree
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.text import Annotation, Text
 
 from tilewright.errors import ConfigError
 from tilewright.evaluate.plots import plot
 from tilewright.evaluate.results.pareto import ParetoRank, Point
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
 
 ROWS = {
     "fp32": (60, 99.5, "front"),
@@ -56,6 +58,8 @@ def draw(placed: list[ParetoRank], **more: Any) -> Figure:
 
 
 def labels(figure: Figure) -> list[Annotation]:
+    from matplotlib.text import Annotation
+
     return [one for one in figure.axes[0].texts if isinstance(one, Annotation) and one.get_text()]
 
 
@@ -69,6 +73,8 @@ def is_text(one: ElementTree.Element) -> bool:
 
 
 def assert_apart(figure: Figure) -> None:
+    from matplotlib.text import Text
+
     figure.draw_without_rendering()  # an annotation's place is known from then on
     # without the arrow, which an annotation's own extent has too
     boxes = [Text.get_window_extent(one) for one in labels(figure)]
