@@ -136,9 +136,8 @@ def _vector(
     ROWS: tl.constexpr = words.shape[0]
     first, last = tl.split(tl.permute(words.reshape(ROWS, 4, 2, 2), (0, 1, 3, 2)))
     first, last = first.reshape(ROWS, 8), last.reshape(ROWS, 8)
-    if FORMAT != "bf16":
-        first = _decoded(first, _factors_of(exponents, FIRST), FORMAT, CHAINED)
-        last = _decoded(last, _factors_of(exponents, LAST), FORMAT, CHAINED)
+    first = _decoded(first, _factors_of(exponents, FIRST), FORMAT, CHAINED)
+    last = _decoded(last, _factors_of(exponents, LAST), FORMAT, CHAINED)
     return tl.join(first, last)
 
 
@@ -155,12 +154,7 @@ def load_side(words, mask, OTHER: tl.constexpr, LAYOUT: tl.constexpr):
     if LAYOUT.vectors == 1:
         return (first,)
     else:
-        second = load_words(words + LAYOUT.stride, mask, OTHER)
-        if LAYOUT.vectors == 2:
-            return first, second
-        else:
-            third = load_words(words + 2 * LAYOUT.stride, mask, OTHER)
-            return first, second, third, load_words(words + 3 * LAYOUT.stride, mask, OTHER)
+        return first, load_words(words + LAYOUT.stride, mask, OTHER)
 
 
 @triton.jit
@@ -171,18 +165,7 @@ def pairs_of(vectors, exponents, SIDE: tl.constexpr, LAYOUT: tl.constexpr, CHAIN
     """
     FORMAT: tl.constexpr = LAYOUT.name
     SHIFT: tl.constexpr = 8 * SIDE
-    if FORMAT == "bf16":
-        pairs = tl.join(
-            tl.join(
-                _vector(vectors[0], exponents, 0, 0, FORMAT, CHAINED),
-                _vector(vectors[1], exponents, 0, 0, FORMAT, CHAINED),
-            ),
-            tl.join(
-                _vector(vectors[2], exponents, 0, 0, FORMAT, CHAINED),
-                _vector(vectors[3], exponents, 0, 0, FORMAT, CHAINED),
-            ),
-        )
-    elif FORMAT == "bfp8":
+    if FORMAT == "bfp8":
         pairs = tl.join(
             _vector(vectors[0], exponents, SHIFT, SHIFT, FORMAT, CHAINED),
             _vector(vectors[1], exponents, SHIFT + 16, SHIFT + 16, FORMAT, CHAINED),
@@ -206,7 +189,7 @@ def lane_tokens(TOKENS: tl.constexpr, SEGMENTS: tl.constexpr):
 def lane_columns(TOKENS: tl.constexpr, SEGMENTS: tl.constexpr, LAYOUT: tl.constexpr):
     """Return the columns ``[4 SEGMENTS TOKENS, 8]`` in ``x`` that lanes load first."""
     index = tl.arange(0, 4 * SEGMENTS * TOKENS)[:, None]
-    first = index // 32 % SEGMENTS * 128 + index % 4 * (8 if LAYOUT.name == "bf16" else 16)
+    first = index // 32 % SEGMENTS * 128 + index % 4 * 16
     return first + tl.arange(0, 8)[None, :]
 
 
@@ -224,16 +207,12 @@ def tokens_of(x, mask, column, limit, SEGMENTS: tl.constexpr, LAYOUT: tl.constex
     The columns are in the order of `pairs_of`. ``limit`` is None or the number of columns.
     """
     T: tl.constexpr = x.shape[0] // (32 * SEGMENTS)
-    IS_BF16: tl.constexpr = LAYOUT.name == "bf16"
-    SECOND: tl.constexpr = 32 if IS_BF16 else 8
     first = _eight(x, mask, column, limit, 0)
-    first = tl.join(first, _eight(x, mask, column, limit, SECOND))
+    first = tl.join(first, _eight(x, mask, column, limit, 8))
     last = _eight(x, mask, column, limit, 64)
-    last = tl.join(last, _eight(x, mask, column, limit, 64 + SECOND))
+    last = tl.join(last, _eight(x, mask, column, limit, 72))
     x = tl.join(first, last).reshape(T, SEGMENTS, 8, 4, 2, 2, 2, 2, 2)
-    if IS_BF16:
-        x = tl.permute(x, (1, 8, 7, 4, 3, 5, 6, 0, 2))
-    elif LAYOUT.name == "bfp8":
+    if LAYOUT.name == "bfp8":
         x = tl.permute(x, (1, 8, 7, 5, 3, 4, 6, 0, 2))
     else:
         x = tl.permute(x, (1, 8, 4, 5, 3, 7, 6, 0, 2))
