@@ -348,6 +348,8 @@ def test_program_with_rounded_copies_is_near_the_plain_program(name: str, is_str
         options |= {"copies": copies, "is_strict": is_strict}
         executable = compiled(model, "cuda", precision=precision, **options)
         assert ("in codes, rounded" in str(executable.notes)) == (copies == "all" and not is_strict)
+        reason = "without a promise of rows' bits also of weights in codes"
+        assert (reason in "".join(executable.notes)) == (copies == "all" and is_strict)
         found.append(step(executable, [(take_slot(executable, 80), prompt, 0)]))
     plain, copied = found
     assert torch.equal(plain, copied) == is_strict or name == "nvfp4"  # exact but for second scales

@@ -42,8 +42,8 @@ class Kinds:
 
 NO_COPIES = Kinds()
 _NOTHING = (
-    "copies {}: no weight is copied; there are copies of weights in blocks or codes, in FP8 of "
-    "bfp4 at lofi, with --compute fast, and in FP8 where rows' bits are not promised"
+    "copies {}: no weight is copied; with --compute fast there are copies of weights in blocks, "
+    "and without a promise of rows' bits also of weights in codes, and in FP8 of bfp4 at lofi"
 )
 
 
