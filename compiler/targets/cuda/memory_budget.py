@@ -113,14 +113,14 @@ def check_room(plan: KernelProgram, options: CompileOptions, device: torch.devic
 def copies_in(plan: KernelProgram, options: CompileOptions, free: int) -> Kinds:
     """Return the dequantized weight copies for ``free`` bytes.
 
-    ``options.copies`` selects them. With ``auto``, all copies are made if they fit, else e4m3
-    copies, which gain most for their size, else none.
+    ``options.copies`` selects them. With ``auto``, all copies are made if they fit, else those of
+    blocks, else e4m3 copies, which gain most for their size, else none.
     """
     kinds = kinds_for(options)
     if options.copies != "auto":
         return kinds
     room = free - weight_bytes(plan) - work_bytes(plan, options)
-    for each in (kinds, Kinds(codes=kinds.codes)):
+    for each in (kinds, replace(kinds, rounded=False), Kinds(codes=kinds.codes)):
         size = copy_bytes(plan, each)
         if size and _has_room_for(size, plan, options, room):
             return each

@@ -219,6 +219,16 @@ def test_copies_are_held_where_pages_keep_three_quarters(no_workspace: None) -> 
     assert copies_in(plan, replace(options, copies="none"), least) == NO_COPIES
 
 
+def test_copies_of_blocks_remain_where_those_of_codes_do_not_fit(no_workspace: None) -> None:
+    precision = precision_of("bfp8", ff1_3="q40")
+    plan = lower_to_program(lowered(tiny_model(), target="cuda", precision=precision)[0])
+    kinds, least = kinds_for(OPTIONS), needed(plan, OPTIONS)
+    blocks, size = replace(kinds, rounded=False), copy_bytes(plan, kinds)
+    assert 0 < copy_bytes(plan, blocks) < size
+    assert copies_in(plan, OPTIONS, least + size) == kinds
+    assert copies_in(plan, OPTIONS, least + size - 1) == blocks
+
+
 def test_codes_alone_are_held_where_not_all_copies_fit(no_workspace: None) -> None:
     model = tiny_model(hidden_size=64, intermediate_size=128, max_positions=4096)
     precision = precision_of("bfp8", ff1_3="bfp4", li_ff1_3="lofi")
