@@ -102,60 +102,38 @@ class Operand(NamedTuple):
 
 
 class _TilePointers(NamedTuple):
-    """Tiles in a kernel: pointers to the first steps of segments, ``[8 SEGMENTS TILES, 16]``.
-
-    Each tile has its own exponents ``[8 SEGMENTS, LANES]``: a load with several words in a lane
-    would have other lanes.
-    """
+    """A tile in a kernel: pointers ``[8 SEGMENTS, W]`` to the first steps of segments."""
 
     top: Any
     low: Any
     exponents: Any
-    next_exponents: Any
 
 
 @triton.jit
-def _tiles(
-    words_ptr,
-    tile,
-    last_tile,
-    num_steps,
-    LAYOUT: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """Return the pointers to TILES tiles of 16 rows. The last tile is repeated."""
-    index = tl.arange(0, 8 * SEGMENTS * TILES)[:, None]
-    lane = tl.arange(0, 8 * SEGMENTS)[:, None]
-    words_ptr += tile.to(tl.int64) * TILES * num_steps * LAYOUT.tile
-    after = tl.minimum(last_tile - tile * TILES, 1) * num_steps * LAYOUT.tile
-    top = words_ptr + index // 8 % SEGMENTS * LAYOUT.tile + index % 8 * 16
-    top += index // (8 * SEGMENTS) * after + tl.arange(0, 16)[None, :]
-    exponents = words_ptr + LAYOUT.exponents + lane // 8 * LAYOUT.tile + lane % 8 * LAYOUT.lanes
-    exponents += tl.arange(0, LAYOUT.lanes)[None, :]
-    return _TilePointers(top, top + 128, exponents, exponents + after)
+def _tile(words_ptr, tile, num_steps, LAYOUT: tl.constexpr, SEGMENTS: tl.constexpr):
+    """Return the pointers to a tile of 16 rows."""
+    segment = tl.arange(0, 8 * SEGMENTS)[:, None] // 8
+    group, tile = tl.arange(0, 8 * SEGMENTS)[:, None] % 8, tile.to(tl.int64)
+    word, lane = tl.arange(0, 16)[None, :], tl.arange(0, LAYOUT.lanes)[None, :]
+    first = words_ptr + segment * LAYOUT.tile
+    if LAYOUT.name == "bf16":
+        length = num_steps * LAYOUT.tile
+        top = first + (tile * 16 + group) * length + word
+        low, exponents = top + 8 * length, top
+    else:
+        first += tile * num_steps * LAYOUT.tile
+        top = first + group * 16 + word
+        low, exponents = top + 128, first + LAYOUT.exponents + group * LAYOUT.lanes + lane
+    return _TilePointers(top, low, exponents)
 
 
 @triton.jit
-def _load(weights, offset, first, num_steps, IS_EVEN: tl.constexpr, LAYOUT: tl.constexpr):
-    """Return the vectors of both sides and the exponents in the steps from ``first``.
-
-    Zeros are for odd segments only.
-    """
+def _load(weights, offset, mask, IS_EVEN: tl.constexpr, LAYOUT: tl.constexpr):
+    """Return a step's vectors of both sides, and its exponents. Zeros are for odd segments only."""
     OTHER: tl.constexpr = None if IS_EVEN else 0
-    ROWS: tl.constexpr = weights.top.shape[0]
-    SMALL: tl.constexpr = weights.exponents.shape[0]
-    small = first < num_steps
-    mask = small
-    if not IS_EVEN:
-        segment = tl.arange(0, SMALL)[:, None] // 8
-        small = first + segment < num_steps
-        mask = first + tl.arange(0, ROWS)[:, None] // 8 % (SMALL // 8) < num_steps
-    exponents = load_words(weights.exponents + offset, small, OTHER)
-    if ROWS > SMALL:
-        after = load_words(weights.next_exponents + offset, small, OTHER)
-        both = tl.permute(tl.join(exponents, after), (2, 0, 1))
-        exponents = both.reshape(ROWS, exponents.shape[1])
+    exponents = 0
+    if LAYOUT.exponents:
+        exponents = load_words(weights.exponents + offset, mask, OTHER)
     top = load_side(weights.top + offset, mask, OTHER, LAYOUT)
     return top, load_side(weights.low + offset, mask, OTHER, LAYOUT), exponents
 
@@ -171,33 +149,30 @@ def segment_sums(
     TOKENS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     CHAINED: tl.constexpr,
-    TILES: tl.constexpr = 1,
-    last_tile=0,
 ):
-    """Return float32 ``[16 TILES, TOKENS]`` for TILES tiles of 16 rows in a block format.
+    """Return float32 ``[16, TOKENS]`` for a tile of 16 rows.
 
     ``IS_EVEN``: all segments have whole tiles in all steps.
     The first weights are fetched before the wait for inputs.
     """
-    weights = _tiles(words_ptr, tile, last_tile, num_steps, LAYOUT, SEGMENTS, TILES)
-    top, low, exponents = _load(weights, 0, 0, num_steps, IS_EVEN, LAYOUT)
+    weights = _tile(words_ptr, tile, num_steps, LAYOUT, SEGMENTS)
+    segment = tl.arange(0, 8 * SEGMENTS)[:, None] // 8
+    top, low, exponents = _load(weights, 0, segment < num_steps, IS_EVEN, LAYOUT)
     wait_for_inputs(CHAINED)
     column = lane_columns(TOKENS, SEGMENTS, LAYOUT)
     own, mask = x.ptr[:, None] + column, x.is_token[:, None]
-    sums = tl.zeros((SEGMENTS, 16 * TILES, TOKENS), tl.float32)
+    sums = tl.zeros((SEGMENTS, 16, TOKENS), tl.float32)
     for first in tl.range(0, num_steps, SEGMENTS, num_stages=1):
         next = first + SEGMENTS
         # Segments after the last step have zeros. They find no columns.
+        has_next = next < num_steps if IS_EVEN else next + segment < num_steps
         offset = next * LAYOUT.tile
-        next_top, next_low, next_exponents = _load(
-            weights, offset, next, num_steps, IS_EVEN, LAYOUT
-        )
+        next_top, next_low, next_exponents = _load(weights, offset, has_next, IS_EVEN, LAYOUT)
         limit = None if IS_EVEN else x.num_columns - first * 128
         tokens = tokens_of(own + first * 128, mask, column, limit, SEGMENTS, LAYOUT)
         rows = both_sides(
             pairs_of(top, exponents, 0, LAYOUT, CHAINED),
             pairs_of(low, exponents, 1, LAYOUT, CHAINED),
-            TILES,
         )
         sums = product(rows, tokens, sums, CHAINED)
         top, low, exponents = next_top, next_low, next_exponents
@@ -223,22 +198,18 @@ def _linear_kernel(
     IS_EVEN: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SWIGLU: tl.constexpr,
-    TILES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     release_dependents(CHAINED)
     tile = tl.program_id(0)
-    feature = tile * (16 * TILES) + tl.arange(0, 16 * TILES)
+    feature = tile * 16 + tl.arange(0, 16)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     own = tl.program_id(1) * TOKENS + lane_tokens(TOKENS, SEGMENTS)
     x = Operand(x_ptr + own.to(tl.int64) * x_stride, own < num_tokens, num_columns)
-    last = tl.cdiv(num_rows, 16) - 1
-    sums = segment_sums(
-        words_ptr, x, tile, num_steps, LAYOUT, SEGMENTS, TOKENS, IS_EVEN, CHAINED, TILES, last
-    )
+    sums = segment_sums(words_ptr, x, tile, num_steps, LAYOUT, SEGMENTS, TOKENS, IS_EVEN, CHAINED)
     sums *= scale
     out = OutputMatrix(out_ptr, out_stride, num_tokens, num_rows)
-    store_rows(out, bias_ptr, sums, feature, token, 16 * TILES, TOKENS, RESIDUAL, SWIGLU, CHAINED)
+    store_rows(out, bias_ptr, sums, feature, token, 16, TOKENS, RESIDUAL, SWIGLU, CHAINED)
 
 
 @triton.jit
@@ -329,8 +300,7 @@ def linear(
     is_bf16 = packed.format == "bf16"
     segments, family = segments_of(packed), "bf16" if is_bf16 else "blocks"
     tokens = min(_TUNING["tokens"][family], max(8, triton.next_power_of_2(num_tokens)))
-    tiles = 1 if is_bf16 or tokens <= 8 else int(_TUNING["tiles"])
-    grid = (cdiv(packed.num_row_tiles, tiles), cdiv(num_tokens, tokens))
+    grid = (packed.num_row_tiles, cdiv(num_tokens, tokens))
     arguments: dict[str, Any] = {
         **{"out_ptr": out, "x_ptr": x, "bias_ptr": bias},
         **{"num_tokens": num_tokens, "num_rows": num_rows, "num_columns": packed.num_columns},
@@ -347,8 +317,8 @@ def linear(
         how = {"STAGES": stages, "num_stages": stages}
         _linear_bf16_kernel[grid](data_ptr=packed.data, **how, **arguments)
     else:
-        how = {"words_ptr": words_of(packed), "scale": packed.scale, "TILES": tiles}
-        _linear_kernel[grid](LAYOUT=layout_of(packed.format), **how, **arguments)
+        how = {"words_ptr": words_of(packed), "LAYOUT": layout_of(packed.format)}
+        _linear_kernel[grid](**how, scale=packed.scale, **arguments)
 
 
 def segments_of(packed: PackedWeight) -> int:

@@ -220,11 +220,8 @@ def tokens_of(x, mask, column, limit, SEGMENTS: tl.constexpr, LAYOUT: tl.constex
 
 
 @triton.jit
-def both_sides(top, low, TILES: tl.constexpr):
-    """Return bfloat16 ``[S, 16 TILES, 128]`` from pairs ``[8 S TILES, 64]`` for rows g and g + 8.
-
-    A warp has all tiles of its segment.
-    """
-    S: tl.constexpr = top.shape[0] // (8 * TILES)
-    sides = tl.permute(tl.join(top, low).reshape(TILES, S, 8, 64, 2), (1, 0, 4, 2, 3))
-    return weights(sides.reshape(S, 16 * TILES, 64))
+def both_sides(top, low):
+    """Return bfloat16 ``[S, 16, 128]`` from pairs ``[8 S, 64]`` for rows g and g + 8."""
+    S: tl.constexpr = top.shape[0] // 8
+    sides = tl.permute(tl.join(top, low).reshape(S, 8, 64, 2), (0, 3, 1, 2))
+    return weights(sides.reshape(S, 16, 64))
