@@ -166,7 +166,7 @@ def _chunk_of(start_ptr, first_chunk, num_chunks, C: tl.constexpr):
     return tl.minimum(tl.maximum(chunk, 0), num_chunks)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])  # a loop of one chunk would round differently
+@triton.jit(do_not_specialize=["num_chunks"])  # a single chunk would round differently
 def _states_kernel(
     states_ptr,
     from_state_ptr,

@@ -116,24 +116,17 @@ def _tile(words_ptr, tile, num_steps, LAYOUT: tl.constexpr, SEGMENTS: tl.constex
     group, tile = tl.arange(0, 8 * SEGMENTS)[:, None] % 8, tile.to(tl.int64)
     word, lane = tl.arange(0, 16)[None, :], tl.arange(0, LAYOUT.lanes)[None, :]
     first = words_ptr + segment * LAYOUT.tile
-    if LAYOUT.name == "bf16":
-        length = num_steps * LAYOUT.tile
-        top = first + (tile * 16 + group) * length + word
-        low, exponents = top + 8 * length, top
-    else:
-        first += tile * num_steps * LAYOUT.tile
-        top = first + group * 16 + word
-        low, exponents = top + 128, first + LAYOUT.exponents + group * LAYOUT.lanes + lane
-    return _TilePointers(top, low, exponents)
+    first += tile * num_steps * LAYOUT.tile
+    top = first + group * 16 + word
+    exponents = first + LAYOUT.exponents + group * LAYOUT.lanes + lane
+    return _TilePointers(top, top + 128, exponents)
 
 
 @triton.jit
 def _load(weights, offset, mask, IS_EVEN: tl.constexpr, LAYOUT: tl.constexpr):
     """Return a step's vectors of both sides, and its exponents. Zeros are for odd segments only."""
     OTHER: tl.constexpr = None if IS_EVEN else 0
-    exponents = 0
-    if LAYOUT.exponents:
-        exponents = load_words(weights.exponents + offset, mask, OTHER)
+    exponents = load_words(weights.exponents + offset, mask, OTHER)
     top = load_side(weights.top + offset, mask, OTHER, LAYOUT)
     return top, load_side(weights.low + offset, mask, OTHER, LAYOUT), exponents
 
