@@ -48,7 +48,7 @@ def ring(monkeypatch: pytest.MonkeyPatch) -> PinnedRing:
 
     def empty(num_words: int) -> pinned_ring._PinnedBuffer:
         words = torch.zeros(num_words, dtype=torch.int64)
-        return pinned_ring._PinnedBuffer(words, words.numpy(), event, words.data_ptr(), handle=7)
+        return pinned_ring._PinnedBuffer(words.numpy(), event, words.data_ptr(), handle=7)
 
     def copy(target: int, source: int, num_bytes: int, *, event: int, device: int) -> None:
         assert (event, device) == (7, 0)

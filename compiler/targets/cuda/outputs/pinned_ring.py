@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import driver
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingBatch, num_why_words
@@ -25,14 +24,12 @@ class _PinnedBuffer:
     """Pinned memory for a forward's results.
 
     Attributes:
-        words: The memory, int64.
-        array: The same memory for the host.
+        array: The memory, int64.
         event: Follows the last copy.
-        address, handle: Address of the memory, and the driver's handle of the event.
+        address, handle: Address of ``array``, and the driver's handle of the event.
         read: Returns the last results. None: unused.
     """
 
-    words: Tensor
     array: np.ndarray
     event: torch.cuda.Event
     address: int
@@ -47,7 +44,7 @@ class _PinnedBuffer:
             torch.cuda.Event(),
         )
         event.record()  # torch makes the event at its first use
-        return cls(words, words.numpy(), event, words.data_ptr(), event.cuda_event)
+        return cls(words.numpy(), event, words.data_ptr(), event.cuda_event)
 
 
 class PinnedRing:
