@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ from tilewright.compiler.targets.cuda.graphs.capture import (
     decode_buckets,
     prompt_buckets,
 )
-from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, passes_for
+from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, Passes, passes_for
 from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import EVERY_DRAWING
 from tilewright.compiler.targets.cuda.state.pages import PAGE
@@ -75,15 +74,30 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
     Counted.made = 0
 
 
+def buckets_of(
+    steps: Any,
+    rows: tuple[int, ...],
+    *,
+    tokens: tuple[int, ...] = (16,),
+    passes: Passes = (),
+    num_slots: int | None = None,
+    prepared_rows: int | None = None,
+) -> Buckets:
+    """Return buckets. ``num_slots`` is by default the maximum row count."""
+    return Buckets(
+        steps,
+        rows=rows,
+        tokens=tokens,
+        num_choosable=lambda: 61,
+        table=SlotTable(num_slots or rows[-1], 3, steps.device),
+        passes=lambda: passes,
+        prepared_rows=prepared_rows,
+    )
+
+
 def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
     steps: Any = Unrun()
-    made = Buckets(
-        steps,
-        rows=(1, 2, 4),
-        tokens=(16, 1024),
-        num_choosable=lambda: 61,
-        table=SlotTable(4, 3, steps.device),
-    )
+    made = buckets_of(steps, (1, 2, 4), tokens=(16, 1024))
     made.prepare(3000, runs_long=True)
     assert steps.prompts == [(n, first) for n in (2048, 3000) for first in (False, True)]
     kinds = 1 + len(EVERY_DRAWING)
@@ -126,14 +140,7 @@ def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
 def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> None:
     """For some sizes of both, with the largest rows. Larger mixed batches run without graphs."""
     steps: Any = Unrun()
-    made = Buckets(
-        steps,
-        rows=(1, 2, 4, 8),
-        tokens=(16,),
-        num_choosable=lambda: 61,
-        table=SlotTable(8, 3, steps.device),
-        passes=lambda: ((4, (64, 256)), (8, (64, 512))),
-    )
+    made = buckets_of(steps, (1, 2, 4, 8), passes=((4, (64, 256)), (8, (64, 512))))
     made.prepare(1, runs_long=True)
     ready = Counted.made
     assert ready == (4 + 1 + 2) * len(EVERY_DRAWING) + 3 * 4 + 1 + (3 + 3)
@@ -149,15 +156,8 @@ def test_prepare_next_captures_the_large_steps_that_prepare_left_out() -> None:
     made: list[int] = []
     for prepared_rows in (None, 2):
         steps: Any = Unrun()
-        buckets = Buckets(
-            steps,
-            rows=(1, 2, 4, 8),
-            tokens=(16,),
-            num_choosable=lambda: 61,
-            table=SlotTable(8, 3, steps.device),
-            passes=lambda: ((4, (64, 256)), (8, (64, 512))),
-            prepared_rows=prepared_rows,
-        )
+        passes = ((4, (64, 256)), (8, (64, 512)))
+        buckets = buckets_of(steps, (1, 2, 4, 8), passes=passes, prepared_rows=prepared_rows)
         Counted.made = 0
         buckets.prepare(1, runs_long=True)
         made.append(Counted.made)
@@ -176,15 +176,8 @@ def test_batch_delays_requests_for_a_single_capture_at_a_time(
     now = [100.0]
     monkeypatch.setattr(buckets_module.time, "monotonic", lambda: now[0])
     steps: Any = Unrun()
-    buckets = Buckets(
-        steps,
-        rows=(1, 2, 4, 8),
-        tokens=(16,),
-        num_choosable=lambda: 61,
-        table=SlotTable(8, 3, steps.device),
-        passes=lambda: ((2, (64,)), (4, (64, 256)), (8, (64, 512))),
-        prepared_rows=2,
-    )
+    passes = ((2, (64,)), (4, (64, 256)), (8, (64, 512)))
+    buckets = buckets_of(steps, (1, 2, 4, 8), passes=passes, prepared_rows=2)
     buckets.prepare(1, runs_long=True)
 
     def selected(num_tokens: int, num_choices: int) -> tuple[int, int]:
@@ -211,15 +204,8 @@ def test_batch_delays_requests_for_a_single_capture_at_a_time(
 def test_prepare_compiles_the_kernels_of_long_chunks_together() -> None:
     for longest, expected in ((3000, [[0, 1408, 2816]]), (200, [])):
         steps: Any = Unrun()
-        buckets = Buckets(
-            steps,
-            rows=(1, 2, 4),
-            tokens=(16, 1024),
-            num_choosable=lambda: 61,
-            table=SlotTable(4, 3, steps.device),
-            passes=lambda: ((4, (64, 256)),),
-            prepared_rows=2,
-        )
+        passes = ((4, (64, 256)),)
+        buckets = buckets_of(steps, (1, 2, 4), tokens=(16, 1024), passes=passes, prepared_rows=2)
         buckets.prepare(longest, runs_long=True)
         assert steps.together == expected
         buckets.prepare(longest, runs_long=False)
@@ -237,14 +223,8 @@ def test_prepare_any_maximum_captures_the_same_steps() -> None:
     counts = []
     for max_batch, passes in ((8, passes_for((1, 8), 1024)), (256, passes_for((1, 256), 1024))):
         steps: Any = Unrun()
-        buckets = Buckets(
-            steps,
-            rows=decode_buckets(max_batch),
-            tokens=(16,),
-            num_choosable=lambda: 61,
-            table=SlotTable(max_batch, 3, steps.device),
-            passes=partial(tuple, passes),
-            prepared_rows=prepared_rows,
+        buckets = buckets_of(
+            steps, decode_buckets(max_batch), passes=passes, prepared_rows=prepared_rows
         )
         Counted.made = 0
         buckets.prepare(1, runs_long=True)
@@ -267,14 +247,8 @@ def test_the_largest_is_captured_first(
     """The largest prompts and mixed batches. The rest run in their memory."""
     steps: Any = Unrun()
     passes = ((2, (64,)), (4, (64, most)))
-    made = Buckets(
-        steps,
-        rows=(1,),
-        tokens=(16, 1024, 2048, 4096),
-        num_choosable=lambda: 61,
-        table=SlotTable(4, 3, steps.device),
-        passes=lambda: passes,
-    )
+    sizes = 16, 1024, 2048, 4096
+    made = buckets_of(steps, (1,), tokens=sizes, passes=passes, num_slots=4)
     order: list[Any] = []
     monkeypatch.setattr(PromptBucket, "prepare", lambda self: order.append(self.num_tokens))
     monkeypatch.setattr(
