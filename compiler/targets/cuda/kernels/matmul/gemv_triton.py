@@ -115,8 +115,7 @@ def _tile(words_ptr, tile, num_steps, LAYOUT: tl.constexpr, SEGMENTS: tl.constex
     segment = tl.arange(0, 8 * SEGMENTS)[:, None] // 8
     group, tile = tl.arange(0, 8 * SEGMENTS)[:, None] % 8, tile.to(tl.int64)
     word, lane = tl.arange(0, 16)[None, :], tl.arange(0, LAYOUT.lanes)[None, :]
-    first = words_ptr + segment * LAYOUT.tile
-    first += tile * num_steps * LAYOUT.tile
+    first = words_ptr + segment * LAYOUT.tile + tile * num_steps * LAYOUT.tile
     top = first + group * 16 + word
     exponents = first + LAYOUT.exponents + group * LAYOUT.lanes + lane
     return _TilePointers(top, top + 128, exponents)
@@ -152,7 +151,7 @@ def segment_sums(
     segment = tl.arange(0, 8 * SEGMENTS)[:, None] // 8
     top, low, exponents = _load(weights, 0, segment < num_steps, IS_EVEN, LAYOUT)
     wait_for_inputs(CHAINED)
-    column = lane_columns(TOKENS, SEGMENTS, LAYOUT)
+    column = lane_columns(TOKENS, SEGMENTS)
     own, mask = x.ptr[:, None] + column, x.is_token[:, None]
     sums = tl.zeros((SEGMENTS, 16, TOKENS), tl.float32)
     for first in tl.range(0, num_steps, SEGMENTS, num_stages=1):

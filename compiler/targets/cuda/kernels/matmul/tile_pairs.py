@@ -27,25 +27,23 @@ class TileLayout(NamedTuple):
         name: Storage format.
         tile: Words between steps.
         vectors: 16-byte loads of a lane for a side of a step.
-        stride: Words between vectors.
-        exponents: First exponent word. 0: the format has none.
+        exponents: First exponent word.
         lanes: Exponent words for four lanes.
     """
 
     name: str
     tile: int
     vectors: int
-    stride: int
     exponents: int
     lanes: int
 
 
 def layout_of(name: str) -> TileLayout:
-    """Return a format's layout."""
+    """Return a format's layout. bf16 has its name alone: its values are copied whole."""
     if name == "bf16":
-        return TileLayout(name, 64, 4, 16, 0, 4)
+        return TileLayout(name, 0, 0, 0, 0)
     tile, lanes = tile_bytes(name) // 4, 2 if name == "mxfp4" else 4
-    return TileLayout(name, tile, 2 if name == "bfp8" else 1, 256, tile - 8 * lanes, lanes)
+    return TileLayout(name, tile, 2 if name == "bfp8" else 1, tile - 8 * lanes, lanes)
 
 
 @triton.jit
@@ -154,7 +152,7 @@ def load_side(words, mask, OTHER: tl.constexpr, LAYOUT: tl.constexpr):
     if LAYOUT.vectors == 1:
         return (first,)
     else:
-        return first, load_words(words + LAYOUT.stride, mask, OTHER)
+        return first, load_words(words + 256, mask, OTHER)
 
 
 @triton.jit
@@ -186,7 +184,7 @@ def lane_tokens(TOKENS: tl.constexpr, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def lane_columns(TOKENS: tl.constexpr, SEGMENTS: tl.constexpr, LAYOUT: tl.constexpr):
+def lane_columns(TOKENS: tl.constexpr, SEGMENTS: tl.constexpr):
     """Return the columns ``[4 SEGMENTS TOKENS, 8]`` in ``x`` that lanes load first."""
     index = tl.arange(0, 4 * SEGMENTS * TOKENS)[:, None]
     first = index // 32 % SEGMENTS * 128 + index % 4 * 16
