@@ -296,7 +296,7 @@ def cross_attend(
     """
     (dim,), num_tokens = norm.shape, len(q)
     num_heads = q.shape[1] // dim
-    heads = triton.next_power_of_2(num_heads // num_kv_heads)
+    heads = block_of(num_heads // num_kv_heads, minimum=1)
     sizes = _sizes_of(tiles, num_heads, num_kv_heads, dim)
     at = tiles.tile_keys, tiles.width, first, scale * LOG2_E, eps
     assert q.stride(1) == out.stride(1) == 1 and q.dtype == torch.float32
@@ -334,7 +334,7 @@ def _attend_splits(
 ) -> None:
     """Attend in splits of tiles. Steps with more tiles run in groups, within `scratch_bytes`."""
     (num_tokens, _), num_heads, dim = q.shape, sizes["H"], sizes["D"]
-    heads = triton.next_power_of_2(num_heads // sizes["G"])
+    heads = block_of(num_heads // sizes["G"], minimum=1)
     num_tiles = tiles.offsets.shape[1]
     num_splits = num_tiles * _SPLITS
     chunk = cdiv(cdiv(tiles.tile_keys, sizes["L"]), _SPLITS) * sizes["L"]
@@ -374,7 +374,7 @@ def _attend_splits(
             num_splits,
             D=dim,
             E=sizes["E"],
-            P=triton.next_power_of_2(num_splits),
+            P=block_of(num_splits, minimum=1),
             SPLITS=_SPLITS,
             **chained(q),
         )

@@ -527,7 +527,7 @@ def attend_decode(
         *(scale * LOG2_E, num_splits, out.stride(0), qkv.stride(0), sinks),
         **page_arguments(pages, block_tables),
         H=num_heads,
-        R=block_of(num_heads // pages.num_kv_heads, least=1),
+        R=block_of(num_heads // pages.num_kv_heads, minimum=1),
         HALF=inv_freq.shape[0],
         WINDOW=window,
         INTERLEAVED=interleaved,

@@ -81,7 +81,7 @@ def page_arguments(pages: KVPages, block_tables: torch.Tensor) -> dict[str, Any]
         "LAYOUT": PageLayout(
             pages.num_kv_heads,
             pages.head_dim,
-            block_of(pages.head_dim, least=BLOCK_SIZE),
+            block_of(pages.head_dim, minimum=BLOCK_SIZE),
             PAGE,
             bfp8,
         ),

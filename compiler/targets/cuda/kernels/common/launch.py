@@ -61,9 +61,9 @@ def cdiv(size: int, block: int) -> int:
     return -(-size // block)
 
 
-def block_of(size: int, *, least: int = 16) -> int:
+def block_of(size: int, *, minimum: int = 16) -> int:
     """Return the power of two for a Triton block over ``size`` elements."""
-    return max(least, 1 << (size - 1).bit_length())
+    return max(minimum, 1 << (size - 1).bit_length())
 
 
 @functools.cache

@@ -114,7 +114,7 @@ def causal_conv1d_step(
         out.stride(0),
         x.stride(0),
         W=width,
-        TAPS=block_of(width - 1, least=1),
+        TAPS=block_of(width - 1, minimum=1),
         BLOCK=block,
         SILU=silu,
         EARLY=is_early,
@@ -308,7 +308,7 @@ def causal_conv1d_prompt(
     num_tokens, num_channels = x.shape
     width = weight.shape[1]
     _check(out, x, weight, window)
-    tokens = block_of(width - 1, least=_PROMPT_TOKENS)
+    tokens = block_of(width - 1, minimum=_PROMPT_TOKENS)
     is_whole = keeps is None and starts is None
     assert is_whole or CHUNK % tokens == 0, f"a window of {width - 1} values"
     assert starts is None or num_tokens % CHUNK == 0, f"{num_tokens} tokens"
@@ -329,11 +329,11 @@ def causal_conv1d_prompt(
         out.stride(0),
         x.stride(0),
         W=width,
-        TAPS=block_of(width - 1, least=1),
+        TAPS=block_of(width - 1, minimum=1),
         TOKENS=tokens,
         BLOCK=block,
         KEEPS=keeps is not None,
-        PIECES=num_pieces and block_of(num_pieces, least=1),
+        PIECES=num_pieces and block_of(num_pieces, minimum=1),
         SILU=silu,
         num_warps=_PROMPT_WARPS,
         **chained(out),

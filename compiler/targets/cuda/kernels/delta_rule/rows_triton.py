@@ -192,7 +192,7 @@ def causal_conv1d_rows(
         x.stride(0),
         N=num_drafts,
         W=width,
-        TAPS=triton.next_power_of_2(width - 1),
+        TAPS=block_of(width - 1, minimum=1),
         BLOCK=block,
         SILU=silu,
         enable_fp_fusion=FUSES,

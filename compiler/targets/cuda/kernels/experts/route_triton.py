@@ -172,7 +172,7 @@ def route(
         bias,
         scale,
         E=block_of(num_experts),
-        K=block_of(top_k, least=1),
+        K=block_of(top_k, minimum=1),
         RENORMALISE=renormalise,
         num_warps=min(8, max(1, block_of(num_experts) // 256)),
         **chained(logits),

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    block_of,
     cdiv,
     chained,
     release_dependents,
@@ -289,7 +290,7 @@ def linear(
     Token bits do not depend on the batch.
     """
     num_tokens, segments = len(x), segments_of(weight)
-    tokens = min(MAX_TOKENS, max(8, triton.next_power_of_2(num_tokens)))
+    tokens = min(MAX_TOKENS, block_of(num_tokens, minimum=8))
     grid = cdiv(weight.num_rows, 16), cdiv(num_tokens, tokens)
     sizes: dict[str, Any] = {
         "num_tokens": num_tokens,

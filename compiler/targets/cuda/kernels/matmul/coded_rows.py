@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    cdiv,
     chained,
     release_dependents,
     wait_for_inputs,
@@ -89,7 +90,7 @@ def decode_rows(out: Tensor, weight: PackedWeight, rows: Tensor | None = None) -
     data, tile = weight.data, CODED_TILES[weight.format]
     values = _codebook(weight.format, data.device) if weight.format in CODEBOOKS else None
     lines = TILE_ROWS if rows is None else 1
-    _decode_kernel[(triton.cdiv(len(out), lines), weight.num_column_tiles)](
+    _decode_kernel[(cdiv(len(out), lines), weight.num_column_tiles)](
         out,
         rows,
         *typed_views(data),

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import (
+    block_of,
     cdiv,
     chained,
     release_dependents,
@@ -291,7 +292,7 @@ def linear(
     assert not swiglu or (packed.is_paired and not residual)
     is_bf16 = packed.format == "bf16"
     segments, family = segments_of(packed), "bf16" if is_bf16 else "blocks"
-    tokens = min(_TUNING["tokens"][family], max(8, triton.next_power_of_2(num_tokens)))
+    tokens = min(_TUNING["tokens"][family], block_of(num_tokens, minimum=8))
     grid = (packed.num_row_tiles, cdiv(num_tokens, tokens))
     arguments: dict[str, Any] = {
         **{"out_ptr": out, "x_ptr": x, "bias_ptr": bias},

@@ -355,7 +355,7 @@ def search(logits: Tensor, scratch: SearchScratch, how: CutoffSearch) -> None:
             BITS=how.bits,
             RANGES=how.first if is_first else how.ranges,
             CHUNK=scratch.chunk,
-            CHUNKS=block_of(count, least=2),
+            CHUNKS=block_of(count, minimum=2),
             num_warps=4,
             **chained(logits),
         )

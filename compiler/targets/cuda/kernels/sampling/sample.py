@@ -225,7 +225,7 @@ def _draw_by_weight(
         num_ends,
         end_tokens.stride(0),
         CHUNK=scratch.chunk,
-        CHUNKS=block_of(count, least=2),
+        CHUNKS=block_of(count, minimum=2),
         ENDS=block_of(num_ends),
         num_warps=8,
         **options,
