@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,9 +31,6 @@ _PREPARED_ROWS = 8
 ``--max-num-seqs`` therefore starts as fast.
 """
 
-_CAPTURE_SECONDS = 1.0
-"""Minimum seconds between captures of mixed batches while requests wait for them."""
-
 
 def prepared_rows_of(plan: KernelProgram, options: CompileOptions) -> int | None:
     """Return the maximum rows of the decode steps to capture before the first request.
@@ -52,7 +48,7 @@ class Buckets:
     ``table`` and ``num_choosable`` give the sampling width. A capture reads the values agreed by
     the ranks.
     ``prepared_rows``: Maximum rows of the decode steps that :meth:`prepare` captures. Larger ones
-    and mixed batches are left to :meth:`prepare_next`. None: :meth:`prepare` captures all.
+    are left to :meth:`prepare_next`. None: :meth:`prepare` captures all.
     ``max_drafts``: of the decode steps with drafts that :meth:`prepare` captures. 0: none.
     ``has_states``: Whether sequences have state in addition to pages.
     """
@@ -83,7 +79,6 @@ class Buckets:
         self.batches: dict[int, BatchBucket] = {}
         self._prepared_rows = prepared_rows
         self._later: deque[Callable[[], object]] = deque()
-        self._next_capture = 0.0
 
     def cut(self, slots: tuple[Slot, ...]) -> tuple[tuple[Slot, ...], ...]:
         """Split decode rows by the largest bucket.
@@ -128,35 +123,11 @@ class Buckets:
             num_tokens: Prefill tokens.
             num_choices: Sampled rows: decode rows and prompts that end.
         """
-        fitting = [
-            (width, size)
-            for width, sizes in self._passes()
-            for size in sizes
-            if width >= num_choices and size >= num_tokens
-        ]
-        if not fitting:
-            return None
-        width, size = fitting[0] if self.is_prepared else self._available(fitting)
-        return self._batch(width), size
-
-    def _available(self, fitting: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """Select a width and a size while captures are missing.
-
-        A burst after the start needs several sizes at once, and every capture delays its requests.
-        Therefore the largest size of a width is captured first, and runs instead of smaller sizes
-        until their capture is due.
-        """
-        width, size = fitting[0]
-        captured = [(w, s) for w, s in fitting if w in self.batches and self.batches[w].has_pass(s)]
-        if fitting[0] in captured:
-            return width, size
-        now = time.monotonic()
-        if captured and now < self._next_capture:
-            return min(captured, key=sum)
-        self._next_capture = now + _CAPTURE_SECONDS
-        if not any(w == width for w, _ in captured):
-            size = max(s for w, s in fitting if w == width)
-        return width, size
+        for width, sizes in self._passes():
+            for size in sizes:
+                if width >= num_choices and size >= num_tokens:
+                    return self._batch(width), size
+        return None
 
     def _batch(self, width: int) -> BatchBucket:
         if width not in self.batches:
@@ -175,7 +146,7 @@ class Buckets:
         found: list[tuple[int, Callable[[], BatchBucket | PromptBucket]]] = []
         most_rows = self._prepared_rows
         self._later.clear()
-        for width, sizes in self._passes() if most_rows is None else ():
+        for width, sizes in self._passes():
             found.append((width + sizes[-1], partial(self._batch, width)))
         for less, size in pairwise((0, *self.tokens)):
             if less < longest:
@@ -189,9 +160,6 @@ class Buckets:
                 continue
             for capture in captures:
                 capture()
-        if most_rows is not None:
-            self._prepare_mixed_kernels()
-            self._later.extend(partial(self._prepare_batch, *each) for each in self._passes())
         self._prepare_masks()
         device, size = self._steps.device, self.tokens[-1]
         last = torch.zeros(1, dtype=torch.int64).to(device)
@@ -232,13 +200,6 @@ class Buckets:
     def _capture_decode(self, size: int, reach: int) -> None:
         self.decode(size).prepare_reach(reach)
 
-    def _prepare_batch(self, width: int, sizes: Sequence[int]) -> None:
-        """Capture a mixed batch's largest size. Defer its smaller sizes to later calls."""
-        bucket = self._batch(width)
-        bucket.prepare_pass(sizes[-1])
-        rest = [partial(bucket.prepare_pass, size) for size in reversed(sizes[:-1])]
-        self._later.extendleft([bucket.prepare_choices, *reversed(rest)])
-
     def _run_together(self, longest: int, last: Tensor) -> None:
         """Run two chunks in a batch without a graph."""
         half = longest // 2 // LONG_BLOCK * LONG_BLOCK
@@ -246,12 +207,6 @@ class Buckets:
             starts = torch.tensor((0, half, 2 * half)).to(self._steps.device)
             rows = TokenBatch.padding(2 * half, self._steps.device)
             self._steps.prefill(rows, logit_rows=last, starts=starts, block=LONG_BLOCK)
-
-    def _prepare_mixed_kernels(self) -> None:
-        """Capture three sizes of a mixed batch, to compile kernels for short and long chunks."""
-        for width, sizes in self._passes()[:1]:
-            for share in (1, 2, 4):
-                self._batch(width).prepare_pass(next(s for s in sizes if share * s >= sizes[-1]))
 
     def _prepare_masks(self) -> None:
         """Run the kernel that masks logits, to compile it."""

@@ -150,19 +150,11 @@ class BatchBucket(Bucket):
         self._passes: dict[int, _MixedGraph] = {}
         self._at = torch.empty(0)
 
-    def has_pass(self, num_tokens: int) -> bool:
-        """Return whether the forward for a token count is captured."""
-        return num_tokens in self._passes
-
     def prepare(self) -> None:
         """Capture all sizes. The largest comes first; smaller sizes run in its memory."""
         for size in reversed(self._sizes):
-            self.prepare_pass(size)
+            self._pass(size)
         self.prepare_choices()
-
-    def prepare_pass(self, num_tokens: int) -> None:
-        """Capture the forward for a captured token count."""
-        self._pass(num_tokens)
 
     def run(
         self,
