@@ -94,11 +94,9 @@ def measure_auto(
 
 
 def _prepared_loop(executable: Executable, policy: SchedulerConfig) -> EngineLoop:
-    """Return a loop after all captures."""
+    """Return a loop after its warm-up."""
     loop = EngineLoop(executable, policy=policy)
     loop.warm_up()
-    while not loop.is_prepared:
-        loop.prepare_next()
     return loop
 
 

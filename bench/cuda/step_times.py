@@ -47,8 +47,6 @@ def profile(executable: Executable, jobs: Sequence[TimedRequest], *, is_decode: 
 def host_times(executable: Executable, num_slots: int, *, samples: bool = True) -> Iterator[str]:
     """Yield the host time of a step (us), for equal and for changing requests."""
     EngineLoop(executable).warm_up()
-    while not executable.is_prepared:
-        executable.prepare_next()
     for params in ({}, _SAMPLED) if samples else ({},):
         for changes in (False, True):
             yield _host_time(executable, num_slots, params, changes=changes)

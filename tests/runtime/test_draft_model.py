@@ -160,19 +160,3 @@ def test_a_paged_draft_model_follows_the_requests_in_small_steps() -> None:
     assert model.propose({request: 3}) == {request: tuple(true[1:4])}
     request.output = true[:5]
     assert model.propose({request: 2}) == {request: tuple(true[5:7])}
-
-
-def test_draft_model_prepares_every_step_before_the_first_request() -> None:
-    class _InParts(QueuedExecutable):
-        num_left = 3
-
-        @property
-        def is_prepared(self) -> bool:
-            return not self.num_left
-
-        def prepare_next(self) -> None:
-            self.num_left -= 1
-
-    executable = _InParts(page_size=4, num_pages=8)
-    DraftModel(executable).prepare()
-    assert executable.is_prepared

@@ -282,36 +282,3 @@ def test_many_preemptions_are_warned_of_once(capsys: pytest.CaptureFixture[str])
     serve(QueuedExecutable(page_size=4, num_pages=12), *asked, turns=200)
     (line,) = capsys.readouterr().err.splitlines()
     assert "requests have been preempted for want of pages; fewer --max-num-seqs" in line
-
-
-class _Unprepared(QueuedExecutable):
-    """Has two steps to prepare."""
-
-    left = 2
-
-    @property
-    def is_prepared(self) -> bool:
-        return not self.left
-
-    def prepare_next(self) -> None:
-        self.left -= 1
-        if self.left == 1:
-            raise MemoryError("too little for this kind")
-
-
-def test_idle_turns_prepare_what_the_start_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    executable = _Unprepared()
-    transport = QueueTransport()
-    service = EngineService(executable, transport)
-    transport.inbox.append(EngineRequest(1, (1, 2, 3), SamplingParams(max_tokens=2)))
-    service.turn()
-    assert executable.left == 2, "a message came"
-    while service.loop.has_work():
-        service.turn()
-        assert executable.left == 2 or not service.loop.has_work()
-    for _ in range(4):
-        service.turn()
-    assert not executable.left, "the first kind fails, and the second is prepared"
-    assert capsys.readouterr().err == (
-        "tilewright: a kind of step is not prepared: too little for this kind\n"
-    )

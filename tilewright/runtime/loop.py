@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
@@ -101,7 +100,6 @@ class EngineLoop:
         executable.reset()
         self.cost = StepCostModel()
         self._meter, self._num_captures = StepTimer(self.cost), 0
-        self._needs_mixed_times = False
         self.scheduler = Scheduler(
             executable.capabilities,
             policy=policy,
@@ -209,8 +207,8 @@ class EngineLoop:
     def warm_up(self) -> None:
         """Run the first steps and measure step times, before users wait.
 
-        Every measurement runs twice, because a first run is slower. The statistics exclude the
-        warm-up.
+        Prompts and decode rows run twice, because a first run is slower. The statistics exclude
+        the warm-up.
         """
         self.executable.prepare()
         if self._draft_model is not None:
@@ -220,38 +218,14 @@ class EngineLoop:
         most = limits.max_context - sampling.max_tokens + 1
         cells = (1, limits.cell, _LONG * limits.cell) if limits.runs_ahead else (1, limits.cell)
         lengths = sorted({min(length, most) for length in cells})
-        self._needs_mixed_times = False
         for _ in range(2):
             self.cost.forget()
             for length in lengths:
                 self.generate([RequestState(-1, (0,) * length, sampling, is_private=True)])
             self._run_with_drafts()
-            if self.executable.is_prepared:
-                self._measure_mixed_batches()
+        self._measure_mixed_batches()
         self.stats.found.clear()
         self.scheduler.speculator.forget()
-        self._needs_mixed_times = not self.executable.is_prepared
-
-    @property
-    def is_prepared(self) -> bool:
-        """Whether :meth:`prepare_next` has no work left."""
-        return self.executable.is_prepared and not self._needs_mixed_times
-
-    def prepare_next(self) -> None:
-        """Do the next preparation that :meth:`warm_up` leaves to idle time.
-
-        Captures come first. The last call measures mixed batches. The statistics exclude it.
-        """
-        if not self.executable.is_prepared:
-            self.executable.prepare_next()
-            return
-        self._needs_mixed_times = False
-        speculator, stats = self.scheduler.speculator, self.stats
-        counts, self.stats = deepcopy(speculator.counts), EngineStats()
-        try:
-            self._measure_mixed_batches()
-        finally:
-            speculator.counts, self.stats = counts, stats
 
     def _run_with_drafts(self) -> None:
         """Measure decode rows with drafts. Most drafts are wrong."""

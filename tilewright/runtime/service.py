@@ -62,7 +62,6 @@ class EngineService:
         self._era = 0
         self._next_beat = 0.0
         self._is_stopped = self._has_warned = False
-        self._prepares = False  # idle: prepares steps until a message arrives
 
     def ready(self, facts: dict[str, str]) -> EngineReady:
         """Return the engine's properties for its clients."""
@@ -99,13 +98,10 @@ class EngineService:
         Without work, wait for a message until the next heartbeat.
         """
         now = time.perf_counter()
-        is_busy = self.loop.has_work() or self._prepares
-        patience = 0.0 if is_busy else max(0.0, self._next_beat - now)
+        patience = 0.0 if self.loop.has_work() else max(0.0, self._next_beat - now)
         said: list[FromEngine] = []
-        messages = self._transport.receive(patience)
-        for message in messages:
+        for message in self._transport.receive(patience):
             self._receive(message, said)
-        self._prepare(is_idle=not messages and not self.loop.has_work())
         if self.loop.has_work():
             self._step(said)
             if not self.loop.has_work():
@@ -117,22 +113,6 @@ class EngineService:
         if said:
             self._transport.send(said)
         return not self._is_stopped
-
-    def _prepare(self, *, is_idle: bool) -> None:
-        """Prepare another kind of step after a heartbeat without messages and requests.
-
-        A failed kind is prepared when it runs.
-        """
-        self._prepares = is_idle and not self.loop.is_prepared
-        if self._prepares:
-            try:
-                self.loop.prepare_next()
-            except Exception as error:
-                if _is_lost(error):
-                    raise
-                with contextlib.suppress(OSError):  # full disk
-                    said = f"a kind of step is not prepared: {one_line(error)}"
-                    print(f"tilewright: {said}", file=sys.stderr)
 
     def _receive(self, message: ToEngine, said: list[FromEngine]) -> None:
         if isinstance(message, EngineRequest):

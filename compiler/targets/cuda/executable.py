@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.contract.record import NumericContract
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup, meet
-from tilewright.compiler.targets.cuda.graphs.buckets import Buckets, prepared_rows_of
+from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
 from tilewright.compiler.targets.cuda.graphs.capture import CapturedSlots, prompt_buckets
 from tilewright.compiler.targets.cuda.graphs.draft_layer import CudaDraftLayer
 from tilewright.compiler.targets.cuda.graphs.draft_steps import DraftSteps
@@ -224,7 +224,6 @@ class CudaExecutable(Executable):
             table=self._device_slots,
             passes=lambda: self.capabilities.passes,
             most_pieces=lambda: self.capabilities.max_prompts,
-            prepared_rows=prepared_rows_of(plan, options),
             max_drafts=self.capabilities.max_drafts,
             has_states=self.capabilities.has_sequence_state,
         )
@@ -329,17 +328,9 @@ class CudaExecutable(Executable):
                 self._layer.prepare()
 
     @property
-    def is_prepared(self) -> bool:
-        return self._buckets.is_prepared
-
-    @property
     def num_captures(self) -> int:
         of_layer = 0 if self._layer is None else self._layer.num_captures
         return of_layer + self._buckets.num_captures
-
-    @torch.no_grad()
-    def prepare_next(self) -> None:
-        self._buckets.prepare_next()
 
     def reset(self) -> None:
         self._captured_slots = None

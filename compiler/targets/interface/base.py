@@ -193,23 +193,12 @@ class Executable(ABC):
         """Close all slots and free all pages, for a new runtime."""
 
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
-        """Do the one-time work for the first steps, such as captures. No sequence may be open."""
-
-    @property
-    def is_prepared(self) -> bool:
-        """Return whether :meth:`prepare_next` has no work left."""
-        return True
+        """Do the one-time work for all steps, such as captures. No sequence may be open."""
 
     @property
     def num_captures(self) -> int:
         """Return the number of captured graphs. A step with a capture has no typical time."""
         return 0
-
-    def prepare_next(self) -> None:  # noqa: B027
-        """Prepare the next captured size. :meth:`prepare` leaves these sizes to idle time.
-
-        Steps may run between two calls. A step with an unprepared size prepares it first.
-        """
 
     @abstractmethod
     def memory(self) -> MemoryUse:

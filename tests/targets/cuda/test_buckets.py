@@ -13,10 +13,9 @@ from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import compiled, lowered, precision_of, tiny_model
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.cuda.graphs import capture
-from tilewright.compiler.targets.cuda.graphs.buckets import Buckets, prepared_rows_of
+from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
 from tilewright.compiler.targets.cuda.graphs.capture import (
     PromptBucket,
-    decode_buckets,
     prompt_buckets,
 )
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, Passes, passes_for
@@ -26,7 +25,6 @@ from tilewright.compiler.targets.cuda.state.pages import PAGE
 from tilewright.compiler.targets.cuda.state.ragged import LONG_BLOCK, num_tokens_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.steps.routes import PART_TOKENS
-from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 from tilewright.compiler.targets.program.instructions import AttentionOp
 from tilewright.runtime.loop import EngineLoop
@@ -80,7 +78,6 @@ def buckets_of(
     tokens: tuple[int, ...] = (16,),
     passes: Passes = (),
     num_slots: int | None = None,
-    prepared_rows: int | None = None,
 ) -> Buckets:
     """Return buckets. ``num_slots`` is by default the maximum row count."""
     return Buckets(
@@ -90,7 +87,6 @@ def buckets_of(
         num_choosable=lambda: 61,
         table=SlotTable(num_slots or rows[-1], 3, steps.device),
         passes=lambda: passes,
-        prepared_rows=prepared_rows,
     )
 
 
@@ -151,58 +147,15 @@ def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> 
     assert Counted.made == ready
 
 
-def test_prepare_next_captures_the_large_decode_steps_that_prepare_left_out() -> None:
-    made: list[int] = []
-    passes = ((4, (64, 256)), (8, (64, 512)))
-    for prepared_rows in (None, 2):
-        steps: Any = Unrun()
-        buckets = buckets_of(steps, (1, 2, 4, 8), passes=passes, prepared_rows=prepared_rows)
-        Counted.made = 0
-        buckets.prepare(1, runs_long=True)
-        made.append(Counted.made)
-        for width, sizes in passes:
-            assert all(buckets.batch(size, width) is not None for size in sizes)
-        assert Counted.made == made[-1], "a burst after the start needs all mixed batches"
-        while not buckets.is_prepared:
-            buckets.prepare_next()
-        made.append(Counted.made)
-    whole, same, small, rest = made
-    assert whole == same == rest and small < whole
-
-
 def test_prepare_compiles_the_kernels_of_long_chunks_together() -> None:
     for longest, expected in ((3000, [[0, 1408, 2816]]), (200, [])):
         steps: Any = Unrun()
         passes = ((4, (64, 256)),)
-        buckets = buckets_of(steps, (1, 2, 4), tokens=(16, 1024), passes=passes, prepared_rows=2)
+        buckets = buckets_of(steps, (1, 2, 4), tokens=(16, 1024), passes=passes)
         buckets.prepare(longest, runs_long=True)
         assert steps.together == expected
         buckets.prepare(longest, runs_long=False)
         assert steps.together == expected
-
-
-def test_prepare_any_maximum_captures_the_same_decode_steps() -> None:
-    """An explicit number behaves equally. A later capture is a single step."""
-    plan = lower_to_program(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
-    fixed, free = CompileOptions(256), CompileOptions(256, least_batch=8)
-    prepared_rows = prepared_rows_of(plan, fixed)
-    assert (
-        prepared_rows == prepared_rows_of(plan, free) == prepared_rows_of(plan, CompileOptions(8))
-    )
-    counts = []
-    for max_batch in (8, 256):
-        steps: Any = Unrun()
-        buckets = buckets_of(steps, decode_buckets(max_batch), prepared_rows=prepared_rows)
-        Counted.made = 0
-        buckets.prepare(1, runs_long=True)
-        counts.append(Counted.made)
-        while not buckets.is_prepared:
-            made = Counted.made
-            buckets.prepare_next()
-            assert Counted.made - made in (0, 1, 1 + len(EVERY_DRAWING), len(EVERY_DRAWING))
-    assert counts[0] == counts[1] > 0
-    in_a_step = len(Unrun.attention.reaches) + 1 + len(EVERY_DRAWING)
-    assert Counted.made == counts[1] + 5 * in_a_step
 
 
 @pytest.mark.parametrize(

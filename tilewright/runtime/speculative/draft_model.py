@@ -165,10 +165,8 @@ class DraftModel:
             self._launch(Step(decode=decode), drafts)
 
     def prepare(self) -> None:
-        """Do the one-time work for all steps. No idle turn prepares the steps of a draft model."""
+        """Do the one-time work for all steps."""
         self.executable.prepare()
-        while not self.executable.is_prepared:
-            self.executable.prepare_next()
 
     def close(self) -> None:
         """Close the executable."""

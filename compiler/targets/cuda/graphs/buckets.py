@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, pairwise
@@ -16,29 +15,12 @@ from tilewright.compiler.targets.cuda.graphs.capture import DecodeBucket, Prompt
 from tilewright.compiler.targets.cuda.graphs.draft_bucket import DraftBucket
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, Passes
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
-from tilewright.compiler.targets.cuda.lowering import has_mixers
 from tilewright.compiler.targets.cuda.state.ragged import LONG_BLOCK
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner
-from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.interface.step import Slot
 from tilewright.compiler.targets.interface.token_masks import num_words
-from tilewright.compiler.targets.program.instructions import KernelProgram
-
-_PREPARED_ROWS = 8
-"""Maximum rows of the decode steps to capture before the first request. A larger
-``--max-num-seqs`` therefore starts as fast.
-"""
-
-
-def prepared_rows_of(plan: KernelProgram, options: CompileOptions) -> int | None:
-    """Return the maximum rows of the decode steps to capture before the first request.
-
-    The value does not depend on the maximum batch. None: all. Ranks capture together, and plans
-    with mixers capture by size.
-    """
-    return None if options.parallel.tensor > 1 or has_mixers(plan) else _PREPARED_ROWS
 
 
 class Buckets:
@@ -47,8 +29,6 @@ class Buckets:
 
     ``table`` and ``num_choosable`` give the sampling width. A capture reads the values agreed by
     the ranks.
-    ``prepared_rows``: Maximum rows of the decode steps that :meth:`prepare` captures. Larger ones
-    are left to :meth:`prepare_next`. None: :meth:`prepare` captures all.
     ``max_drafts``: of the decode steps with drafts that :meth:`prepare` captures. 0: none.
     ``has_states``: Whether sequences have state in addition to pages.
     """
@@ -63,7 +43,6 @@ class Buckets:
         table: SlotTable,
         passes: Callable[[], Passes] = lambda: (),
         most_pieces: Callable[[], int] = lambda: 1,
-        prepared_rows: int | None = None,
         max_drafts: int = 0,
         has_states: bool = False,
     ) -> None:
@@ -77,8 +56,6 @@ class Buckets:
         self._max_drafts, self._has_states = max_drafts, has_states
         self.prompts: dict[int, PromptBucket] = {}
         self.batches: dict[int, BatchBucket] = {}
-        self._prepared_rows = prepared_rows
-        self._later: deque[Callable[[], object]] = deque()
 
     def cut(self, slots: tuple[Slot, ...]) -> tuple[tuple[Slot, ...], ...]:
         """Split decode rows by the largest bucket.
@@ -140,12 +117,10 @@ class Buckets:
         """Capture all buckets for prompts with up to ``longest`` tokens. All slots must be free.
 
         Args:
-            runs_long: Run prompts without a bucket once, alone and together, so that their kernels
+            runs_long: Run prompts without a bucket once, singly and together, so that their kernels
                 are compiled.
         """
         found: list[tuple[int, Callable[[], BatchBucket | PromptBucket]]] = []
-        most_rows = self._prepared_rows
-        self._later.clear()
         for width, sizes in self._passes():
             found.append((width + sizes[-1], partial(self._batch, width)))
         for less, size in pairwise((0, *self.tokens)):
@@ -154,12 +129,7 @@ class Buckets:
         for _, make in sorted(found, key=itemgetter(0), reverse=True):
             make().prepare()  # The largest bucket comes first. Smaller buckets run in its memory.
         for size in self.rows:
-            captures = self._decode_captures(size)
-            if most_rows is not None and size > most_rows:
-                self._later.extend(captures)
-                continue
-            for capture in captures:
-                capture()
+            self._prepare_decode(size)
         self._prepare_masks()
         device, size = self._steps.device, self.tokens[-1]
         last = torch.zeros(1, dtype=torch.int64).to(device)
@@ -168,7 +138,7 @@ class Buckets:
             rows = TokenBatch.padding(size, device)
             for from_start in {False, self._steps.attention.begins_otherwise(size)}:
                 self._steps.prefill(rows, logit_rows=last, from_start=from_start)
-        if runs_long and self._prepared_rows is not None and self._passes():
+        if runs_long and self._passes() and self._passes()[-1][1][-1] < longest:
             self._run_together(longest, last)
 
     @property
@@ -177,28 +147,14 @@ class Buckets:
         buckets = chain(self.decodes.values(), self.prompts.values(), self.batches.values())
         return sum(bucket.num_captures for bucket in buckets)
 
-    @property
-    def is_prepared(self) -> bool:
-        """Whether :meth:`prepare_next` has nothing left to capture."""
-        return not self._later
-
-    def prepare_next(self) -> None:
-        """Capture a step that :meth:`prepare` left out."""
-        self._later.popleft()()
-
-    def _decode_captures(self, size: int) -> list[Callable[[], object]]:
-        """Return the captures of a decode size, to run in this order."""
-        reaches = self._steps.attention.reaches
-        captures: list[Callable[[], object]] = [
-            partial(self._capture_decode, size, reach) for reach in reaches
-        ]
-        captures.append(lambda: self.decode(size).prepare_choices())
+    def _prepare_decode(self, size: int) -> None:
+        """Capture the decode steps with up to ``size`` rows."""
+        bucket = self.decode(size)
+        for reach in self._steps.attention.reaches:
+            bucket.prepare_reach(reach)
+        bucket.prepare_choices()
         if self._max_drafts and size > 1:
-            captures.append(lambda: self.drafts(size).prepare())
-        return captures
-
-    def _capture_decode(self, size: int, reach: int) -> None:
-        self.decode(size).prepare_reach(reach)
+            self.drafts(size).prepare()
 
     def _run_together(self, longest: int, last: Tensor) -> None:
         """Run two chunks in a batch without a graph."""
