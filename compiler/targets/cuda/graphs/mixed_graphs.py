@@ -21,7 +21,7 @@ from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 
-_TOTALS = (128, 256, 384, 512, 640, 896, 1024)
+_TOTALS = (128, 192, 256, 320, 384, 512, 640, 896, 1024)
 """Total rows in a forward: whole cuBLAS tiles. A few more rows take as long as another tile."""
 _WIDTHS = (16, 64, 128, 192)
 _LEAST = 64
