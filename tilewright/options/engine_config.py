@@ -187,9 +187,9 @@ class EngineConfig:
     )
     max_prefill_ms: float = option(
         "maximum prefill milliseconds in a step with running requests. 0 disables the limit. "
-        "Default 22, and 0 in batch",
+        "Default 24, and 0 in batch",
         aliases=("--step-ms",),
-        default=22.0,
+        default=24.0,
         group=SCHEDULER,
         type=real(0, 10_000),
         metavar="MS",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from tilewright.runtime.grammar.matchers import Matcher
 
-STEP_MS = 22.0
+STEP_MS = 24.0
 """Default milliseconds for a prefill chunk in a step with decode rows."""
 HOST_CACHE_BYTES = 4 << 30
 """Default host memory in bytes for swapped requests and cached slots."""
