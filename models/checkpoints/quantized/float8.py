@@ -40,7 +40,7 @@ class Float8Tensor(QuantizedTensor):
     runs_on_device = True
 
     def values(self, read: Read, start: int, stop: int) -> Tensor:
-        codes = read(self.names[0], (slice(start, stop), WHOLE)).float()
+        codes = self._codes(read, start, stop).view(torch.float8_e4m3fn).float()
         height, width = self.block
         scales = self._scales(read)[torch.arange(start, stop) // height]
         return codes * scales.repeat_interleave(width, dim=1)[:, : self.shape[1]]
@@ -52,14 +52,18 @@ class Float8Tensor(QuantizedTensor):
         return f"{self.label}, powers of two" if bool(is_power.all()) else self.label
 
     def stored(self, read: Read, start: int, stop: int) -> tuple[str, Tensor]:
-        codes = read(self.names[0], (slice(start, stop), WHOLE)).view(torch.uint8)
-        if bool((codes & 0x7F == 0x7F).any()):
-            raise CheckpointError(f"tensor {self.names[0]} has NaN; allowed: finite values")
+        codes = self._codes(read, start, stop)
         height, width = self.block
         starts = torch.arange(0, self.shape[1], FP8.block)
         scales = self._scales(read)[torch.arange(start, stop) // height][:, starts // width]
         blocks = FP8.pack_encoded(ScaledEncoded(codes, scales, -1))
         return STORED_NAMES[FP8.name], blocks.view(stop - start, -1)
+
+    def _codes(self, read: Read, start: int, stop: int) -> Tensor:
+        codes = read(self.names[0], (slice(start, stop), WHOLE)).view(torch.uint8)
+        if bool((codes & 0x7F == 0x7F).any()):
+            raise CheckpointError(f"tensor {self.names[0]} has NaN; allowed: finite values")
+        return codes
 
     def _scales(self, read: Read) -> Tensor:
         stored = read(self.names[1], ())

@@ -155,12 +155,14 @@ def test_blocks_of_128_columns_are_stored_as_codes(case: str, tmp_path: Path) ->
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
-def test_codes_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
-    codes = torch.full((192, 128), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    change = put(f"{UP}.weight", codes)
-    write(tmp_path / "m", quantizer((128, 128)), BLOCKS, change=change)
-    with pytest.raises(CheckpointError, match=rf"{UP}.weight has NaN; allowed: finite values"):
-        weight_source(load_model(tmp_path / "m")).stored(f"{UP}.weight", 0, 8)
+@pytest.mark.parametrize("case", ["blocks", "exponents", "partial blocks"])
+def test_codes_that_are_no_numbers_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    codes = torch.full((192, 128), 0xFF, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    write(tmp_path / "m", *CASES[case][:2], change=put(f"{UP}.weight", codes))
+    model = load_model(tmp_path / "m")
+    for read in (model.checkpoint.get, lambda name: weight_source(model).stored(name, 0, 8)):
+        with pytest.raises(CheckpointError, match=rf"{UP}.weight has NaN; allowed: finite values"):
+            read(f"{UP}.weight")
 
 
 def without(name: str) -> Callable[[Tensors], None]:
