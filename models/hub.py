@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.huggingface.shards import INDEX, find_shards
+from tilewright.models.checkpoints.quantized.config import SIDE_FILES
 
 FORM = "OWNER/NAME[@REVISION][:FILE.gguf] on the Hugging Face hub"
 _PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9_])?"
@@ -25,6 +26,7 @@ _FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".bin", ".pth", ".pt")
 _WANTED = [
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("chat_template.jinja", "*.safetensors", "model.safetensors.index.json"),
+    *SIDE_FILES,
 ]
 _UNWANTED = ["*/*", "consolidated*"]  # the same weights again, for other programs
 _FULL = "No space left on device"  # message of the Rust download library

@@ -10,9 +10,8 @@ from tilewright.models.checkpoints.calibrated.manifest import is_calibrated, rea
 from tilewright.models.checkpoints.dllama import header as dllama_header
 from tilewright.models.checkpoints.gguf import header as gguf_header
 from tilewright.models.checkpoints.gguf.parts import parts_of
-from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.checkpoints.mapped_file import map_file
-from tilewright.models.checkpoints.quantized.config import METHODS, quantization_of
+from tilewright.models.checkpoints.quantized.config import METHODS, quantization_of, read_config
 
 
 def check_header(path: Path) -> None:
@@ -30,7 +29,7 @@ def check_header(path: Path) -> None:
         return
     if path.is_dir():
         where = path / "config.json"
-        values = read_json(where)
+        values = read_config(path)
         check_model_type(values.get("model_type"), f"{where}: model_type")
         quantization_of(values, str(where))
         return
@@ -54,7 +53,7 @@ def quantised_types(path: Path) -> tuple[str, ...]:
         return ()
     if path.is_dir():
         where = path / "config.json"
-        config = quantization_of(read_json(where), str(where))
+        config = quantization_of(read_config(path), str(where))
         return () if config is None else (METHODS[str(config["quant_method"])],)
     sizes: Counter[str] = Counter()
     if path.suffix.lower() == ".m":

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.huggingface.shards import INDEX, find_shards
+from tilewright.models.checkpoints.quantized.config import SIDE_FILES
 
 _NAMED = (
     "config.json",
+    *SIDE_FILES,
     INDEX,
     "generation_config.json",
     "tokenizer.json",

@@ -35,11 +35,11 @@ from tilewright.models.checkpoints.base import (
 from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.checkpoints.huggingface.shards import INDEX, find_shards
 from tilewright.models.checkpoints.huggingface.vision import PROCESSORS, read_vision
-from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.checkpoints.pairs import Order, half_split_order
 from tilewright.models.checkpoints.pieces import TensorSlice, View, expert_views, merged_type
 from tilewright.models.checkpoints.quantized.alternating import take_alternating
 from tilewright.models.checkpoints.quantized.base import QuantizedTensor, RawModel, RawTensor, Read
+from tilewright.models.checkpoints.quantized.config import SIDE_FILES, read_config
 from tilewright.models.checkpoints.quantized.methods import take_quantized
 from tilewright.models.config import ModelConfig
 
@@ -82,7 +82,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path, self._device = path, torch.device("cpu")
-        values = read_json(path / "config.json")
+        values = read_config(path)
         self.config = self._config_of(values)
         self._shards, expected = find_shards(path)
         self._files = {shard: _open_shard(path / shard) for shard in self._shards}
@@ -126,7 +126,9 @@ class SafetensorsCheckpoint:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        optional = [name for name in (INDEX, *PROCESSORS) if (self.path / name).is_file()]
+        optional = [
+            name for name in (INDEX, *SIDE_FILES, *PROCESSORS) if (self.path / name).is_file()
+        ]
         names = ("config.json", *optional, *self._shards)
         return tuple(self.path / name for name in names)
 
@@ -269,7 +271,8 @@ class SafetensorsCheckpoint:
         return kind, blocks.reshape(stop - start, -1)
 
     def content_hash(self) -> str:
-        headers = [_header_of(self.path / "config.json", whole=True)]
+        settings = [self.path / name for name in ("config.json", *SIDE_FILES)]
+        headers = [_header_of(file, whole=True) for file in settings if file.is_file()]
         headers += [_header_of(self.path / shard) for shard in self._shards]
         tensors = []
         for shard in self._shards:

@@ -1,10 +1,13 @@
-"""The key ``quantization_config`` of a ``config.json``. Imports no torch."""
+"""The key ``quantization_config`` of a ``config.json``, or a file with it. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from tilewright.errors import CheckpointError
+from tilewright.models.checkpoints.json_file import read_json
 
 METHODS: Mapping[str, str] = {
     "awq": "AWQ",
@@ -22,6 +25,42 @@ METHODS: Mapping[str, str] = {
 
 MLX_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose tensors in MLX have the names and values of Hugging Face."""
+
+
+SIDE_FILES: Mapping[str, tuple[str, str]] = {
+    "hf_quant_config.json": ("modelopt", "quantization"),
+    "quantize_config.json": ("gptq", ""),
+}
+"""Files of older tools with the settings, their method, and the key of the settings, if any."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's ``config.json``, with the settings of a side file if it has none.
+
+    Raises:
+        CheckpointError: A file is not readable, or has another form.
+    """
+    values = read_json(folder / "config.json")
+    file = side_file(folder, values)
+    if file is None:
+        return values
+    method, key = SIDE_FILES[file.name]
+    settings: Any = read_json(file)
+    if key:
+        settings = settings.get(key)
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{file}: {key} = {str(settings)[:40]!r}; allowed: an object")
+    return {**values, "quantization_config": {"quant_method": method, **settings}}
+
+
+def side_file(folder: Path, values: Mapping[str, object]) -> Path | None:
+    """Return the side file with the settings, if ``config.json`` has none."""
+    inner = values.get("text_config")
+    places = (values, inner if isinstance(inner, Mapping) else {})
+    keys = "quantization_config", "quantization"
+    if any(place.get(key) is not None for place in places for key in keys):
+        return None
+    return next((folder / name for name in SIDE_FILES if (folder / name).is_file()), None)
 
 
 def quantization_of(values: Mapping[str, object], where: str) -> Mapping[str, object] | None:

@@ -10,7 +10,7 @@ from tilewright.models.checkpoints.quantized.awq import read_awq
 from tilewright.models.checkpoints.quantized.base import RawModel
 from tilewright.models.checkpoints.quantized.bitsandbytes import read_bitsandbytes
 from tilewright.models.checkpoints.quantized.compressed import read_compressed
-from tilewright.models.checkpoints.quantized.config import quantization_of
+from tilewright.models.checkpoints.quantized.config import SIDE_FILES, quantization_of
 from tilewright.models.checkpoints.quantized.float4 import read_modelopt
 from tilewright.models.checkpoints.quantized.float8 import read_fp8
 from tilewright.models.checkpoints.quantized.gptq import read_gptq
@@ -46,5 +46,6 @@ def take_quantized(values: Mapping[str, object], where: str, model: RawModel) ->
     if not model.found:
         raise CheckpointError(
             f"{where}: quantization_config.quant_method = {config['quant_method']!r}, but no "
-            "tensor is quantized; allowed: weights of that method, or no quantization_config"
+            "tensor is quantized; allowed: weights of that method, or no quantization_config, "
+            f"{', '.join(SIDE_FILES)}"
         )
