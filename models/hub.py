@@ -26,7 +26,7 @@ _FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".bin", ".pth", ".pt")
 _WANTED = [
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("chat_template.jinja", "*.safetensors", "model.safetensors.index.json"),
-    *SIDE_FILES,
+    *("preprocessor_config.json", "processor_config.json", *SIDE_FILES),
 ]
 _UNWANTED = ["*/*", "consolidated*"]  # the same weights again, for other programs
 _FULL = "No space left on device"  # message of the Rust download library

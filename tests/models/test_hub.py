@@ -141,7 +141,14 @@ def test_what_is_asked_for(hub: Hub, folder: Path) -> None:
     [(repository, options)] = hub.asked
     assert (repository, options["revision"]) == ("Qwen/Qwen2-x", "v1")
     files = [*(file.name for file in folder.iterdir()), "pytorch_model.bin", "original/x.pth"]
-    files += ["original/model.safetensors", "consolidated.safetensors", "README.md", "a.gguf"]
+    settings = {"hf_quant_config.json", "preprocessor_config.json", "processor_config.json"}
+    files += [
+        *settings,
+        "original/model.safetensors",
+        "consolidated.safetensors",
+        "README.md",
+        "a.gguf",
+    ]
     taken = set(
         filter_repo_objects(
             files,
@@ -149,7 +156,7 @@ def test_what_is_asked_for(hub: Hub, folder: Path) -> None:
             ignore_patterns=options["ignore_patterns"],
         )
     )
-    assert taken == {file.name for file in folder.iterdir()}
+    assert taken == {file.name for file in folder.iterdir()} | settings
 
 
 def test_one_file(hub: Hub, tmp_path: Path) -> None:
