@@ -10,6 +10,7 @@ from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.json_file import read_json
 
 METHODS: Mapping[str, str] = {
+    "auto-round": "AutoRound",
     "awq": "AWQ",
     "bitsandbytes": "bitsandbytes",
     "compressed-tensors": "compressed-tensors",

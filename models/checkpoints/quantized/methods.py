@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.alternating import read_mxfp4
+from tilewright.models.checkpoints.quantized.auto_round import read_auto_round
 from tilewright.models.checkpoints.quantized.awq import read_awq
 from tilewright.models.checkpoints.quantized.base import RawModel
 from tilewright.models.checkpoints.quantized.bitsandbytes import read_bitsandbytes
@@ -19,6 +20,7 @@ from tilewright.models.checkpoints.quantized.selection import check_selection
 from tilewright.models.checkpoints.quantized.torchao import read_torchao
 
 _READERS: Mapping[str, Callable[[Mapping[str, object], str, RawModel], None]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,

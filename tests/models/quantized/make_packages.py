@@ -181,30 +181,38 @@ def of_awq() -> Tensors:
 
 
 def of_gptq() -> Tensors:
-    """Pack GPTQ codes in the first version, which stores zeros minus 1."""
-    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
-    from torch import nn
+    """Pack GPTQ codes in the first version, which stores zeros minus 1, and in AutoRound's."""
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
 
     found: Tensors = {}
     for bits in (2, 3, 4, 8):
-        rng = np.random.default_rng(bits)
-        codes, zeros = (
-            torch.from_numpy(rng.integers(low, 1 << bits, shape)).float()
-            for low, shape in ((0, (32, 64)), (1, (32, 2)))
-        )
-        scales = torch.from_numpy(rng.uniform(0.01, 0.02, (32, 2))).half().float()
-        spread = [part.repeat_interleave(32, 1) for part in (zeros, scales)]
-        linear = nn.Linear(64, 32, bias=False)
-        linear.weight = nn.Parameter((codes - spread[0]) * spread[1], requires_grad=False)
-        layer: Any = QuantLinear(bits, 32, 64, 32, bias=False)
-        layer.device = "cpu"
-        layer.pack(linear, scales, zeros, None, device="cpu")
-        stored = {key: part.clone() for key, part in layer.state_dict().items()}
-        layer.scales = layer.scales.float()
-        value = layer(torch.eye(64)).T
-        config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": False}
-        found |= with_config(f"GPTQ int{bits}", stored, value, config)
-    return found
+        found |= packed_gptq("GPTQ", bits, qlinear_torch_zp, {"quant_method": "gptq"})
+    own = {"quant_method": "auto-round", "data_type": "int", "act_bits": 16}
+    found |= packed_gptq("AutoRound", 3, qlinear_torch, {**own, "packing_format": "auto_round"})
+    packing = {"packing_format": "auto_round:auto_gptq"}
+    return found | packed_gptq("AutoRound", 4, qlinear_torch_zp, {**own, **packing})
+
+
+def packed_gptq(package: str, bits: int, module: Any, settings: dict[str, Any]) -> Tensors:
+    from torch import nn
+
+    rng = np.random.default_rng(bits)
+    codes, zeros = (
+        torch.from_numpy(rng.integers(low, 1 << bits, shape)).float()
+        for low, shape in ((0, (32, 64)), (1, (32, 2)))
+    )
+    scales = torch.from_numpy(rng.uniform(0.01, 0.02, (32, 2))).half().float()
+    spread = [part.repeat_interleave(32, 1) for part in (zeros, scales)]
+    linear = nn.Linear(64, 32, bias=False)
+    linear.weight = nn.Parameter((codes - spread[0]) * spread[1], requires_grad=False)
+    layer: Any = module.QuantLinear(bits, 32, 64, 32, bias=False)
+    layer.device = "cpu"
+    layer.pack(linear, scales, zeros, None, device="cpu")
+    stored = {key: part.clone() for key, part in layer.state_dict().items()}
+    layer.scales = layer.scales.float()
+    value = layer(torch.eye(64)).T
+    config = {**settings, "bits": bits, "group_size": 32, "sym": False}
+    return with_config(f"{package} int{bits}", stored, value, config)
 
 
 def of_act_order() -> Tensors:

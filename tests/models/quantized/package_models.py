@@ -120,7 +120,7 @@ def _num_rows(scheme: str) -> int:
 
 
 def _row_axis(scheme: str, name: str) -> int:
-    is_transposed = scheme.startswith(("AWQ", "GPTQ")) or (
+    is_transposed = scheme.startswith(("AWQ", "AutoRound", "GPTQ")) or (
         scheme.startswith("torchao int4") and name != "_weight_qdata"
     )
     return 1 if is_transposed else 0

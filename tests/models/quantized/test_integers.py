@@ -183,8 +183,23 @@ def ordered_by(order: object) -> dict[str, Any]:
 
 
 V2 = {"checkpoint_format": "gptq_v2"}
+
+
+def of_auto_round(packing: str, **more: Any) -> dict[str, Any]:
+    base = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "data_type": "int"}
+    return {**base, "packing_format": packing, **more}
+
+
+DENSE = {"extra_config": {"lm_head": {"bits": 16, "data_type": "fp"}}}
 CASES: dict[str, tuple[Quantize, dict[str, Any], str]] = {
     "awq": (awq(), of_awq(), "AWQ int4 with zeros"),
+    "auto-round awq": (awq(), of_auto_round("auto_round:auto_awq"), "AWQ int4 with zeros"),
+    "auto-round gptq": (gptq(4), of_auto_round("auto_round:auto_gptq", **DENSE), "GPTQ int4"),
+    "auto-round": (
+        gptq(4, is_symmetric=False, version=2),
+        of_auto_round("auto_round", sym=False),
+        "GPTQ int4 with zeros",
+    ),
     "gptq 4": (gptq(4), of_gptq(4), "GPTQ int4"),
     "gptq 4 v2": (gptq(4, version=2), of_gptq(4, **V2), "GPTQ int4"),
     "gptq 4 zeros": (
@@ -287,7 +302,14 @@ def empty(tensors: Tensors) -> None:
 
 
 INTS = torch.int32
+MODULE = {"extra_config": {UP: {"bits": 8}}}
 REFUSED = [
+    ("auto-round", same, {"packing_format": "auto_round:mlx"}, "'auto_round:mlx'; allowed: auto"),
+    ("auto-round", same, {"packing_format": None}, "packing_format = None; allowed: auto_round,"),
+    ("auto-round", same, {"data_type": "nv_fp"}, "data_type = 'nv_fp'; allowed: int"),
+    ("auto-round", same, {"bits": 5}, "bits = 5; allowed: 2, 3, 4, 8"),
+    ("auto-round", same, MODULE, rf"extra_config.{UP}.bits = 8; allowed: 4, as all modules"),
+    ("auto-round", change("qzeros", None), {}, "qzeros is missing; allowed: I32"),
     ("awq", change("scales", None), {}, r"up_proj\.scales is missing; allowed: F16 \[2, 192\]"),
     ("awq", change("qzeros", torch.zeros(1, 24, dtype=INTS)), {}, r"I32 \[1, 24\]; .*\[2, 24\]"),
     ("awq", same, {"version": "gemv"}, "version = 'gemv'; allowed: gemm"),
