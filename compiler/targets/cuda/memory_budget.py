@@ -89,10 +89,15 @@ def _device_of_rank(options: CompileOptions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Memory capacity: the pool's pages, and dequantized weight copies."""
+    """Memory capacity: the pool's pages, and dequantized weight copies.
+
+    Attributes:
+        notes: Pages that copies replace, if the pool does not fit all contexts.
+    """
 
     num_pages: int
     copies: Kinds
+    notes: tuple[str, ...] = ()
 
 
 def check_room(plan: KernelProgram, options: CompileOptions, device: torch.device) -> MemoryBudget:
@@ -105,9 +110,24 @@ def check_room(plan: KernelProgram, options: CompileOptions, device: torch.devic
     copies = copies_in(plan, options, free)
     size = copy_bytes(plan, copies)
     if options.memory_fraction is not None and device.type == "cuda":
-        return MemoryBudget(shared_pages(plan, options, free, size), copies)
+        sizes = plan, options, free, size
+        return MemoryBudget(shared_pages(*sizes), copies, page_notes(*sizes))
     check_fits(plan, options, free, size)
     return MemoryBudget(options.max_batch * pages_of(options.max_context), copies)
+
+
+def page_notes(
+    program: KernelProgram, options: CompileOptions, free: int, copies: int
+) -> tuple[str, ...]:
+    """Return a note on the pages that ``copies`` bytes replace, if not all contexts fit."""
+    num_pages = shared_pages(program, options, free, copies)
+    if not copies or num_pages >= options.max_batch * pages_of(options.max_context):
+        return ()
+    without_copies = shared_pages(program, options, free)
+    return (
+        f"dequantized copies take {copies / _GB:.1f} GB of the cache: {num_pages:,} pages in "
+        f"place of {without_copies:,}; --weight-copies none has no copies",
+    )
 
 
 def copies_in(plan: KernelProgram, options: CompileOptions, free: int) -> Kinds:

@@ -261,7 +261,7 @@ def _place(
     make = partial(CudaExecutable, program, weights, options, promised, device)
     make = partial(make, num_pages=budget.num_pages, copies=budget.copies, draft_weights=drafting)
     executable = make()
-    executable.remake = make
+    executable.remake, executable.notes = make, (*executable.notes, *budget.notes)
     found = most_shared(program, options)
     if found < requested:
         note = f"prompts share passes of up to {found:,} tokens: memory is short for {requested:,}"

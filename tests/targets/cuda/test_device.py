@@ -25,6 +25,7 @@ from tilewright.compiler.targets.cuda.memory_budget import (
     free_bytes,
     num_snapshots,
     open_device,
+    page_notes,
     shared_pages,
     state_bytes,
     weight_bytes,
@@ -217,6 +218,16 @@ def test_copies_are_held_where_pages_keep_three_quarters(no_workspace: None) -> 
     assert copies_in(plan, options, least - 1) == NO_COPIES
     assert shared_pages(plan, options, least, size) == 3 * size // PAGE_BYTES
     assert copies_in(plan, replace(options, copies="none"), least) == NO_COPIES
+
+
+def test_pages_that_copies_replace_are_noted_if_not_all_contexts_fit(no_workspace: None) -> None:
+    plan, options = plan_of(), replace(OPTIONS, max_batch=100, memory_fraction=0.9)
+    kept, size = weight_bytes(plan) + work_bytes(plan, options), 40 * PAGE_BYTES
+    free = kept + 160 * PAGE_BYTES
+    (note,) = page_notes(plan, options, free, size)
+    assert "of the cache: 120 pages in place of 160; --weight-copies none" in note
+    assert page_notes(plan, options, free, 0) == ()
+    assert page_notes(plan, replace(options, max_batch=3), free, size) == ()
 
 
 def test_copies_of_blocks_remain_where_those_of_codes_do_not_fit(no_workspace: None) -> None:

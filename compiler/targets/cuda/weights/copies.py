@@ -42,8 +42,9 @@ class Kinds:
 
 NO_COPIES = Kinds()
 _NOTHING = (
-    "copies {}: no weight is copied; with --compute fast there are copies of weights in blocks, "
-    "and without a promise of rows' bits also of weights in codes, and in FP8 of bfp4 at lofi"
+    "--weight-copies {}: no weight is copied; with --compute fast there are copies of weights in "
+    "blocks, and without a promise of rows' bits also of weights in codes, and in FP8 of bfp4 at "
+    "lofi"
 )
 
 
@@ -160,7 +161,8 @@ class DequantizedCopies:
         if rounded:
             parts.append(f"{rounded} weights in codes, rounded to bf16")
         if not parts:
-            return (_NOTHING.format(requested),) if requested in ("codes", "all") else ()
+            name = {"codes": "fp8", "all": "all"}.get(requested)
+            return () if name is None else (_NOTHING.format(name),)
         size = f"{self.num_bytes / 1e9:.1f} GB"
         return (f"dequantized copies, for many rows: {', '.join(parts)}; {size}",)
 
