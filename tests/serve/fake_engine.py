@@ -9,13 +9,13 @@ delays the start in seconds, and ``FAKE_PRECISION`` is the reported precision.
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 import sys
 import time
 from pathlib import Path
 
 from tilewright.compiler.targets.interface.step import LogProbs
-from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.runtime.messages import (
     AbortRequest,
     EngineReady,
@@ -29,7 +29,6 @@ from tilewright.runtime.messages import (
     Shutdown,
 )
 from tilewright.runtime.request import EngineRequest
-from tilewright.serve.engines.client import TOKENIZER
 from tilewright.serve.engines.sockets import SocketTransport
 
 CONTEXT = 4096
@@ -116,10 +115,10 @@ def scored(tokens: tuple[int, ...]) -> tuple[LogProbs, ...]:
     return tuple(LogProbs(-0.5, ((token, -0.5),)) for token in tokens)
 
 
-def main(folder: Path) -> None:
-    """Send the ready message and run."""
+def main(folder: Path, tokenizer: Path) -> None:
+    """Send the ready message and run. Compilation of grammars reads a copy of the tokenizer."""
     transport = SocketTransport(folder)
-    byte_tokenizer(256, "fake").save(folder / TOKENIZER)  # for compilation of grammars
+    shutil.copytree(tokenizer, folder / tokenizer.name)
     transport.send([EngineStarting("weights", 1, 4), EngineStarting("a note")])
     transport.send([EngineStarting("weights", 1, 4)])
     time.sleep(float(os.environ.get("FAKE_LATE", "0")))
@@ -134,4 +133,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import os
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from tests.serve.asked import Asked
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 from tilewright.models.tokenizer.tokenizer import Tokenizer
 from tilewright.serve.api_server import ApiServer, LoadCoder
+from tilewright.serve.engines.client import TOKENIZER
 from tilewright.serve.prompt.texts import TextCoder
 from tilewright.serve.web.server import listen, serving
 from tilewright.serve.web.settings import ServerConfig
@@ -29,7 +34,6 @@ TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
 )
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
-FAKE = Path(__file__).with_name("fake_engine.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,15 @@ def load_bytes(folder: Path) -> TextCoder:
     return Tokenizer(replace(plain._vocabulary, chat_template=TEMPLATE))
 
 
+@cache
+def fake_command() -> tuple[str, ...]:
+    """Return the command of the fake engine. Its tokenizer is written once a process."""
+    folder = Path(tempfile.mkdtemp(prefix="fake-"))
+    atexit.register(shutil.rmtree, folder)
+    byte_tokenizer(256, "fake").save(folder / TOKENIZER)
+    return str(Path(__file__).with_name("fake_engine.py")), "{}", str(folder / TOKENIZER)
+
+
 @contextlib.contextmanager
 def running_front(
     settings: ServerConfig | None = None,
@@ -71,7 +84,7 @@ def running_front(
     waits: bool = True,
     send_buffer: int = 0,
     load: LoadCoder = load_bytes,
-    command: Sequence[str] = (str(FAKE), "{}"),
+    command: Sequence[str] = (),
 ) -> Iterator[Running]:
     """A front, its engine, and their end. ``send_buffer``: bytes the kernel takes for a client."""
     settings = settings or ServerConfig()
@@ -80,7 +93,7 @@ def running_front(
     faults: list[BaseException] = []
 
     async def live(bound: socket.socket) -> None:
-        async with serving(settings, command, load, bound) as front:
+        async with serving(settings, command or fake_command(), load, bound) as front:
             loop = asyncio.get_running_loop()
             found.append(Running(bound.getsockname()[1], front, loop))
             while not ends.is_set():
