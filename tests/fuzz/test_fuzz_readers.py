@@ -93,6 +93,10 @@ def from_package(scheme: str) -> Quantize:
     return run
 
 
+def mlx_mode(mode: str, bits: int, group: int) -> dict[str, Any]:
+    return {"quant_method": "mlx", "group_size": group, "bits": bits, "mode": mode}
+
+
 CASES: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "fp8 blocks": (quantizer((48, 80)), {**BLOCKS, "weight_block_size": [48, 80]}),
     "fp8 tensor": (quantizer(), TENSOR),
@@ -111,6 +115,10 @@ CASES: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "nf4 nested": (from_package("bitsandbytes nf4 nested"), BNB),
     "bitsandbytes int8": (eight_bits, BNB),
     "mlx": (affine, {**MLX, "quant_method": "mlx"}),
+    **{
+        f"mlx {mode}": (from_package(f"MLX {mode}"), mlx_mode(mode, bits, group))
+        for mode, bits, group in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
+    },
     "torchao": (torchao_bytes, TORCHAO),
     **{
         name: (from_package(name), TORCHAO)

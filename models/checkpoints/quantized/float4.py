@@ -26,7 +26,8 @@ _PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), dim=1)
 class Float4Tensor(QuantizedTensor):
     """4-bit float codes with scales.
 
-    Codes are ``[N, K / 2]`` bytes, low nibble first. Scales are ``[N, K / block]``.
+    Codes are ``[N, K / 2]`` bytes, low nibble first. Scales are ``[N, K / block]``. A third tensor
+    is the global scale, if any.
 
     Attributes:
         block: Columns per scale.
@@ -65,6 +66,8 @@ class Float4Tensor(QuantizedTensor):
         stored = read(self.names[1], (rows, WHOLE))
         if self.block == MXFP4:
             scales = powers_of_two(stored)
+        elif len(self.names) == 2:
+            scales = stored.float()
         else:
             second = read(self.names[2], ()).float().reshape(1, 1)
             if not bool(second.isfinite() & (second > 0)):

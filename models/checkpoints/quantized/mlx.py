@@ -11,6 +11,8 @@ from torch import Tensor
 from tilewright.compiler.formats import Q41, Q51, STORED_NAMES, ScaledEncoded
 from tilewright.errors import CheckpointError
 from tilewright.models.checkpoints.quantized.base import WHOLE, QuantizedTensor, RawModel, Read
+from tilewright.models.checkpoints.quantized.float4 import MXFP4, NVFP4, Float4Tensor
+from tilewright.models.checkpoints.quantized.float8 import Float8Tensor
 from tilewright.models.checkpoints.quantized.integers import BLOCK, are_half, fields
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -64,8 +66,36 @@ class MlxTensor(QuantizedTensor):
         return result[0], result[1]
 
 
+@dataclass(frozen=True, slots=True)
+class MlxFloatTensor(QuantizedTensor):
+    """Float codes in words, and scales in bytes, without minimums.
+
+    Attributes:
+        tensor: The weight with typed codes and scales.
+        types: Element types by tensor name.
+    """
+
+    shape: tuple[int, int]
+    names: tuple[str, ...]
+    label: str
+    tensor: QuantizedTensor
+    types: Mapping[str, torch.dtype]
+
+    def values(self, read: Read, start: int, stop: int) -> Tensor:
+        return self.tensor.values(self._typed(read), start, stop)
+
+    def stored_type(self, read: Read) -> str:
+        return self.tensor.stored_type(self._typed(read))
+
+    def stored(self, read: Read, start: int, stop: int) -> tuple[str, Tensor]:
+        return self.tensor.stored(self._typed(read), start, stop)
+
+    def _typed(self, read: Read) -> Read:
+        return lambda name, where: read(name, where).view(self.types[name])
+
+
 def read_mlx(config: Mapping[str, object], where: str, model: RawModel) -> None:
-    """Take all modules. Entries of modules override bits and group size.
+    """Take all modules. Module entries override bits, group size and mode.
 
     Raises:
         CheckpointError: A setting or a tensor does not fit.
@@ -86,11 +116,15 @@ def read_mlx(config: Mapping[str, object], where: str, model: RawModel) -> None:
             for key, allowed in (("bits", BITS), ("group_size", GROUPS))
         )
         mode = settings.get("mode", config.get("mode", "affine"))
-        if mode != "affine":
+        if mode not in ("affine", *_FLOAT_MODES):
             raise CheckpointError(
-                f"{where}: quantization.{module[:80]}: mode = {str(mode)[:40]!r}; allowed: affine"
+                f"{where}: quantization.{module[:80]}: mode = {str(mode)[:40]!r}; "
+                f"allowed: affine, {', '.join(_FLOAT_MODES)}"
             )
         names = f"{module}.weight", f"{module}.scales", f"{module}.biases"
+        if mode in _FLOAT_MODES:
+            _take_floats(model, module, str(mode), (bits, group))
+            continue
         shape = model.tensors[names[1]].shape
         if len(shape) != 2 or not shape[1]:
             raise model.error(names[1], f"has shape {list(shape)}", "rows x groups")
@@ -104,6 +138,30 @@ def read_mlx(config: Mapping[str, object], where: str, model: RawModel) -> None:
     for module in model.modules("weight"):
         if model.tensors[f"{module}.weight"].dtype == "U32":
             raise model.error(f"{module}.scales", "is missing", f"{' or '.join(_FLOATS)}")
+
+
+_FLOAT_MODES = {"mxfp4": (4, MXFP4), "mxfp8": (8, MXFP4), "nvfp4": (4, NVFP4)}
+"""Bits and columns per scale."""
+
+
+def _take_floats(model: RawModel, module: str, mode: str, sizes: tuple[int, int]) -> None:
+    weight, scales = names = f"{module}.weight", f"{module}.scales"
+    bits, group = _FLOAT_MODES[mode]
+    stored = model.tensors[scales].shape
+    if sizes != (bits, group) or len(stored) != 2 or 0 in stored:
+        what = f"is {list(stored)} with bits and group_size {list(sizes)} in mode {mode}"
+        raise model.error(scales, what, f"rows x groups, with {[bits, group]}")
+    rows, columns = shape = stored[0], stored[1] * group
+    model.take(weight, ("U32",), (rows, columns * bits // 32))
+    model.take(scales, ("U8",), stored)
+    tensor: QuantizedTensor
+    if bits == 8:
+        tensor = Float8Tensor(shape, f"FP8 1x{group}", names, (1, group), is_exponent=True)
+    else:
+        label = "MXFP4" if group == MXFP4 else "NVFP4 1x16"
+        tensor = Float4Tensor(shape, names, label, group)
+    types = {weight: torch.uint8, scales: torch.float8_e4m3fn if group == NVFP4 else torch.uint8}
+    model.add(module, MlxFloatTensor(shape, names, tensor.label, tensor, types))
 
 
 def _setting(

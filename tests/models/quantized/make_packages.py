@@ -82,6 +82,15 @@ def of_mlx() -> Tensors:
         names = "weight", "scales", "biases", "value"
         for name, part in zip(names, (*parts, value), strict=True):
             found[f"MLX int{bits}|{name}"] = torch.from_numpy(np.array(part))
+    for mode, bits, group in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16)):
+        sizes: dict[str, Any] = {"group_size": group, "bits": bits, "mode": mode}
+        parts = mx.quantize(mx.array(weight(4, 128).half().numpy()), **sizes)
+        value = mx.dequantize(*parts, **sizes, dtype=mx.float32)
+        stored = {
+            name: torch.from_numpy(np.array(part)) for name, part in zip(names, parts, strict=False)
+        }
+        config = {"quant_method": "mlx", **sizes}
+        found |= with_config(f"MLX {mode}", stored, torch.from_numpy(np.array(value)), config)
     return found
 
 

@@ -143,8 +143,7 @@ def _settings(modules: dict[str, str]) -> dict[str, Any]:
     """Return the configuration's key of quantization and its value."""
     schemes = [*modules.values()]
     if schemes[0].startswith("MLX"):
-        bits = {module: int(scheme.removeprefix("MLX int")) for module, scheme in modules.items()}
-        own = {module: {"group_size": 64, "bits": each} for module, each in bits.items()}
+        own = {module: _mlx_settings(scheme) for module, scheme in modules.items()}
         return {"quantization": {"group_size": 64, "bits": 4, **own}}
     if schemes[0].startswith("torchao"):
         return {"quantization_config": TORCHAO}
@@ -161,6 +160,13 @@ def _settings(modules: dict[str, str]) -> dict[str, Any]:
     }
     mixed = {"format": "mixed-precision", "config_groups": groups, "ignore": ["lm_head"]}
     return {"quantization_config": {**configs[0], **mixed}}
+
+
+def _mlx_settings(scheme: str) -> dict[str, Any]:
+    if "config" not in SCHEMES[scheme]:
+        return {"group_size": 64, "bits": int(scheme.removeprefix("MLX int"))}
+    settings: dict[str, Any] = json.loads(bytes(SCHEMES[scheme]["config"].tolist()))
+    return settings
 
 
 def write_tokenizer(folder: Path) -> None:

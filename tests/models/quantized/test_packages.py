@@ -59,6 +59,7 @@ _OTHER = {"value", "entry", "config"}
 """Parts of a scheme that are no stored tensors."""
 HAVE_FORMATS = (
     *("MLX int2", "MLX int3", "MLX int4", "MLX int5", "NVFP4 1x16"),
+    *("MLX mxfp4", "MLX mxfp8", "MLX nvfp4"),
     *("bitsandbytes nf4", "bitsandbytes nf4 nested"),
     *("torchao float8", "torchao int8", "torchao bytes int4", "torchao int4"),
     *(f"compressed-tensors {name}" for name in PACKED if name != "W8A8 zeros"),
@@ -75,6 +76,7 @@ HAVE_FORMATS = (
     *("ModelOpt FP8 rows", "ModelOpt FP8 blocks", "ModelOpt MXFP8"),
 )
 LABELS = {
+    **{"MLX mxfp4": "MXFP4", "MLX mxfp8": "FP8 1x32, powers of two", "MLX nvfp4": "NVFP4 1x16"},
     "torchao float8": "FP8 per channel",
     "torchao bytes int4": "torchao int4",
     "torchao int4 minimums": "torchao int4 with minimums",
@@ -124,7 +126,8 @@ def test_values_are_the_package_s_bit_for_bit(scheme: str) -> None:
         model.metadata = {"m.weight": bytes(SCHEMES[scheme]["entry"].tolist()).decode()}
     if "config" in SCHEMES[scheme]:
         settings = json.loads(bytes(SCHEMES[scheme]["config"].tolist()))
-        take_quantized({"quantization_config": settings}, "config.json", model)
+        values = {"model_type": "llama", "quantization_config": settings}
+        take_quantized(values, "config.json", model)
     elif scheme.startswith("MLX"):
         bits = int(scheme.removeprefix("MLX int"))
         read_mlx({"bits": bits, "group_size": 64}, "config.json", model)
@@ -230,6 +233,7 @@ def test_scales_that_are_not_finite_are_refused(scheme: str, suffix: str, number
 
 
 STATE = "weight.quant_state.bitsandbytes__nf4"
+FLOAT4 = {UP: {"mode": "mxfp4", "group_size": 32, "bits": 4}}
 REFUSED = [
     ("bitsandbytes", change("weight.absmax", None), {}, r"absmax is missing; allowed: F32 \[384\]"),
     ("bitsandbytes", change(STATE, None), {}, rf"{UP}\.{STATE} is missing; allowed: the state"),
@@ -240,7 +244,9 @@ REFUSED = [
     ("MLX", change("biases", None), {}, r"up_proj\.biases is missing; allowed: F16"),
     ("MLX", change("x", None), {"bits": 7}, "bits = 7; allowed: 2, 3, 4, 5, 6, 8"),
     ("MLX", change("x", None), {UP: {"bits": 8}}, r"up_proj\.weight is U32"),
-    ("MLX", change("x", None), {"mode": "mxfp4"}, "mode = 'mxfp4'; allowed: affine"),
+    ("MLX", change("x", None), {"mode": "mx"}, "mode = 'mx'; allowed: affine, mxfp4, mxfp8, nv"),
+    ("MLX", change("x", None), {"mode": "mxfp4"}, r"size \[4, 64\] in mode mxfp4; .*\[4, 32\]"),
+    ("MLX", change("scales", torch.ones(192, 4)), FLOAT4, r"scales is F32 .*; allowed: U8 \["),
 ]
 
 
