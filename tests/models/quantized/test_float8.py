@@ -208,7 +208,7 @@ def stack(*shape: int) -> Callable[[Tensors], None]:
         (
             lambda _: None,
             {"quant_method": "quip"},
-            "quant_method = 'quip' is not read; allowed: awq",
+            "quant_method = 'quip' is not read; allowed: auto-round",
         ),
     ],
 )
