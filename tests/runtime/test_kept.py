@@ -12,7 +12,7 @@ from tests.runtime.queued import QueuedExecutable
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.step import CloseSlot, OpenSlot, Slot
 from tilewright.runtime.loop import EngineLoop
-from tilewright.runtime.memory.cached_slots import common_length
+from tilewright.runtime.memory.contiguous_cache import common_length
 from tilewright.runtime.scheduling.request_state import RequestState, SchedulerConfig
 
 

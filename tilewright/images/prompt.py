@@ -76,8 +76,6 @@ def cache_tokens(prompt: tuple[int, ...], images: Sequence[PromptImage]) -> tupl
 
     A number above 32 bits has the token in its low 32 bits and the digest above them.
     """
-    if not images:
-        return prompt
     result = list(prompt)
     for placed in images:
         marked = int.from_bytes(placed.image.digest, "little") << 32 | prompt[placed.first]

@@ -126,7 +126,8 @@ class EngineLoop:
         check_tokens(tokens if ignored else request.prompt, self.executable.vocab_size)
         if request.images and self.executable.encoder is None:
             raise RequestError("images: this model and target take text only; allowed: text")
-        self.masks.check(request)
+        if request.grammar is not None:
+            self.masks.check()
         self.scheduler.check(request)
 
     def add(self, request: RequestState) -> None:
@@ -147,7 +148,7 @@ class EngineLoop:
 
     def has_work(self) -> bool:
         """Return whether a request waits or runs, or a step is in flight."""
-        return self._runs() or self.masks.is_compiling
+        return self._runs() or bool(self.masks.compiling)
 
     def _runs(self) -> bool:
         return self.scheduler.has_work() or self._flight is not None
@@ -274,6 +275,8 @@ class EngineLoop:
 
     def _queue_compiled(self) -> None:
         """Queue the requests with finished matchers."""
+        if not self.masks.compiling:
+            return
         for request, error in self.masks.compiled(waits=not self._runs()):
             if error:
                 self._fail(request, error)

@@ -68,7 +68,7 @@ from tilewright.compiler.targets.interface.step import (
     SwapIn,
     SwapOut,
 )
-from tilewright.compiler.targets.interface.token_masks import TokenMask
+from tilewright.compiler.targets.interface.token_masks import NO_MASK, TokenMask
 from tilewright.compiler.targets.program.instructions import KernelProgram
 from tilewright.compiler.targets.tile_encoder import TileEncoderSettings
 from tilewright.distributed.peers import SetupCollectives
@@ -541,7 +541,7 @@ class CudaExecutable(Executable):
 
     @torch.no_grad()
     def follow_choice(self) -> None:
-        self._answers.choose(TokenMask())
+        self._answers.choose(NO_MASK)
 
     @torch.no_grad()
     def chosen_experts(self, slots: Sequence[Slot], tokens: Sequence[int]) -> list[int]:

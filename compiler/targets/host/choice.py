@@ -98,7 +98,9 @@ class HostChoice:
         """Sample a token per slot and store it as the slot's next input."""
         chosen_for = [slot_states[slot] for slot in self.slots]
         width = self.num_choosable
-        masks = [allowed.flags(slot, width) for slot in self.slots]
+        masks: list[np.ndarray | None] = [None] * len(self.slots)
+        if allowed.slots:
+            masks = [allowed.flags(slot, width) for slot in self.slots]
         rows = [slot_state.row() for slot_state in chosen_for]
         first = self._first_rows()
         values = self.logits[:, :width]

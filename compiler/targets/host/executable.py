@@ -45,7 +45,7 @@ from tilewright.compiler.targets.interface.step import (
     Step,
     StepOutput,
 )
-from tilewright.compiler.targets.interface.token_masks import TokenMask
+from tilewright.compiler.targets.interface.token_masks import NO_MASK, TokenMask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -481,7 +481,7 @@ class HostExecutable(Executable):
         if step.masked:
             self._waiting.append(choice)
         else:
-            choice.choose(self._slot_states, TokenMask())
+            choice.choose(self._slot_states, NO_MASK)
         return choice
 
     def choose(self, output: StepOutput, allowed: TokenMask) -> None:

@@ -45,6 +45,10 @@ class TokenMask:
         return np.unpackbits(words.view(np.uint8), count=width, bitorder="little").view(bool)
 
 
+NO_MASK = TokenMask()
+"""The mask of a step without masked rows."""
+
+
 def put_bits(words: np.ndarray, tokens: tuple[int, ...], *, are_set: bool) -> None:
     """Set or clear the bits for tokens in the ``words`` of a row."""
     for token in tokens:

@@ -27,30 +27,29 @@ _PATIENCE = 0.01
 
 
 class Masks:
-    """Matchers and masks of a loop's requests. Threads start with the first grammar."""
+    """Matchers and masks of a loop's requests. Threads start with the first grammar.
+
+    Attributes:
+        compiling: Requests that wait for the compilation of their grammar.
+    """
 
     def __init__(self, grammars: Grammars | None) -> None:
         self._grammars = grammars
         self._compilers: ThreadPoolExecutor | None = None
         self._makers: ThreadPoolExecutor | None = None
-        self._compiling: dict[RequestState, Future[Matcher]] = {}
+        self.compiling: dict[RequestState, Future[Matcher]] = {}
         self._wanted: list[tuple[Slot, RequestState]] = []
         self._words = no_words()
         self._jobs: list[Future[None]] = []
 
-    def check(self, request: RequestState) -> None:
+    def check(self) -> None:
         """Check that a grammar can be compiled.
 
         Raises:
             RequestError: if the loop has no tokenizer.
         """
-        if request.grammar is not None and self._grammars is None:
+        if self._grammars is None:
             raise RequestError("a grammar; allowed: none, for this loop has no tokenizer")
-
-    @property
-    def is_compiling(self) -> bool:
-        """Return whether a request waits for the compilation of its grammar."""
-        return bool(self._compiling)
 
     def compile(self, request: RequestState) -> None:
         """Start the compilation of a checked request's matcher in a thread."""
@@ -58,13 +57,13 @@ class Masks:
         if self._compilers is None:
             self._compilers = roomy_threads(_NUM_COMPILERS, "grammars")
         ends = request.sampling.stop_token_ids
-        self._compiling[request] = self._compilers.submit(
+        self.compiling[request] = self._compilers.submit(
             self._grammars.matcher, request.grammar, ends
         )
 
     def forget(self, request: RequestState) -> None:
         """Drop the compilation of a request."""
-        future = self._compiling.pop(request, None)
+        future = self.compiling.pop(request, None)
         if future is not None:
             future.cancel()
 
@@ -73,14 +72,14 @@ class Masks:
 
         ``waits``: wait a moment, because the loop has no other work.
         """
-        if waits and self._compiling:
-            wait(self._compiling.values(), _PATIENCE, return_when=FIRST_COMPLETED)
-        done = [request for request, made in self._compiling.items() if made.done()]
+        if waits and self.compiling:
+            wait(self.compiling.values(), _PATIENCE, return_when=FIRST_COMPLETED)
+        done = [request for request, made in self.compiling.items() if made.done()]
         finished = []
         for request in done:
             error = ""
             try:
-                request.matcher = self._compiling.pop(request).result()
+                request.matcher = self.compiling.pop(request).result()
             except TilewrightError as reason:
                 error = one_line(reason)
             except Exception as reason:  # an error of the library fails only this request

@@ -85,7 +85,7 @@ class CacheManager(ABC):
 
     @property
     def _wants_keys(self) -> bool:
-        return not self.snapshots.is_empty
+        return self.snapshots.size > 0
 
     @property
     def has_slot(self) -> bool:
@@ -218,7 +218,8 @@ class CacheManager(ABC):
         """Return and clear the scheduled step's state updates."""
         edits = tuple(self.edits)
         self.edits.clear()
-        self.snapshots.end_step()
+        if self.snapshots.size:
+            self.snapshots.end_step()
         return edits
 
     def forget(self) -> None:
@@ -247,7 +248,7 @@ class CacheManager(ABC):
     def _begin(self, request: RequestState, slot: Slot, match: PrefixMatch) -> None:
         request.take_slot(slot, num_cached=match.length, max_num_computed=match.reached)
         request.page_capacity = self.capabilities.max_context
-        if self._has_state and request.page_keys and not self.snapshots.is_empty:
+        if self._has_state and request.page_keys and self.snapshots.size:
             known, branch_point = match.length, match.branch_point
             ends = request.sampling.stop_token_ids
             request.saves = places_worth(

@@ -38,7 +38,7 @@ class PagedCacheManager(CacheManager):
     @property
     def _wants_keys(self) -> bool:
         # Without snapshots, shared pages are useless for per-sequence state.
-        return not (self._has_state and self.snapshots.is_empty)
+        return not self._has_state or self.snapshots.size > 0
 
     def find(self, request: RequestState) -> PrefixMatch:
         usable = (len(request.prompt) - 1) // self.grain  # the last token is always computed

@@ -20,9 +20,13 @@ class SnapshotPool:
     """A pool of snapshots, identified by their prefix hash.
 
     Snapshots of running outputs are borrowed. They get their hash when the output is finished.
+
+    Attributes:
+        size: Number of snapshots in the pool.
     """
 
     def __init__(self, count: int) -> None:
+        self.size = count
         self._free = [StateSnapshot(at) for at in range(count - 1, -1, -1)]
         self._of_key: OrderedDict[bytes, StateSnapshot] = OrderedDict()
         self._uses: Counter[bytes] = Counter()
@@ -34,11 +38,6 @@ class SnapshotPool:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._of_key
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether the pool has size 0."""
-        return not self._free and not self._of_key
 
     def find(self, keys: Sequence[bytes], most: int) -> tuple[int, StateSnapshot] | None:
         """Return the longest prefix with a snapshot: number of hashes and snapshot. Mark it as

@@ -169,7 +169,7 @@ class RequestState:
     rotary_delta: int = 0
 
     def __post_init__(self) -> None:
-        self.cache_tokens = cache_tokens(self.prompt, self.images)
+        self.cache_tokens = cache_tokens(self.prompt, self.images) if self.images else self.prompt
         if self.images and self.images[0].image.changes_rotation:
             self.rotary, self.rotary_delta = rotary_positions(self.images)
         if self.sampling.prompt_logprobs is not None:

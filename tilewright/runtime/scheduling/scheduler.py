@@ -141,7 +141,8 @@ class Scheduler:
             raise RequestError("this target gives no hidden states; allowed: cpu, cuda, reference")
         if not request.prompt:
             raise RequestError("the prompt is empty; allowed: at least one token")
-        self.images.check(request.images)
+        if request.images:
+            self.images.check(request.images)
         most = limits.max_context
         if limits.page_size:
             most = min(most, limits.num_pages * limits.page_size)
@@ -159,8 +160,10 @@ class Scheduler:
         """
         self.check(request)
         self.cache_manager.name(request)
-        self.speculator.on_arrival(request)
-        self.images.count(request.images)
+        if self.speculator.max_drafts:
+            self.speculator.on_arrival(request)
+        if request.images:
+            self.images.count(request.images)
         self.num_arrived += 1
         request.order = self.num_arrived
         if request.like is not None:
@@ -195,7 +198,8 @@ class Scheduler:
             [(one, chunk.start) for one, _, chunk in chunks if chunk.echoes or chunk.pools]
         )
         asking = [request for request, _ in echoes]
-        self.images.end_step(self.cache_manager.edits, self._running_images())
+        if self.images.num_images:
+            self.images.end_step(self.cache_manager.edits, self._running_images())
         step = Step(
             decode=self._decode,
             prompts=tuple(chunk for _, _, chunk in chunks),
@@ -476,6 +480,7 @@ class Scheduler:
         copies = self._copies(request) if chooses and request.choices else {}
         self.cache_manager.note(request)  # after the copies, because it counts open sequences
         echoes = request.sampling.prompt_logprobs is not None and not request.output
+        placed, edits = request.images, self.cache_manager.edits
         chunk = PrefillChunk(
             request.slot,
             start,
@@ -486,8 +491,8 @@ class Scheduler:
             next_token=request.prompt[end] if echoes and not is_last else None,
             also=tuple(copies),
             pools=pooling is not None and pooling.needs(is_last=is_last),
-            images=self.images.rows(request.images, start, end, self.cache_manager.edits),
-            visible=self.images.visible(request.images, start, end, self.cache_manager.edits),
+            images=self.images.rows(placed, start, end, edits) if placed else (),
+            visible=self.images.visible(placed, start, end, edits) if placed else (),
             rotary=request.rotary_of(start, end),
         )
         return request, copies, chunk

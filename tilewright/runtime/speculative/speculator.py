@@ -92,7 +92,7 @@ class Speculator:
 
     def on_arrival(self, request: RequestState) -> None:
         """Decide whether a new request has drafts."""
-        if not self.max_drafts or request.pooling is not None:
+        if request.pooling is not None:
             request.has_drafts = False
             return
         reason = ""

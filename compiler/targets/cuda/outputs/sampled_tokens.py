@@ -39,7 +39,7 @@ from tilewright.compiler.targets.interface.step import (
     Slot,
     Step,
 )
-from tilewright.compiler.targets.interface.token_masks import TokenMask
+from tilewright.compiler.targets.interface.token_masks import NO_MASK, TokenMask
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class SampledTokenReader:
             drafts = dict(zip(slots, rows.drafts, strict=True))
             values = logits.to("cpu", copy=True).numpy()
             choice = HostChoice(slots, values, step.logprobs, None, self._width(), drafts)
-            choice.choose(self._slot_states, TokenMask())
+            choice.choose(self._slot_states, NO_MASK)
             chosen = choice.read()
             counts = [*(chosen.counts or ())]
             tokens = [chosen.tokens[end - 1] for end in accumulate(counts)]
@@ -241,7 +241,7 @@ class SampledTokenReader:
         if step.masked:
             self._waiting.append(choice)
         else:
-            self._finish(choice, TokenMask())
+            self._finish(choice, NO_MASK)
         return SamplerOutput(slots, choice.read, (lambda: kept) if step.want_logits else None)
 
     def choose(self, allowed: TokenMask) -> None:
@@ -255,7 +255,7 @@ class SampledTokenReader:
         if step.masked:
             self._waiting.append(choice)
         else:
-            self._finish(choice, TokenMask())
+            self._finish(choice, NO_MASK)
         return _nothing(slots)
 
     def _masked(self, slots: tuple[Slot, ...], logits: Tensor, step: Step) -> SamplerOutput:
