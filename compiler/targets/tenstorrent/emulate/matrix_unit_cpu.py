@@ -21,11 +21,10 @@ from torch import Tensor
 
 from tilewright.compiler.targets.tenstorrent.emulate import matrix_unit_tile
 from tilewright.compiler.targets.tenstorrent.emulate.matrix_unit_tile import (
-    BF16_DST,
-    FP32_DST,
-    FP32_DST_SIGN_ERROR,
     LANES,
     LEAST_EXPONENT,
+    MISCOUNTED,
+    NONE_MISCOUNTED,
     PHASE_EXPONENTS,
     TILE,
     add_tile,
@@ -58,11 +57,11 @@ def _cached() -> dict[str, Any]:
 
 
 @functools.cache
-def _kernel(num_phases: int, fp32: int) -> Any:
+def _kernel(num_phases: int, fp32: bool) -> Any:
     """Return the matmul for a fidelity and a Dst type. Further settings are arguments."""
     least = np.int32(LEAST_EXPONENT + PHASE_EXPONENTS[num_phases - 1])
 
-    def run(operands, sizes, steps, block_tiles, reload, first, step):
+    def run(operands, sizes, steps, block_tiles, reload, miscounted, first, step):
         act, xs, ranges, weight, offsets, out = operands
         num_rows, num_k, num_n = sizes
         num_tiles = (num_k + TILE - 1) // TILE
@@ -96,11 +95,13 @@ def _kernel(num_phases: int, fp32: int) -> Any:
                     if fits_float32(ranges, x, low, high, least):
                         columns = dst[row * LANES : (row + 1) * LANES]
                         parts = xs[x * 3 * TILE : (x + 1) * 3 * TILE]
-                        add_tile(parts, ws, columns, num_phases, fp32)
+                        add_tile(parts, ws, columns, num_phases, fp32, miscounted)
                     else:
                         a = (row0 + row) * num_k + tile * TILE
+                        at = row * LANES
                         add_tile_in_integers(
-                            act, a, weight, w, steps, ks, lanes, dst, row * LANES, num_phases, fp32
+                            *(act, a, weight, w, steps, ks, lanes, dst, at),
+                            *(num_phases, fp32, miscounted),
                         )
             for row in range(rows):
                 for n in range(lanes):
@@ -171,11 +172,11 @@ def accumulate(
         out.view(torch.int32).numpy().reshape(-1),
     )
     sizes = (num_rows, num_k, out.shape[-1])
-    fp32 = FP32_DST_SIGN_ERROR if sign_error else FP32_DST
-    kernel = _kernel(num_phases, fp32 if fp32_dst else BF16_DST)
+    kernel = _kernel(num_phases, fp32_dst)
+    miscounted = MISCOUNTED if sign_error else NONE_MISCOUNTED
 
     def multiply(index: int, count: int) -> None:
         steps = (weight.step_k, weight.step_n)
-        kernel(operands, sizes, steps, block_tiles, reload, index, count)
+        kernel(operands, sizes, steps, block_tiles, reload, miscounted, index, count)
 
     _spread(multiply, threads if bits.size * out.shape[-1] > _LEAST_SHARED else 1)

@@ -32,8 +32,10 @@ LEAST_EXPONENT, LARGEST_EXPONENT = 12, 230
 LEAST_OPERAND, LARGEST_OPERAND = 8, 253  # low bits are not denormal and the bias does not overflow
 _FAR = 30  # a larger alignment shifts all bits out
 
-BF16_DST, FP32_DST, FP32_DST_SIGN_ERROR = 0, 1, 2
-"""Dst types. The last type is Wormhole's, whose leading-sign count treats -1 as 28 bits."""
+MISCOUNTED, NONE_MISCOUNTED = np.int32(-1), np.int32(0)
+"""Sum with a wrong leading-sign count: Wormhole's float32 Dst treats -1 as 28 bits. A sum of 0 has
+no exponent, so 0 stands for no such sum.
+"""
 
 _ONE = np.float32(1)
 _ACT_HIGH, _W_HIGH = np.int32(-0x20000), np.int32(-0x80000)  # 7 and 5 bits of a significand
@@ -89,7 +91,7 @@ def _aligned(value, shift):
 
 
 @_inlined
-def _accumulated(dst, exponent0, sum0, exponent1, sum1, fp32):
+def _accumulated(dst, exponent0, sum0, exponent1, sum1, fp32, miscounted):
     """Return Dst's bits after adding two sums of products in units of ``2 ** (exponent - 137)``."""
     dst_exponent = _and(_shr(dst, np.int32(23)), np.int32(255))
     is_there = np.int32(-1) if dst_exponent > 0 else np.int32(0)
@@ -103,7 +105,7 @@ def _accumulated(dst, exponent0, sum0, exponent1, sum1, fp32):
     aligned0 = _aligned(_shl(sum0, np.int32(13)), _sub(largest, exponent0))
     aligned1 = _aligned(_shl(sum1, np.int32(13)), _sub(largest, exponent1))
     if fp32:
-        return _rounded_fp32(_add(total, _add(aligned0, aligned1)), largest, fp32)
+        return _rounded_fp32(_add(total, _add(aligned0, aligned1)), largest, miscounted)
     # The hardware rounds both alignments in sequence.
     half = np.int32(4096)
     aligned0 = _shr(_add(aligned0, half), low)
@@ -115,15 +117,14 @@ def _accumulated(dst, exponent0, sum0, exponent1, sum1, fp32):
 
 
 @_inlined
-def _rounded_fp32(total, largest, fp32):
+def _rounded_fp32(total, largest, miscounted):
     sign = _shr(total, np.int32(31))
     magnitude = _sub(_xor(total, sign), sign)
     # A low bit with value 1 turns rounding to even into rounding halves away from zero.
     more = np.int32(1) if magnitude >= (1 << 24) else np.int32(0)
     bits = _bits_of(np.float32(_or(_shl(magnitude, more), more)))
     shift = _sub(largest, _add(more, np.int32(150)))
-    if fp32 == FP32_DST_SIGN_ERROR:
-        shift = _add(largest, np.int32(4 - 127)) if total == -1 else shift
+    shift = _add(largest, np.int32(4 - 127)) if total == miscounted else shift
     return _encoded(total, bits, shift, total)
 
 
@@ -187,7 +188,7 @@ def _exponent(power, phase_exponent):
 
 
 @_inlined
-def _phase(state, xs, ws, w, powers, phase, fp32):
+def _phase(state, xs, ws, w, powers, phase, fp32, miscounted):
     """Add one fidelity phase of a tile: two halves with 16 products, each in two groups with 8."""
     scale = _ANCHOR * _PHASE_SCALES[phase]
     lost = PHASE_EXPONENTS[phase]
@@ -198,13 +199,13 @@ def _phase(state, xs, ws, w, powers, phase, fp32):
     sum2 = _sum_of_products(xs, x + 16, ws, w + 16 * LANES, powers[2] * scale)
     sum3 = _sum_of_products(xs, x + 24, ws, w + 24 * LANES, powers[3] * scale)
     exponents = _exponent(powers[0], lost), _exponent(powers[1], lost)
-    state = _accumulated(state, exponents[0], sum0, exponents[1], sum1, fp32)
+    state = _accumulated(state, exponents[0], sum0, exponents[1], sum1, fp32, miscounted)
     exponents = _exponent(powers[2], lost), _exponent(powers[3], lost)
-    return _accumulated(state, exponents[0], sum2, exponents[1], sum3, fp32)
+    return _accumulated(state, exponents[0], sum2, exponents[1], sum3, fp32, miscounted)
 
 
 @_inlined
-def add_tile(xs, ws, dst, num_phases, fp32):
+def add_tile(xs, ws, dst, num_phases, fp32, miscounted):
     """Add the products for one row's 32 values along K to LANES columns in Dst."""
     for n in range(LANES):
         state = dst[n]
@@ -214,13 +215,13 @@ def add_tile(xs, ws, dst, num_phases, fp32):
             _largest_product(xs, 16, ws, n + 16 * LANES),
             _largest_product(xs, 24, ws, n + 24 * LANES),
         )
-        state = _phase(state, xs, ws, n, powers, 0, fp32)
+        state = _phase(state, xs, ws, n, powers, 0, fp32, miscounted)
         if num_phases > 1:
-            state = _phase(state, xs, ws, n, powers, 1, fp32)
+            state = _phase(state, xs, ws, n, powers, 1, fp32, miscounted)
         if num_phases > 2:
-            state = _phase(state, xs, ws, n, powers, 2, fp32)
+            state = _phase(state, xs, ws, n, powers, 2, fp32, miscounted)
         if num_phases > 3:
-            state = _phase(state, xs, ws, n, powers, 3, fp32)
+            state = _phase(state, xs, ws, n, powers, 3, fp32, miscounted)
         dst[n] = state
 
 
@@ -303,7 +304,9 @@ def _group_in_integers(act, x, weight, w, step_k, count, phase):
 
 
 @_inlined
-def add_tile_in_integers(act, x, weight, w, steps, num_k, num_n, dst, at, num_phases, fp32):
+def add_tile_in_integers(
+    act, x, weight, w, steps, num_k, num_n, dst, at, num_phases, fp32, miscounted
+):
     """Add a tile's products to Dst as `add_tile`, for operands with any exponent."""
     step_k, step_n = steps
     for n in range(num_n):
@@ -319,7 +322,7 @@ def add_tile_in_integers(act, x, weight, w, steps, num_k, num_n, dst, at, num_ph
                 exponent1, sum1 = _group_in_integers(
                     act, x + j8, weight, column + j8 * step_k, step_k, count, phase
                 )
-                state = _accumulated(state, exponent0, sum0, exponent1, sum1, fp32)
+                state = _accumulated(state, exponent0, sum0, exponent1, sum1, fp32, miscounted)
         dst[at + n] = state
 
 
