@@ -134,6 +134,21 @@ def test_caches_in_blocks_have_the_bits_of_their_values(
     assert found[0][1] * 32 == found[1][1] * 17
 
 
+def test_caches_in_blocks_have_equal_bits_on_every_instruction_set(tmp_path: Path) -> None:
+    """Up to six rows unpack blocks in registers. Single tokens end at 36 neighboring lengths."""
+    sizes = {"hidden_size": 48, "num_heads": 6, "num_kv_heads": 2, "head_dim": 24, "num_layers": 2}
+    model, tokens = tiny_model(std=0.2, max_positions=512, **sizes), random_tokens(200)
+    _ruin(model.checkpoint.tensors)
+    precision, first = precision_of("bf16", kv_cache="bfp8"), None
+    for isa in range(library.library().tw_best_isa() + 1):
+        executable = native(model, precision, tmp_path, isa=isa, context=256)
+        for cuts in ([], [95, *[1] * 36, 2, 3, 27, 2]):
+            whole = prefill(executable, tokens, cuts)
+            first = whole if first is None else first
+            assert torch.equal(whole, first), (isa, cuts)
+        executable.close()
+
+
 def _ruin(tensors: dict[str, torch.Tensor]) -> None:
     """Set channels of keys and values to zeros, tiny values, or very unequal values in a block."""
     for name in ("k_proj", "v_proj"):

@@ -13,7 +13,69 @@ struct AttendScratch {
     float scores[kTile][kChunk];
     alignas(64) uint8_t weights[kTile][kChunk * 4];
     const uint8_t *keys, *values;  // current chunk
+    bool has_codes;                // unpacked in registers
 };
+
+// Powers of two for code exponents.
+inline vf powers(const uint8_t* exponents) {
+    return mul(of_bits(imax(left<23>(widened(exponents)), ispread(1 << 22))), spread(0x1p-6f));
+}
+
+#ifndef TW_OWN_CODES  // else in simd_*.h
+template <int J> inline vf signed_code(vi four) { return to_float(right_signed<24>(left<24 - 8 * J>(four))); }
+#endif
+
+template <int M>
+inline void add_fresh(vf (&sums)[M][panels<M>()], int p, FreshPair w, const PairWord* x, int64_t x_row) {
+TW_UNROLL
+    for (int m = 0; m < M; m++) sums[m][p] = dot_fresh(sums[m][p], w, x + m * x_row);
+}
+
+// Multiply by 32 block keys from position `group` * 16. Keys are unpacked in registers.
+template <int M>
+inline void dot_keys(const uint8_t* keys, int64_t dim, int64_t group, const PairWord* x, int64_t x_row, Tile<M>& tile) {
+    for (int first = 0; first < 2; first += panels<M>()) {
+        vf sums[M][panels<M>()];
+        take<M>(sums, tile, first);
+        const uint8_t* codes = keys + (group + first) * dim * 16;
+        const uint8_t* exponents = keys + kChunk * dim + (group + first) * dim;
+        for (int64_t part = 0; part < dim / 16; part++) {
+            vf power[panels<M>()];
+            for (int p = 0; p < panels<M>(); p++) power[p] = powers(exponents + p * dim + part * 16);
+            for (int64_t four = 4 * part; four < 4 * part + 4; four++) {
+                const PairWord* own = x + 2 * four * kPairWords;
+                for (int p = 0; p < panels<M>(); p++) {
+                    const vi all = iload(codes + p * dim * 16 + four * 64);
+                    add_fresh<M>(sums, p, fresh_pair(mul(signed_code<0>(all), power[p]), mul(signed_code<1>(all), power[p])), own, x_row);
+                    add_fresh<M>(sums, p, fresh_pair(mul(signed_code<2>(all), power[p]), mul(signed_code<3>(all), power[p])), own + kPairWords, x_row);
+                }
+            }
+        }
+        give<M>(sums, tile, first);
+    }
+}
+
+// Multiply by `num_pairs` pairs of block values, with 16 channels from `channels[0]` and from
+// `channels[1]`.
+template <int M>
+inline void dot_values(const uint8_t* values, int64_t dim, const int64_t (&channels)[2], int64_t num_pairs, const PairWord* x, Tile<M>& tile) {
+    for (int first = 0; first < 2; first += panels<M>()) {
+        float power[panels<M>()][kChunk];
+        for (int p = 0; p < panels<M>(); p++)
+            for (int64_t i = 0; i < 2 * num_pairs; i += kLanes) store(power[p] + i, powers(values + (dim + channels[first + p] / 16) * kChunk + i));
+        vf sums[M][panels<M>()];
+        take<M>(sums, tile, first);
+        for (int64_t pair = 0; pair < num_pairs; pair += 2)
+            for (int p = 0; p < panels<M>(); p++) {
+                const vi all = iload(values + (pair / 2 * dim + channels[first + p]) * 4);
+                const float* own = power[p] + 2 * pair;
+                add_fresh<M>(sums, p, fresh_pair(mul(signed_code<0>(all), spread(own[0])), mul(signed_code<1>(all), spread(own[1]))), x + pair * kPairWords, kChunk);
+                if (pair + 1 == num_pairs) continue;
+                add_fresh<M>(sums, p, fresh_pair(mul(signed_code<2>(all), spread(own[2])), mul(signed_code<3>(all), spread(own[3]))), x + (pair + 1) * kPairWords, kChunk);
+            }
+        give<M>(sums, tile, first);
+    }
+}
 
 template <int M>
 inline void dot_products(const HeadCache& cache, const Columns& w, const void* x, int64_t x_row, Tile<M>& tile) {
@@ -26,54 +88,75 @@ template <int M> struct Running {
     vf sum[M];
 };
 
-// Compute masked scores for a chunk from `at`.
+// A tile's visible positions, and the positions visible to all its rows.
+struct Visible {
+    int32_t begin, end, all_begin, all_end;
+
+    template <int M> static Visible of(const Queries& rows, int64_t row) {
+        Visible found{rows.begins[row], rows.ends[row], rows.begins[row], rows.ends[row]};
+        for (int64_t m = row + 1; m < row + M; m++) {
+            found.begin = rows.begins[m] < found.begin ? rows.begins[m] : found.begin;
+            found.end = rows.ends[m] > found.end ? rows.ends[m] : found.end;
+            found.all_begin = rows.begins[m] > found.all_begin ? rows.begins[m] : found.all_begin;
+            found.all_end = rows.ends[m] < found.all_end ? rows.ends[m] : found.all_end;
+        }
+        return found;
+    }
+};
+
+// Compute masked scores for `count` positions from `at`.
 template <int M>
-inline void score(const HeadCache& cache, const Queries& rows, int64_t row, int32_t at, AttendScratch& scratch) {
+inline void score(const HeadCache& cache, const Queries& rows, int64_t row, int32_t at, int32_t count, const Visible& visible, AttendScratch& scratch) {
     const int64_t dim = cache.head_dim, per_column = cache.is_bf16 ? 2 : 1, width = cache.is_bf16 ? 2 : 4;
     const int64_t words = cache.is_bf16 ? dim / 2 * kPairWords : dim;  // of a query row
     const uint8_t* q = (const uint8_t*)rows.q + row * words * 4;
     const int64_t block = dim * width * 16;
     const float places[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int two = 0; two < kChunk / 32; two++) {
+    for (int two = 0; 32 * two < count; two++) {
+        const int32_t from = at + 32 * two;
         const uint8_t* keys = scratch.keys + 2 * two * block;
         Tile<M> tile;
         clear(tile);
-        dot_products<M>(cache, {keys, keys + block, 64, dim / per_column}, q, words, tile);
+        if (scratch.has_codes) dot_keys<M>(scratch.keys, dim, 2 * two, (const PairWord*)q, words, tile);
+        else dot_products<M>(cache, {keys, keys + block, 64, dim / per_column}, q, words, tile);
+        const bool is_masked = from < visible.all_begin || from + 32 > visible.all_end;
         for (int m = 0; m < M; m++) {
             float* to = scratch.scores[m] + two * 32;
             for (int half = 0; half < 2; half++) {
                 vf s = mul(tile.at[m][half], spread(rows.scale));
                 if (rows.soft_cap > 0.0f)
                     s = mul(tangent(div(s, spread(rows.soft_cap))), spread(rows.soft_cap));
-                vf place = add(load(places), spread((float)(at + two * 32 + half * 16)));
-                s = if_less(place, spread((float)rows.ends[row + m]), s, spread(-__builtin_inff()));
-                s = if_less(place, spread((float)rows.begins[row + m]), spread(-__builtin_inff()), s);
+                if (is_masked) {
+                    vf place = add(load(places), spread((float)(from + half * 16)));
+                    s = if_less(place, spread((float)rows.ends[row + m]), s, spread(-__builtin_inff()));
+                    s = if_less(place, spread((float)rows.begins[row + m]), spread(-__builtin_inff()), s);
+                }
                 store(to + half * 16, s);
             }
         }
     }
 }
 
-// Compute the scores' exponentials as matmul operands. Return the factor for earlier sums.
+// Compute exponentials for `count` scores, as matmul operands, and the factors for earlier sums.
 template <int M>
-inline void weigh(const HeadCache& cache, Running<M>& running, AttendScratch& scratch, float* kept) {
+inline void weigh(const HeadCache& cache, int32_t count, Running<M>& running, AttendScratch& scratch, float (&kept)[kLanes]) {
+    float shifts[M], changes[kLanes] = {};
     for (int m = 0; m < M; m++) {
-        vf s[4];
-        for (int i = 0; i < 4; i++) s[i] = load(scratch.scores[m] + 16 * i);
-        float most = largest_of(larger(larger(s[0], s[1]), larger(s[2], s[3])));
+        const float* s = scratch.scores[m];
+        vf two = larger(load(s), load(s + 16));
+        if (count > 32) two = larger(two, larger(load(s + 32), load(s + 48)));
+        float most = largest_of(two);
         most = most > running.largest[m] ? most : running.largest[m];
         // no visible position yet: any finite shift works, because all exponentials are 0
-        vf shift = spread(most == -__builtin_inff() ? 0.0f : most);
-        kept[m] = 1.0f;
-        if (most != running.largest[m]) {
-            float lanes[16];
-            store(lanes, exponential(sub(spread(running.largest[m]), shift)));
-            kept[m] = lanes[0];
-        }
+        shifts[m] = most == -__builtin_inff() ? 0.0f : most;
+        changes[m] = most == running.largest[m] ? 0.0f : running.largest[m] - shifts[m];
         running.largest[m] = most;
-        vf sum = zeros();
-        for (int i = 0; i < 4; i++) {
-            vf p = exponential(sub(s[i], shift));
+    }
+    store(kept, exponential(load(changes)));
+    for (int m = 0; m < M; m++) {
+        vf sum = zeros(), shift = spread(shifts[m]);
+        for (int i = 0; 16 * i < count; i++) {
+            vf p = exponential(sub(load(scratch.scores[m] + 16 * i), shift));
             sum = add(sum, p);
             if (cache.is_bf16) store_pair_words(scratch.weights[m], i, as_bf16(p), rounded_to_bf16(p));
             else store((float*)scratch.weights[m] + 16 * i, p);
@@ -97,7 +180,8 @@ inline void gather_values(const HeadCache& cache, const Partial& partial, int64_
         }
         const uint8_t* first = scratch.values + d * 4;
         Columns w{first, both ? first + 64 : first, step, (count + positions - 1) / positions};
-        dot_products<M>(cache, w, scratch.weights[0], kChunk * 4 / 4, tile);
+        if (scratch.has_codes) dot_values<M>(scratch.values, dim, {d, both ? d + 16 : d}, w.count, (const PairWord*)scratch.weights[0], tile);
+        else dot_products<M>(cache, w, scratch.weights[0], kChunk, tile);
         for (int m = 0; m < M; m++) {
             float* to = partial.values + (row + m) * dim + d;
             store(to, tile.at[m][0]);
@@ -105,13 +189,6 @@ inline void gather_values(const HeadCache& cache, const Partial& partial, int64_
         }
     }
 }
-
-// Powers of two for code exponents.
-inline vf powers(const uint8_t* exponents) {
-    return mul(of_bits(imax(left<23>(widened(exponents)), ispread(1 << 22))), spread(0x1p-6f));
-}
-
-template <int J> inline vf signed_code(vi four) { return to_float(right_signed<24>(left<24 - 8 * J>(four))); }
 
 // Convert a block key chunk to bfloat16. The conversion is exact.
 inline void unpack_keys(const uint8_t* keys, int64_t dim, uint8_t* to) {
@@ -154,13 +231,14 @@ struct Attend {
     AttendScratch& scratch;
     int32_t unpacked = begin;  // positions before are unpacked
 
-    // Blocks for a single tile share memory, which stays in the nearest cache.
+    // A single tile of rows reads codes, more tiles share their values.
     void take(int32_t at) {
         scratch.keys = cache.keys + at / kChunk * cache.step;
         scratch.values = cache.values + at / kChunk * cache.step;
-        if (!cache.unpacked) return;
+        scratch.has_codes = cache.unpacked && queries.num_rows <= kTile;
+        if (!cache.unpacked || scratch.has_codes) return;
         const int64_t bytes = kChunk * (int64_t)cache.head_dim * 2;
-        uint8_t* to = cache.unpacked + (queries.num_rows <= kTile ? 0 : (at - begin) / kChunk * 2 * bytes);
+        uint8_t* to = cache.unpacked + (at - begin) / kChunk * 2 * bytes;
         if (at >= unpacked) {
             unpack_keys(scratch.keys, cache.head_dim, to);
             // The last row sees the most positions.
@@ -174,26 +252,25 @@ struct Attend {
 
     template <int M> void rows(int64_t row) {
         Running<M> running;
-        int32_t first = end, last = begin;
         for (int m = 0; m < M; m++) {
             running.largest[m] = -__builtin_inff();
             running.sum[m] = zeros();
             float* values = partial.values + (row + m) * cache.head_dim;
             for (int64_t d = 0; d < cache.head_dim; d += 16) store(values + d, zeros());
-            if (queries.begins[row + m] < first) first = queries.begins[row + m];
-            if (queries.ends[row + m] > last) last = queries.ends[row + m];
         }
-        first = first < begin ? begin : first / kChunk * kChunk;
-        last = last > end ? end : last;
+        const Visible visible = Visible::of<M>(queries, row);
+        const int32_t first = visible.begin < begin ? begin : visible.begin / kChunk * kChunk;
+        const int32_t last = visible.end > end ? end : visible.end;
         for (int32_t at = first; at < last; at += kChunk) {
-            float kept[M];
+            float kept[kLanes];
+            const int32_t count = last - at < kChunk ? last - at : kChunk, whole = count > 32 ? kChunk : 32;
             const bool asks = !row && at + kChunk < last;
             if (asks) ask_for(cache.keys + (at / kChunk + 1) * cache.step, cache.chunk_bytes);
             take(at);
-            score<M>(cache, queries, row, at, scratch);
-            weigh<M>(cache, running, scratch, kept);
+            score<M>(cache, queries, row, at, whole, visible, scratch);
+            weigh<M>(cache, whole, running, scratch, kept);
             if (asks) ask_for(cache.values + (at / kChunk + 1) * cache.step, cache.chunk_bytes);
-            gather_values<M>(cache, partial, row, last - at < kChunk ? last - at : kChunk, scratch, kept);
+            gather_values<M>(cache, partial, row, count, scratch, kept);
         }
         for (int m = 0; m < M; m++) {
             partial.largest[row + m] = running.largest[m];

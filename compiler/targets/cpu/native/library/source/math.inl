@@ -6,7 +6,7 @@ using namespace tw;
 
 // e ** x within 2 units in the last place. 0 below -87. NaN stays NaN.
 inline vf exponential(vf x) {
-    vf clamped = if_less(spread(88.0f), x, spread(88.0f), larger(spread(-87.5f), x));
+    vf clamped = smaller(spread(88.0f), larger(spread(-87.5f), x));
     vi n = nearest(mul(clamped, spread(1.44269504f)));
     vf count = to_float(n);
     vf r = fma(count, spread(-0.693359375f), clamped);
@@ -18,7 +18,7 @@ inline vf exponential(vf x) {
     p = fma(p, r, spread(0.5f));
     p = fma(p, r, spread(1.0f));
     p = fma(p, r, spread(1.0f));
-    return if_less(x, spread(-87.0f), zeros(), of_bits(iadd(bits(p), left<23>(n))));
+    return zero_if_less(x, spread(-87.0f), of_bits(iadd(bits(p), left<23>(n))));
 }
 
 inline vf sigmoid(vf x) {
@@ -46,19 +46,17 @@ inline vf tangent(vf x) {  // hyperbolic
 }
 
 inline float sum_of(vf x) {
-    float v[16];
-    store(v, x);
-    for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; i++) v[i] += v[i + width];
-    return v[0];
+    x = add(x, shifted<8>(x));
+    x = add(x, shifted<4>(x));
+    x = add(x, shifted<2>(x));
+    return first_lane(add(x, shifted<1>(x)));
 }
 
 inline float largest_of(vf x) {
-    float v[16], most;
-    store(v, x);
-    most = v[0];
-    for (int i = 1; i < 16; i++) most = v[i] > most ? v[i] : most;
-    return most;
+    x = larger(x, shifted<8>(x));
+    x = larger(x, shifted<4>(x));
+    x = larger(x, shifted<2>(x));
+    return first_lane(larger(x, shifted<1>(x)));
 }
 
 // Call `make(at, lanes)` for sixteen values at a time. The last call may have fewer.
@@ -133,12 +131,14 @@ void quantise(const float* x, int64_t columns, int32_t kind, void* q, BlockTerms
     }
 }
 
-inline vi rounded_to_bf16(vf x) {  // in the lower halves; to nearest, halves to even
+inline vi upper_rounded(vf x) {  // a bfloat16 in the upper halves; to nearest, halves to even
     vi u = bits(x);
-    return right<16>(iadd(iadd(u, ispread(0x7fff)), iand(right<16>(u), ispread(1))));
+    return iadd(iadd(u, ispread(0x7fff)), iand(right<16>(u), ispread(1)));
 }
 
-inline vf as_bf16(vf x) { return of_bits(left<16>(rounded_to_bf16(x))); }
+inline vi rounded_to_bf16(vf x) { return right<16>(upper_rounded(x)); }
+
+inline vf as_bf16(vf x) { return of_bits(iand(upper_rounded(x), ispread((int32_t)0xffff0000))); }
 
 void round_bf16(float* x, int64_t count) {
     by_lanes(count, [=](int64_t at, int lanes) { store_some(x + at, load_some(x + at, lanes), lanes, false, true); });

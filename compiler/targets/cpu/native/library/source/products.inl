@@ -21,6 +21,9 @@ constexpr int kCodeRows = kTile, kByteRows = kTile, kCodePanels = 2;  // of a ti
 using PairWord = int32_t;
 inline vf dot_second(vf acc, vi, const int32_t*) { return acc; }
 inline vf dot_first(vf acc, vi w, const int32_t* x) { return dot_pair(acc, w, *x); }
+using FreshPair = vi;  // a pair in registers only
+inline FreshPair fresh_pair(vf first, vf second) { return pair_of(first, second); }
+inline vf dot_fresh(vf acc, FreshPair w, const int32_t* x) { return dot_pair(acc, w, *x); }
 inline void store_pair_words(void* p, int i, vf, vi halves) { store_halves((uint16_t*)p + 16 * i, halves); }
 
 constexpr int32_t kSignedRows = 0;

@@ -35,6 +35,10 @@ inline vf mul(vf x, vf y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, 
 inline vf div(vf x, vf y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 inline vf fma(vf x, vf y, vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 inline vf larger(vf x, vf y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline vf smaller(vf x, vf y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline vf zero_if_less(vf x, vf y, vf no) {
+    return {_mm256_andnot_ps(_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), no.a), _mm256_andnot_ps(_mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ), no.b)};
+}
 inline vf if_less(vf x, vf y, vf yes, vf no) {
     return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
             _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
@@ -44,6 +48,13 @@ inline vi nearest(vf x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.
 inline vi truncated(vf x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
 inline vi bits(vf x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 inline vf of_bits(vi x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+// Move lanes down by N. The last N lanes are unspecified.
+template <int N> inline vf shifted(vf x) {
+    if constexpr (N == 8) return {x.b, x.b};
+    if constexpr (N == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), x.b};
+    return {_mm256_permute_ps(x.a, N == 2 ? 0xee : 0xf5), x.b};
+}
+inline float first_lane(vf x) { return _mm256_cvtss_f32(x.a); }
 inline vi iadd(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline vi iand(vi x, vi y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 inline vi ior(vi x, vi y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
@@ -136,6 +147,20 @@ constexpr int kPairRows = 2, kPairWords = 2, kCodeRows = 6, kByteRows = 4, kCode
 using PairWord = float;
 inline vf dot_second(vf acc, vi w, const float* x) { return fma(of_bits(iand(w, ispread((int32_t)0xffff0000))), spread(x[1]), acc); }
 inline vf dot_first(vf acc, vi w, const float* x) { return fma(of_bits(left<16>(w)), spread(x[0]), acc); }
+#define TW_OWN_CODES
+// Floats of the signed bytes J, from a shuffle and a sum: shifts and conversions compete with
+// products.
+inline __m256 code_at(__m256i four, __m256i places) {
+    const __m256i code = _mm256_shuffle_epi8(_mm256_xor_si256(four, _mm256_set1_epi32((int32_t)0x80808080u)), places);
+    return _mm256_sub_ps(_mm256_castsi256_ps(_mm256_or_si256(code, _mm256_set1_epi32(0x4b000000))), _mm256_set1_ps(0x1p23f + 128.0f));
+}
+template <int J> inline vf signed_code(vi four) {
+    const __m256i places = _mm256_broadcastsi128_si256(_mm_setr_epi8(J, -1, -1, -1, J + 4, -1, -1, -1, J + 8, -1, -1, -1, J + 12, -1, -1, -1));
+    return {code_at(four.a, places), code_at(four.b, places)};
+}
+struct FreshPair { vf first, second; };  // in registers only
+inline FreshPair fresh_pair(vf first, vf second) { return {first, second}; }
+inline vf dot_fresh(vf acc, FreshPair w, const float* x) { return fma(w.first, spread(x[0]), fma(w.second, spread(x[1]), acc)); }
 inline void store_pair_words(void* p, int i, vf x, vi) { store((float*)p + 16 * i, x); }
 
 }  // namespace

@@ -29,6 +29,8 @@ inline vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 inline vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
 inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline vf larger(vf a, vf b) { return _mm512_max_ps(a, b); }
+inline vf smaller(vf a, vf b) { return _mm512_min_ps(a, b); }
+inline vf zero_if_less(vf a, vf b, vf no) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), no); }
 inline vf if_less(vf a, vf b, vf yes, vf no) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
 }
@@ -37,6 +39,9 @@ inline vi nearest(vf x) { return _mm512_cvtps_epi32(x); }
 inline vi truncated(vf x) { return _mm512_cvttps_epi32(x); }
 inline vi bits(vf x) { return _mm512_castps_si512(x); }
 inline vf of_bits(vi x) { return _mm512_castsi512_ps(x); }
+// Move lanes down by N. The last N lanes are unspecified.
+template <int N> inline vf shifted(vf x) { return of_bits(_mm512_alignr_epi32(bits(x), bits(x), N)); }
+inline float first_lane(vf x) { return _mm512_cvtss_f32(x); }
 inline vi iadd(vi a, vi b) { return _mm512_add_epi32(a, b); }
 inline vi iand(vi a, vi b) { return _mm512_and_si512(a, b); }
 inline vi ior(vi a, vi b) { return _mm512_or_si512(a, b); }

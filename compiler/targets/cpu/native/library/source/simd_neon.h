@@ -34,6 +34,8 @@ inline vf div(vf a, vf b) { TW_MAKE(vf, vdivq_f32(a.x[i], b.x[i])); }
 inline vf fma(vf a, vf b, vf c) { TW_MAKE(vf, vfmaq_f32(c.x[i], a.x[i], b.x[i])); }
 // The second where one of them is no number, as on x86.
 inline vf larger(vf a, vf b) { TW_MAKE(vf, vbslq_f32(vcgtq_f32(a.x[i], b.x[i]), a.x[i], b.x[i])); }
+inline vf smaller(vf a, vf b) { TW_MAKE(vf, vbslq_f32(vcltq_f32(a.x[i], b.x[i]), a.x[i], b.x[i])); }
+inline vf zero_if_less(vf a, vf b, vf no) { TW_MAKE(vf, vbslq_f32(vcltq_f32(a.x[i], b.x[i]), vdupq_n_f32(0.0f), no.x[i])); }
 inline vf if_less(vf a, vf b, vf yes, vf no) { TW_MAKE(vf, vbslq_f32(vcltq_f32(a.x[i], b.x[i]), yes.x[i], no.x[i])); }
 inline vf to_float(vi x) { TW_MAKE(vf, vcvtq_f32_s32(x.x[i])); }
 inline vi nearest(vf x) {  // what does not fit is the smallest integer, as on x86
@@ -43,6 +45,9 @@ inline vi nearest(vf x) {  // what does not fit is the smallest integer, as on x
 inline vi truncated(vf x) { TW_MAKE(vi, vcvtq_s32_f32(x.x[i])); }  // of what fits
 inline vi bits(vf x) { TW_MAKE(vi, vreinterpretq_s32_f32(x.x[i])); }
 inline vf of_bits(vi x) { TW_MAKE(vf, vreinterpretq_f32_s32(x.x[i])); }
+// Move lanes down by N. The last N lanes are unspecified.
+template <int N> inline vf shifted(vf x) { TW_MAKE(vf, N >= 4 ? x.x[(i + N / 4) % 4] : vextq_f32(x.x[i], x.x[i], N % 4)); }
+inline float first_lane(vf x) { return vgetq_lane_f32(x.x[0], 0); }
 inline vi iadd(vi a, vi b) { TW_MAKE(vi, vaddq_s32(a.x[i], b.x[i])); }
 inline vi iand(vi a, vi b) { TW_MAKE(vi, vandq_s32(a.x[i], b.x[i])); }
 inline vi ior(vi a, vi b) { TW_MAKE(vi, vorrq_s32(a.x[i], b.x[i])); }

@@ -32,6 +32,8 @@ inline vf mul(vf a, vf b) { TW_MAKE(vf, a.x[i] * b.x[i]); }
 inline vf div(vf a, vf b) { TW_MAKE(vf, a.x[i] / b.x[i]); }
 inline vf fma(vf a, vf b, vf c) { TW_MAKE(vf, __builtin_fmaf(a.x[i], b.x[i], c.x[i])); }
 inline vf larger(vf a, vf b) { TW_MAKE(vf, a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
+inline vf smaller(vf a, vf b) { TW_MAKE(vf, a.x[i] < b.x[i] ? a.x[i] : b.x[i]); }
+inline vf zero_if_less(vf a, vf b, vf no) { TW_MAKE(vf, a.x[i] < b.x[i] ? 0.0f : no.x[i]); }
 inline vf if_less(vf a, vf b, vf yes, vf no) { TW_MAKE(vf, a.x[i] < b.x[i] ? yes.x[i] : no.x[i]); }
 inline vf to_float(vi x) { TW_MAKE(vf, (float)x.x[i]); }
 inline vi nearest(vf x) {  // what does not fit is the smallest integer, as on x86
@@ -40,6 +42,9 @@ inline vi nearest(vf x) {  // what does not fit is the smallest integer, as on x
 inline vi truncated(vf x) { TW_MAKE(vi, (int32_t)x.x[i]); }  // of what fits
 inline vi bits(vf x) { vi r; std::memcpy(r.x, x.x, 64); return r; }
 inline vf of_bits(vi x) { vf r; std::memcpy(r.x, x.x, 64); return r; }
+// Move lanes down by N. The last N lanes are unspecified.
+template <int N> inline vf shifted(vf v) { TW_MAKE(vf, v.x[(i + N) % 16]); }
+inline float first_lane(vf v) { return v.x[0]; }
 inline vi iadd(vi a, vi b) { TW_MAKE(vi, (int32_t)((uint32_t)a.x[i] + (uint32_t)b.x[i])); }
 inline vi iand(vi a, vi b) { TW_MAKE(vi, a.x[i] & b.x[i]); }
 inline vi ior(vi a, vi b) { TW_MAKE(vi, a.x[i] | b.x[i]); }
