@@ -375,11 +375,13 @@ template <int KIND, bool IS_FRESH = false> struct MakeBf16 {
         clear(tile);
         if constexpr (KIND == kPacked)
             tile_packed<M>(pair, own, x.row_bytes / 4, !row, tile);
-        else if constexpr (KIND == TW_BF16)
-            for (int64_t block = 0; block < x.num_blocks; block++) {
+        else if constexpr (KIND == TW_BF16) {
+            const int64_t part = row ? x.num_blocks : 1;  // the first tile prefetches
+            for (int64_t block = 0; block < x.num_blocks; block += part) {
                 if (!row) fetch(pair, block * 1024, 1024);
-                tile_bf16<M>({pair.first + block * 1024, pair.second + block * 1024, 64, 16}, own + block * 16 * kPairWords, x.row_bytes / 4, tile);
+                tile_bf16<M>({pair.first + block * 1024, pair.second + block * 1024, 64, 16 * part}, own + block * 16 * kPairWords, x.row_bytes / 4, tile);
             }
+        }
         else
             tile_scaled<KIND, IS_FRESH>(pair, codes, own, x.row_bytes / 4, !row, tile);
         finish(tile, result, row);
@@ -403,12 +405,12 @@ struct ScaledBf16 {
     }
 };
 
-constexpr int kMaxBf16Tiles = 6;
+constexpr int kMaxPackedTiles = 3, kMaxFp16Tiles = 6;
 
 // Unpack in registers for every tile of rows, which is cheaper than a store. For large numbers of
 // rows, unpack whole panels first.
 void product_packed(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result, uint8_t* values) {
-    if (num_rows <= kMaxBf16Tiles * kTile) return by_tiles<kTile>(num_rows, MakeBf16<kPacked>{pair, x, result, nullptr});
+    if (num_rows <= kMaxPackedTiles * kTile) return by_tiles<kTile>(num_rows, MakeBf16<kPacked>{pair, x, result, nullptr});
     const int64_t bytes = panel_size(TW_BF16, pair.columns).total;
     unpack_panel(pair.first, pair.columns, values);
     unpack_panel(pair.second, pair.columns, values + bytes);
@@ -453,7 +455,7 @@ struct MakeFp16 {
 };
 
 void product_fp32(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result, void* scratch) {
-    if (pair.kind == TW_FP16 && num_rows <= kMaxBf16Tiles * kTile) return by_tiles<kPairRows>(num_rows, MakeFp16{pair, x, result});
+    if (pair.kind == TW_FP16 && num_rows <= kMaxFp16Tiles * kTile) return by_tiles<kPairRows>(num_rows, MakeFp16{pair, x, result});
     const int64_t padded = x.num_blocks * kBlock;
     Columns w{pair.first, pair.second, 64, padded};
     if (pair.kind != TW_FP32) {
