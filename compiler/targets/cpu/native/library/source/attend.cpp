@@ -271,10 +271,10 @@ struct Rows {
         std::memset(scratch.all, 0, count * dim * 4);
     }
 
-    void attend(int32_t at, const Partial& partial) {
+    void attend(int32_t at, const Partial& partial, const uint8_t* next) {
         const uint8_t* keys = worker.engine.cache_of(layer.each.state, worker.step.slots[work.block.sequence], work.head, 0);
         const HeadCache cache{keys, keys + layer.layout.chunk_bytes, layer.layout.step, layer.layout.chunk_bytes,
-                              (int32_t)dim, !layer.layout.is_float(), layer.layout.is_blocks() ? scratch.unpacked : nullptr};
+                              (int32_t)dim, !layer.layout.is_float(), layer.layout.is_blocks() ? scratch.unpacked : nullptr, next};
         const Queries queries{(int32_t)count, scratch.q, scratch.begins, scratch.ends, layer.each.scale, layer.each.soft_cap};
         worker.kernels().attend(cache, queries, at, at + kSegment, partial);
     }
@@ -302,19 +302,19 @@ Partial place_of(const Engine& engine, const Rows& rows, int64_t segment) {
 }
 
 // A row's segment sums are merged in order of positions, independent of threads: the last thread to
-// finish merges all of them.
-void attend_rows(Worker& worker, const Layer& layer, const Work& work, const Angles* angles) {
+// finish merges all of them. `next`: keys to prefetch, or null.
+void attend_rows(Worker& worker, const Layer& layer, const Work& work, const Angles* angles, const uint8_t* next = nullptr) {
     Rows rows(worker, layer, work);
     rows.make_ready(angles);
     if (!work.is_split) {
         const Partial own{rows.scratch.largest, rows.scratch.sum, rows.scratch.values};
         for (int32_t at = work.block.begin; at < work.block.end; at += kSegment) {
-            rows.attend(at, own);
+            rows.attend(at, own, at + kSegment < work.block.end ? nullptr : next);
             rows.add(own);
         }
         return rows.finish();
     }
-    rows.attend(work.block.begin + (int32_t)work.segment * kSegment, place_of(worker.engine, rows, work.segment));
+    rows.attend(work.block.begin + (int32_t)work.segment * kSegment, place_of(worker.engine, rows, work.segment), next);
     std::atomic<int32_t>& arrived = worker.engine.arrived[work.slot];
     if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < work.block.num_segments()) return;
     arrived.store(0, std::memory_order_relaxed);
@@ -322,10 +322,14 @@ void attend_rows(Worker& worker, const Layer& layer, const Work& work, const Ang
     rows.finish();
 }
 
-// Prefetch the first keys while rows are prepared.
-void ask_for_keys(const Worker& worker, const Layer& layer, const Work& work) {
+// Return the first visible keys.
+const uint8_t* first_keys(const Worker& worker, const Layer& layer, const Work& work) {
     const int32_t first = std::max(layer.begin_of(worker.step.positions[work.block.first] + 1), work.block.begin + (int32_t)work.segment * kSegment);
-    const uint8_t* keys = worker.engine.cache_of(layer.each.state, worker.step.slots[work.block.sequence], work.head, first);
+    return worker.engine.cache_of(layer.each.state, worker.step.slots[work.block.sequence], work.head, first);
+}
+
+// Prefetch a chunk's keys and values while rows are prepared.
+void ask_for_chunk(const Layer& layer, const uint8_t* keys) {
     for (int64_t at = 0; at < 2 * layer.layout.chunk_bytes; at += 64) __builtin_prefetch(keys + at, 0, 1);
 }
 
@@ -369,12 +373,14 @@ void run_attend(Worker& worker, const TwInstruction& each, int32_t index) {
     Agenda agenda(worker, layer);
     // With a token per sequence, only its own segment has its key.
     if (step.num_tokens == step.num_sequences) {
+        int64_t prefetched = -1;
         worker.share(agenda.count(), [&](int64_t i) {
             const Work work = agenda.find(i);
-            ask_for_keys(worker, layer, work);
+            if (i != prefetched) ask_for_chunk(layer, first_keys(worker, layer, work));
+            const bool has_next = (prefetched = i + 1) < agenda.count();
             if (!work.is_split || work.segment + 1 == work.block.num_segments())
                 take_key_value(worker, layer, work.block.first, work.block.sequence, work.head, angles);
-            attend_rows(worker, layer, work, &angles);
+            attend_rows(worker, layer, work, &angles, has_next ? first_keys(worker, layer, agenda.find(i + 1)) : nullptr);
         });
         return;
     }

@@ -264,12 +264,12 @@ struct Attend {
         for (int32_t at = first; at < last; at += kChunk) {
             float kept[kLanes];
             const int32_t count = last - at < kChunk ? last - at : kChunk, whole = count > 32 ? kChunk : 32;
-            const bool asks = !row && at + kChunk < last;
-            if (asks) ask_for(cache.keys + (at / kChunk + 1) * cache.step, cache.chunk_bytes);
+            const uint8_t* next = row ? nullptr : at + kChunk < last ? cache.keys + (at / kChunk + 1) * cache.step : cache.next;
+            if (next) ask_for(next, cache.chunk_bytes);
             take(at);
             score<M>(cache, queries, row, at, whole, visible, scratch);
             weigh<M>(cache, whole, running, scratch, kept);
-            if (asks) ask_for(cache.values + (at / kChunk + 1) * cache.step, cache.chunk_bytes);
+            if (next) ask_for(next + cache.chunk_bytes, cache.chunk_bytes);
             gather_values<M>(cache, partial, row, count, scratch, kept);
         }
         for (int m = 0; m < M; m++) {

@@ -53,6 +53,7 @@ struct HeadCache {
     int64_t step, chunk_bytes;
     int32_t head_dim, is_bf16;
     uint8_t* unpacked;
+    const uint8_t* next;  // next head's keys, prefetched in the last chunk; or null
 };
 
 // Query rows over a cache segment. Row r sees positions [begins[r], ends[r]).
