@@ -83,13 +83,11 @@ void norm(const float* x, const float* weight, float eps, int64_t count, float* 
 }
 
 // Maximum magnitude as integer bits, which order like floats. NaN is the largest.
-inline float most_of(vi magnitudes) {
-    int32_t lanes[16], largest = 0;
-    istore(lanes, magnitudes);
-    for (int i = 0; i < 16; i++) largest = lanes[i] > largest ? lanes[i] : largest;
-    float most;
-    __builtin_memcpy(&most, &largest, 4);
-    return most;
+inline float most_of(vi x) {
+    x = imax(x, bits(shifted<8>(of_bits(x))));
+    x = imax(x, bits(shifted<4>(of_bits(x))));
+    x = imax(x, bits(shifted<2>(of_bits(x))));
+    return first_lane(of_bits(imax(x, bits(shifted<1>(of_bits(x))))));
 }
 
 // The word with which dot products begin, for values with this sum. See BlockTerms.
@@ -123,7 +121,7 @@ void quantise(const float* x, int64_t columns, int32_t kind, void* q, BlockTerms
     for (int64_t block = 0; block * kBlock < columns; block++) {
         int32_t sums[2] = {0, 0};
         codes_of_block(x + block * kBlock, columns - block * kBlock, length, terms[block].scales, [&](int half, const int8_t* codes) {
-            for (int i = 0; i < 16; i++) sums[half] += codes[i];
+            sums[half] = sum_of_codes(codes);
             put_codes(q, 2 * block + half, codes, has_byte_codes(kind));
         });
         for (int half = 0; half < 2; half++)

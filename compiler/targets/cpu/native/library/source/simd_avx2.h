@@ -72,9 +72,9 @@ inline __m256i low_halves(vi x) {  // the lower 16 bits of every lane, in order
 }
 inline void store_halves(uint16_t* p, vi x) { _mm256_storeu_si256((__m256i*)p, low_halves(x)); }
 inline void store_bytes(int8_t* p, vi x) {
-    __m256i halves = _mm256_and_si256(low_halves(x), _mm256_set1_epi16(0xff));
-    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(halves, halves), 0x08);
-    _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
+    const __m256i low = _mm256_set1_epi32(0xff), halves = _mm256_packus_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
+    const __m256i pairs = _mm256_permute4x64_epi64(halves, 0xd8);
+    _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
 }
 inline vf float16s(const uint8_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
@@ -101,6 +101,11 @@ inline vi looked_up(vi table, vi places) {
 // Alternate bytes from the lower or the upper halves of every 16.
 inline vi in_turns_low(vi x, vi y) { return {_mm256_unpacklo_epi8(x.a, y.a), _mm256_unpacklo_epi8(x.b, y.b)}; }
 inline vi in_turns_high(vi x, vi y) { return {_mm256_unpackhi_epi8(x.a, y.a), _mm256_unpackhi_epi8(x.b, y.b)}; }
+
+inline int32_t sum_of_codes(const int8_t* codes) {  // sixteen
+    const __m128i sums = _mm_sad_epu8(_mm_xor_si128(_mm_loadu_si128((const __m128i*)codes), _mm_set1_epi8((char)0x80)), _mm_setzero_si128());
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
+}
 
 // Dot products between unsigned codes and int8, four columns per lane. 8-bit codes are multiplied as
 // 16-bit integers: even bytes, then odd bytes. A prepared row has a word for the even columns and a

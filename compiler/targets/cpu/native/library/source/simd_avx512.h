@@ -62,6 +62,11 @@ inline vi looked_up(vi table, vi places) { return _mm512_shuffle_epi8(table, pla
 inline vi in_turns_low(vi a, vi b) { return _mm512_unpacklo_epi8(a, b); }
 inline vi in_turns_high(vi a, vi b) { return _mm512_unpackhi_epi8(a, b); }
 
+inline int32_t sum_of_codes(const int8_t* codes) {  // sixteen
+    const __m128i sums = _mm_sad_epu8(_mm_xor_si128(_mm_loadu_si128((const __m128i*)codes), _mm_set1_epi8((char)0x80)), _mm_setzero_si128());
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
+}
+
 // Sums of four products of unsigned codes and int8.
 constexpr int kByteWords = 1;  // of a row, per four 8-bit codes
 inline void put_codes(void* to, int64_t index, const int8_t* codes, bool) { __builtin_memcpy((int8_t*)to + 16 * index, codes, 16); }

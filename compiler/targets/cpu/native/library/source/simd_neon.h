@@ -90,6 +90,12 @@ inline vi in_turns_low(vi a, vi b) { TW_MAKE(vi, vreinterpretq_s32_u8(vzip1q_u8(
 inline vi in_turns_high(vi a, vi b) { TW_MAKE(vi, vreinterpretq_s32_u8(vzip2q_u8(TW_BYTES(a.x[i]), TW_BYTES(b.x[i])))); }
 #undef TW_BYTES
 
+inline int32_t sum_of_codes(const int8_t* codes) {  // sixteen
+    int32_t sum = 0;
+    for (int i = 0; i < 16; i++) sum += codes[i];
+    return sum;
+}
+
 // Codes of 8 bits become signed; of fewer bits they are positive as they are.
 constexpr int kByteWords = 1;  // of a row, per four 8-bit codes
 inline void put_codes(void* to, int64_t index, const int8_t* codes, bool) { __builtin_memcpy((int8_t*)to + 16 * index, codes, 16); }

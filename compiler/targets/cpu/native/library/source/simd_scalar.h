@@ -106,6 +106,12 @@ inline int32_t dot_lane(int32_t codes, int32_t x, int32_t zero) {
         sum += ((int32_t)((uint32_t)codes >> j & 0xff) - zero) * (int8_t)((uint32_t)x >> j & 0xff);
     return sum;
 }
+inline int32_t sum_of_codes(const int8_t* codes) {  // sixteen
+    int32_t sum = 0;
+    for (int i = 0; i < 16; i++) sum += codes[i];
+    return sum;
+}
+
 constexpr int kByteWords = 1;  // of a row, per four 8-bit codes
 inline void put_codes(void* to, int64_t index, const int8_t* codes, bool) { __builtin_memcpy((int8_t*)to + 16 * index, codes, 16); }
 inline int32_t start_word(int bits, int32_t less) { return bits == 8 ? 0 : less; }
