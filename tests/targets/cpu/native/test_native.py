@@ -7,8 +7,10 @@ import ctypes
 import importlib
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -46,7 +48,9 @@ from tilewright.compiler.targets.cpu.native.memory import check_room, kept_bytes
 from tilewright.compiler.targets.cpu.native.program.assemble import assemble
 from tilewright.compiler.targets.cpu.native.program.bundle import program_of
 from tilewright.compiler.targets.cpu.native.program.mapping import WEIGHTS
+from tilewright.compiler.targets.host.batch import Batch
 from tilewright.compiler.targets.interface.base import CompileOptions, Executable
+from tilewright.compiler.targets.interface.step import Slot
 from tilewright.compiler.targets.program.instructions import KernelProgram, Needs
 from tilewright.compiler.targets.program.lowering import lower_to_program
 from tilewright.errors import CheckpointError, CompileError
@@ -124,6 +128,24 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
 ) -> None:
     """Bits are equal with and without other rows, at any position."""
     check_rows_alone(many, count, seed)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe"])
+def test_selected_rows_have_the_bits_of_all_rows(model_type: str, tmp_path: Path) -> None:
+    """The last layer computes only the rows for logits, of one sequence or several."""
+    model, tokens = tiny_model(std=0.2, model_type=model_type), random_tokens(48)
+    precision = precision_of("q80", "lofi", **WIDER)
+    executable = native(model, precision, tmp_path, batch=2, num_threads=3)
+    bounds, positions = np.array([0, 30, 48]), np.array([*range(30), *range(18)])
+    every = Batch(np.array(tokens), positions, bounds, np.arange(48), (Slot(0), Slot(1)), False)
+    whole = executable.forward(every).copy()
+    for rows in ([47], [29, 47], [], [0, 1, 2, 30], list(range(1, 48))):
+        chosen = executable.forward(replace(every, logit_rows=np.array(rows, dtype=np.int64)))
+        assert np.array_equal(chosen, whole[rows]), rows
+    executable.keeps_hidden = True
+    assert np.array_equal(executable.forward(replace(every, logit_rows=np.array([47]))), whole[47:])
+    assert len(executable.last_hidden) == 48
+    executable.close()
 
 
 def test_what_a_slot_held_before_weighs_nothing() -> None:

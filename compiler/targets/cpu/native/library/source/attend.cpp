@@ -333,6 +333,12 @@ void ask_for_chunk(const Layer& layer, const uint8_t* keys) {
     for (int64_t at = 0; at < 2 * layer.layout.chunk_bytes; at += 64) __builtin_prefetch(keys + at, 0, 1);
 }
 
+// Return whether a block has a row for logits.
+bool has_row(const TwStep& step, const Block& block) {
+    const int32_t* found = std::lower_bound(step.rows, step.rows + step.num_rows, (int32_t)block.first);
+    return found < step.rows + step.num_rows && *found < block.last;
+}
+
 int64_t sequence_of(const TwStep& step, int64_t token) {
     int64_t low = 0, high = step.num_sequences;
     while (high - low > 1) {
@@ -392,7 +398,11 @@ void run_attend(Worker& worker, const TwInstruction& each, int32_t index) {
         for (int64_t head = 0; head < layer.num_kv; head++) take_key_value(worker, layer, token, sequence, head, angles);
     });
     worker.meet();
-    worker.share(agenda.count(), [&](int64_t i) { attend_rows(worker, layer, agenda.find(i), nullptr); });
+    const bool selects = index == engine.tail && selects_rows(step);
+    worker.share(agenda.count(), [&](int64_t i) {
+        const Work work = agenda.find(i);
+        if (!selects || has_row(step, work.block)) attend_rows(worker, layer, work, nullptr);
+    });
 }
 
 }  // namespace tw

@@ -98,6 +98,8 @@ struct Engine {
     int64_t* times = nullptr;                // per instruction; see tw_times
     std::vector<int32_t> next_products;      // per instruction: the next matmul, or itself
     int32_t head = -1;                       // the output layer, or -1
+    int32_t tail = -1;                       // the last instruction before independent rows, or -1
+    std::vector<int32_t> tail_buffers;       // read by independent rows
     Memory weights, unpacked;                // on large pages
     std::unique_ptr<Exchange> exchange;      // with the ranks
     std::vector<int32_t> logit_widths;       // per rank
@@ -122,6 +124,7 @@ struct Worker {
     int32_t num_rows;      // in this instruction
     uint32_t turns = 0;    // even distributions since the start
     int region = 0;
+    bool has_selected = false;  // rows are the rows for logits
 
     const Kernels& kernels() const { return *engine.kernels; }
     uint8_t* scratch() const { return engine.scratch[thread].data(); }
@@ -166,6 +169,9 @@ struct Worker {
 constexpr int kQueryTokens = 16;  // prompt tokens per attention block
 constexpr int kShares = 4;        // attention blocks above 1 / kShares per thread are split
 constexpr int kRegions = 4;  // maximum per instruction
+
+// Return whether independent rows are only computed for logits. Their indices ascend.
+bool selects_rows(const TwStep& step);
 
 // Free positions invisible to all later tokens, after a step.
 void give_back(Engine& engine, int32_t slot, int32_t end);

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <new>
+#include <set>
 #include <string>
 
 #include "check.h"
@@ -213,6 +214,26 @@ void find_head(Engine& engine) {
     }
 }
 
+// Steps select the rows for logits after the last layer's attention.
+void find_tail(Engine& engine) {
+    const std::vector<TwInstruction>& all = engine.instructions;
+    const int32_t gather = (int32_t)(std::find_if(all.begin(), all.end(), [](auto& each) { return each.op == TW_GATHER; }) - all.begin());
+    int32_t first = gather;
+    auto is_independent = [](const TwInstruction& each) {
+        return each.op == TW_LINEAR || each.op == TW_SWIGLU || each.op == TW_SIGMOID_GATE || each.op == TW_NORM || each.op == TW_ELEMENTWISE;
+    };
+    while (first > 1 && is_independent(all[first - 1]) && !(all[first - 1].flags & TW_CROSS)) first--;
+    if (gather == (int32_t)all.size() || first == gather) return;
+    engine.tail = first - 1;
+    std::set<int32_t> read;
+    for (int32_t i = first; i <= gather; i++) {
+        for (const TwPlace* place : {&all[i].x, &all[i].y, &all[i].z, &all[i].gate}) read.insert(place->buffer);
+        if (all[i].flags & TW_RESIDUAL) read.insert(all[i].out.buffer);
+    }
+    read.erase(-1);
+    engine.tail_buffers.assign(read.begin(), read.end());
+}
+
 Engine* open_program(const TwProgram& program) {
     check_program(program);
     auto engine = std::make_unique<Engine>();
@@ -234,6 +255,7 @@ Engine* open_program(const TwProgram& program) {
     engine->pieces = std::vector<Pieces>(program.num_threads);
     find_next_products(*engine);
     find_head(*engine);
+    find_tail(*engine);
     for (const TwInstruction& each : engine->instructions) {
         engine->reads_hidden = engine->reads_hidden || each.op == TW_READ_HIDDEN;
         engine->needs_peers = engine->needs_peers || each.op == TW_ALL_REDUCE || each.op == TW_GATHER_LOGITS;

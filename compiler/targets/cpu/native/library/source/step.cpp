@@ -61,7 +61,7 @@ void run_rows(Worker& worker, const TwInstruction& each) {
     const int64_t width = each.out.width;
     worker.share(worker.num_rows, [&](int64_t row) {
         float* out = worker.at(each.out, row);
-        const float* x = worker.at(each.x, each.op == TW_GATHER ? worker.step.rows[row] : row);
+        const float* x = worker.at(each.x, each.op == TW_GATHER && !worker.has_selected ? worker.step.rows[row] : row);
         const float* y = each.y.buffer >= 0 ? worker.at(each.y, row) : nullptr;
         switch (each.op) {
             case TW_GATHER: std::memcpy(out, x, width * 4); break;
@@ -77,6 +77,20 @@ void run_rows(Worker& worker, const TwInstruction& each) {
         }
         if (each.flags & TW_ROUNDED) kernels.round_bf16(out, width);
     });
+}
+
+// Move the rows for logits to the beginning. Ascending rows are not overwritten before they move.
+void select_rows(Worker& worker) {
+    const TwStep& step = worker.step;
+    if (worker.thread == 0)
+        for (int32_t buffer : worker.engine.tail_buffers) {
+            const int64_t width = worker.engine.widths[buffer];
+            float* rows = (float*)worker.engine.buffers[buffer].data();
+            for (int32_t row = 0; row < step.num_rows; row++) std::memmove(rows + row * width, rows + step.rows[row] * width, width * 4);
+        }
+    worker.num_rows = step.num_rows;
+    worker.has_selected = true;
+    worker.meet();
 }
 
 void add_time(int64_t& to, std::chrono::steady_clock::time_point& since) {
@@ -123,6 +137,7 @@ void run_step(void* given, int thread) {
             default: run_rows(worker, each);
         }
         if (i + 1 < engine.instructions.size()) worker.meet();
+        if ((int32_t)i == engine.tail && selects_rows(step)) select_rows(worker);
         if (engine.times && thread == 0) add_time(engine.times[i], since);
     }
     if (thread == 0) context.turns = worker.turns;
@@ -175,6 +190,12 @@ void forget_given_back(Engine& engine, int32_t slot) {
 }
 
 }  // namespace
+
+bool selects_rows(const TwStep& step) {
+    for (int32_t i = 1; i < step.num_rows; i++)
+        if (step.rows[i] <= step.rows[i - 1]) return false;
+    return !step.hidden && step.num_rows < step.num_tokens;
+}
 
 void give_back(Engine& engine, int32_t slot, int32_t end) {
     const int64_t page = engine.program.large_pages ? 2 << 20 : 4096, least = std::max<int64_t>(page, 1 << 16);
