@@ -380,10 +380,10 @@ void run_attend(Worker& worker, const TwInstruction& each, int32_t index) {
     // With a token per sequence, only its own segment has its key.
     if (step.num_tokens == step.num_sequences) {
         int64_t prefetched = -1;
-        worker.share(agenda.count(), [&](int64_t i) {
+        worker.share_followed(agenda.count(), [&](int64_t i, bool has_next) {
             const Work work = agenda.find(i);
             if (i != prefetched) ask_for_chunk(layer, first_keys(worker, layer, work));
-            const bool has_next = (prefetched = i + 1) < agenda.count();
+            prefetched = has_next ? i + 1 : -1;
             if (!work.is_split || work.segment + 1 == work.block.num_segments())
                 take_key_value(worker, layer, work.block.first, work.block.sequence, work.head, angles);
             attend_rows(worker, layer, work, &angles, has_next ? first_keys(worker, layer, agenda.find(i + 1)) : nullptr);

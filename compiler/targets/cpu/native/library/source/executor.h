@@ -158,11 +158,16 @@ struct Worker {
 
     // Distribute `count` work items among the threads, without a final barrier.
     template <class Make> void share(int64_t count, Make make) {
+        share_followed(count, [&](int64_t item, bool) { make(item); });
+    }
+
+    // `make(item, is_followed)`: is_followed marks items before this thread's next item.
+    template <class Make> void share_followed(int64_t count, Make make) {
         std::atomic<int32_t>& next = engine.counters[region++];
-        int64_t grain = count / (8 * engine.pool->size());
-        if (grain < 1) grain = 1;
+        const int threads = engine.pool->size();
+        const int64_t grain = count < 8 * threads ? 1 : count / (8 * threads);
         for (int64_t i; (i = next.fetch_add((int32_t)grain, std::memory_order_relaxed)) < count;)
-            for (int64_t j = i; j < i + grain && j < count; j++) make(j);
+            for (int64_t j = i; j < i + grain && j < count; j++) make(j, j + 1 < count && (threads == 1 || j + 1 < i + grain));
     }
 };
 
