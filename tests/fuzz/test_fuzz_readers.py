@@ -5,6 +5,7 @@ See `tests.fuzz.campaign` for the number of mutations in the slow campaign.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Mapping
@@ -166,9 +167,9 @@ def mutated_value(value: Any, rng: random.Random) -> Any:
         return result
     if isinstance(value, list) and value and rng.random() < 0.7:
         items = list(value)
-        items[rng.randrange(len(value))] = rng.choice(SETTINGS)
+        items[rng.randrange(len(value))] = copy.deepcopy(rng.choice(SETTINGS))
         return items
-    return rng.choice(SETTINGS)
+    return copy.deepcopy(rng.choice(SETTINGS))  # a later mutation changes it
 
 
 LISTS = (
