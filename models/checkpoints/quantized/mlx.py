@@ -95,7 +95,7 @@ class MlxFloatTensor(QuantizedTensor):
 
 
 def read_mlx(config: Mapping[str, object], where: str, model: RawModel) -> None:
-    """Take all modules. Module entries override bits, group size and mode.
+    """Take all modules. Nothing is inherited by a module's entry, as in MLX.
 
     Raises:
         CheckpointError: A setting or a tensor does not fit.
@@ -111,16 +111,17 @@ def read_mlx(config: Mapping[str, object], where: str, model: RawModel) -> None:
             what = f"is stored, but quantization.{module[:80]} is false"
             raise model.error(f"{module}.scales", what, "no scales, or no such key")
         settings = own if isinstance(own, Mapping) else config
-        bits, group = (
-            _setting(settings, config, key, allowed, f"{where}: quantization.{module[:80]}")
-            for key, allowed in (("bits", BITS), ("group_size", GROUPS))
-        )
-        mode = settings.get("mode", config.get("mode", "affine"))
+        mode = settings.get("mode", "affine")
         if mode not in ("affine", *_FLOAT_MODES):
             raise CheckpointError(
                 f"{where}: quantization.{module[:80]}: mode = {str(mode)[:40]!r}; "
                 f"allowed: affine, {', '.join(_FLOAT_MODES)}"
             )
+        usual = dict(zip(("bits", "group_size"), _FLOAT_MODES.get(str(mode), _AFFINE), strict=True))
+        bits, group = (
+            _setting(settings, usual, key, allowed, f"{where}: quantization.{module[:80]}")
+            for key, allowed in (("bits", BITS), ("group_size", GROUPS))
+        )
         names = f"{module}.weight", f"{module}.scales", f"{module}.biases"
         if mode in _FLOAT_MODES:
             _take_floats(model, module, str(mode), (bits, group))
@@ -140,6 +141,7 @@ def read_mlx(config: Mapping[str, object], where: str, model: RawModel) -> None:
             raise model.error(f"{module}.scales", "is missing", f"{' or '.join(_FLOATS)}")
 
 
+_AFFINE = (4, 64)
 _FLOAT_MODES = {"mxfp4": (4, MXFP4), "mxfp8": (8, MXFP4), "nvfp4": (4, NVFP4)}
 """Bits and columns per scale."""
 

@@ -203,6 +203,17 @@ def test_folders_have_the_logits_of_dense_values(case: str, tmp_path: Path) -> N
     check_logits(tmp_path / "m", tmp_path / "dense")
 
 
+def test_mlx_modules_inherit_no_mode(tmp_path: Path) -> None:
+    values = write(tmp_path / "m", affine, MLX)
+    path = tmp_path / "m" / "config.json"
+    config = json.loads(path.read_text())
+    names = [name for name in values if name.startswith("model.layers.") and "_proj" in name]
+    own = {name.removesuffix(".weight"): MLX for name in names}
+    config["quantization"] = {"mode": "mxfp4", "group_size": 32, "bits": 4, **own}
+    path.write_text(json.dumps(config))
+    check_values(tmp_path / "m", values)
+
+
 NUMBERS = [
     ("torchao int4 minimums", "weight_scale", float("nan")),
     ("torchao int4 minimums", "weight_zero_point", float("inf")),
