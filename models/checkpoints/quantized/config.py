@@ -51,6 +51,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         settings = settings.get(key)
     if not isinstance(settings, dict):
         raise CheckpointError(f"{file}: {key} = {str(settings)[:40]!r}; allowed: an object")
+    if key and settings.get("quant_algo") is None:
+        return values  # Only the cache is quantized.
     return {**values, "quantization_config": {"quant_method": method, **settings}}
 
 

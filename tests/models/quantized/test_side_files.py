@@ -54,6 +54,15 @@ def test_settings_in_config_json_come_first(tmp_path: Path) -> None:
     check_values(tmp_path / "m", values)
 
 
+def test_a_side_file_for_the_cache_alone_leaves_weights_dense(tmp_path: Path) -> None:
+    write(tmp_path / "m", None, {"quant_method": "gptq"})
+    moved(tmp_path / "m", "hf_quant_config.json")
+    settings = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "m" / "hf_quant_config.json").write_text(json.dumps(settings))
+    assert quantised_types(tmp_path / "m") == ()
+    load_model(tmp_path / "m")
+
+
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [
