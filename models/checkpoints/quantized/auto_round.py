@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tilewright.errors import CheckpointError
+from tilewright.models.checkpoints.base import shown
 from tilewright.models.checkpoints.quantized.awq import read_awq
 from tilewright.models.checkpoints.quantized.base import RawModel, setting
 from tilewright.models.checkpoints.quantized.gptq import read_gptq
@@ -58,6 +59,6 @@ def _check_modules(config: Mapping[str, object], where: str) -> None:
             common = config.get(key)
             if settings.get(key, common) != common:
                 raise CheckpointError(
-                    f"{where}: quantization_config.extra_config.{str(module)[:80]}.{key} = "
-                    f"{str(settings[key])[:40]}; allowed: {str(common)[:40]}, as all modules"
+                    f"{where}: quantization_config.extra_config.{shown(module)}.{key} = "
+                    f"{repr(settings[key])[:40]}; allowed: {str(common)[:40]}, as all modules"
                 )
