@@ -22,6 +22,7 @@ from tilewright.compiler.targets.cuda.graphs.draft_steps import DraftSteps
 from tilewright.compiler.targets.cuda.graphs.mixed_batch import MixedBatchRunner
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import Gpu
+from tilewright.compiler.targets.cuda.lowering import has_mixers
 from tilewright.compiler.targets.cuda.memory_budget import (
     capabilities_of,
     decode_rows,
@@ -226,6 +227,7 @@ class CudaExecutable(Executable):
             most_pieces=lambda: self.capabilities.max_prompts,
             max_drafts=self.capabilities.max_drafts,
             has_states=self.capabilities.has_sequence_state,
+            runs_together=options.parallel.tensor == 1 and not has_mixers(plan),
         )
 
     def join(self, peers: SetupCollectives) -> None:

@@ -80,6 +80,7 @@ def buckets_of(
     *,
     tokens: tuple[int, ...] = (16,),
     passes: Passes = (),
+    runs_together: bool = False,
     num_slots: int | None = None,
 ) -> Buckets:
     """Return buckets. ``num_slots`` is by default the maximum row count."""
@@ -90,6 +91,7 @@ def buckets_of(
         num_choosable=lambda: 61,
         table=SlotTable(num_slots or rows[-1], 3, steps.device),
         passes=lambda: passes,
+        runs_together=runs_together,
     )
 
 
@@ -152,10 +154,18 @@ def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> 
 
 
 def test_prepare_compiles_the_kernels_of_long_chunks_together() -> None:
-    for longest, expected in ((3000, [[0, 1408, 2816]]), (200, [])):
+    """Two prompts exceed the largest mixed batch, even if each of them fits."""
+    passes = ((4, (64, 768)),)
+    for longest, passes_of, runs_together, expected in (
+        (3000, passes, True, [[0, 1408, 2816]]),
+        (768, passes, True, [[0, 384, 768]]),
+        (768, passes, False, []),
+        (768, (), True, []),
+        (200, passes, True, []),
+    ):
         steps: Any = Unrun()
-        passes = ((4, (64, 256)),)
-        buckets = buckets_of(steps, (1, 2, 4), tokens=(16, 1024), passes=passes)
+        how: Any = {"passes": passes_of, "runs_together": runs_together}
+        buckets = buckets_of(steps, (1, 2, 4), tokens=(16, 1024), **how)
         buckets.prepare(longest, runs_long=True)
         assert steps.together == expected
         buckets.prepare(longest, runs_long=False)

@@ -31,6 +31,7 @@ class Buckets:
     the ranks.
     ``max_drafts``: of the decode steps with drafts that :meth:`prepare` captures. 0: none.
     ``has_states``: Whether sequences have state in addition to pages.
+    ``runs_together``: Whether :meth:`prepare` compiles the kernels of long chunks in one batch.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Buckets:
         most_pieces: Callable[[], int] = lambda: 1,
         max_drafts: int = 0,
         has_states: bool = False,
+        runs_together: bool = False,
     ) -> None:
         self.rows, self.tokens = tuple(rows), tuple(tokens)
         self._table, self._passes, self._most_pieces = table, passes, most_pieces
@@ -54,6 +56,7 @@ class Buckets:
         self.decodes: dict[int, DecodeBucket] = {}
         self._drafts: dict[int, DraftBucket] = {}
         self._max_drafts, self._has_states = max_drafts, has_states
+        self._runs_together = runs_together
         self.prompts: dict[int, PromptBucket] = {}
         self.batches: dict[int, BatchBucket] = {}
 
@@ -138,7 +141,7 @@ class Buckets:
             rows = TokenBatch.padding(size, device)
             for from_start in {False, self._steps.attention.begins_otherwise(size)}:
                 self._steps.prefill(rows, logit_rows=last, from_start=from_start)
-        if runs_long and self._passes() and self._passes()[-1][1][-1] < longest:
+        if runs_long and self._runs_together and self._passes():
             self._run_together(longest, last)
 
     @property
