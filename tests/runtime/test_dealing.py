@@ -327,6 +327,7 @@ def test_a_long_prompt_beside_streams_makes_them_wait_for_no_long_step(
     executable = Timed(clock=clock, **LIKE_CUDA, passes=PASSES if mixes else (), far=FAR)
     loop = EngineLoop(executable, policy=SchedulerConfig(reuses=False))
     loop.warm_up()
+    assert (loop.cost.shared(8, 448) is not None) == mixes and not executable.num_open
     for number in range(8):
         loop.add(RequestState(number, (1,) * 128, SamplingParams(max_tokens=2000)))
     for _ in range(8):

@@ -208,8 +208,8 @@ class EngineLoop:
     def warm_up(self) -> None:
         """Run the first steps and measure step times, before users wait.
 
-        Prompts and decode rows run twice, because a first run is slower. The statistics exclude
-        the warm-up.
+        Every measurement runs twice, because a first run is slower. The statistics exclude the
+        warm-up.
         """
         self.executable.prepare()
         if self._draft_model is not None:
@@ -224,7 +224,7 @@ class EngineLoop:
             for length in lengths:
                 self.generate([RequestState(-1, (0,) * length, sampling, is_private=True)])
             self._run_with_drafts()
-        self._measure_mixed_batches()
+            self._measure_mixed_batches()
         self.stats.found.clear()
         self.scheduler.speculator.forget()
 
