@@ -201,7 +201,8 @@ def capabilities_of(
     is_gpu, shares = device.type == "cuda", shares_passes_on(device)
     small = 0 if invariant == "none" or options.is_strict else options.strict_rows
     joins = shares and options.compute == "fast" and (invariant == "none" or small > 0)
-    passes = _passes(plan, options) if joins else ()
+    has_mixed = joins and (mixes or options.max_batch > 1)
+    passes = _passes(plan, options) if has_mixed else ()
     return Capabilities(
         max_num_seqs=options.max_batch,
         max_context=options.max_context,

@@ -274,6 +274,7 @@ def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
         return device.capabilities_of(plan, options, CPU, 8, has_cpp=False)
 
     assert limits(options).passes and limits(options).max_prompts == 8
+    assert not limits(replace(options, max_batch=1)).passes, "no other sequence decodes"
     assert not limits(replace(options, compute="exact")).passes
     two = replace(options, parallel=ParallelConfig(tensor=2))
     assert limits(two).passes == limits(options).passes
