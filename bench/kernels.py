@@ -79,10 +79,12 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
         coded_triton,
         gemm_bf16,
         gemm_block,
+        gemm_block_triton,
         gemv,
         gemv_triton,
     )
     from tilewright.compiler.targets.cuda.steps.cublas import store_product
+    from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES
 
     values = (0.02 * torch.randn(size, device="cuda")).bfloat16()
     first = _pack(values, fmt, paired=paired)
@@ -106,6 +108,13 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
     if rows <= gemv.MAX_TOKENS:
         twin = coded_triton if fmt in gemv.CODED else gemv_triton
         yield variant("triton", lambda at: twin.linear(out, x, weights[at], swiglu=paired))
+    if fmt in TILE_BYTES and rows <= gemm_block_triton.MAX_TOKENS:
+        splits = gemm_block_triton.split_scratch(x.device)
+        how: dict[str, Any] = {"swiglu": paired}
+        yield variant(
+            "block triton",
+            lambda at: gemm_block_triton.linear(out, x, weights[at], splits, **how),
+        )
     plain = [values.clone() for _ in range(_copies(values.nbytes))]
     if paired:
         product: Launch = lambda at: swiglu(out, torch.mm(x, plain[at].T), paired=True)  # noqa: E731

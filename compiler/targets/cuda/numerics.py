@@ -17,7 +17,6 @@ from tilewright.compiler.targets.contract.record import (
 )
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
-from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
     EXPERT_TILE_BYTES,
     TILE_BYTES,
@@ -35,10 +34,7 @@ EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
 _FORMATS = (*EXACT_IN_BF16, *CODED_TILES)
 CACHE_KINDS = ("bf16", "bfp8")
 TABLES = ("embedding",)
-_LOFI = (
-    f"e4m3 x e4m3 from {LEAST_LOFI} rows on where the weight is exact in it, else bf16 x bf16; "
-    "fp32 sums"
-)
+_LOFI = "e4m3 x e4m3 from {} rows on where the weight is exact in it, else bf16 x bf16; fp32 sums"
 
 _CODES = "bf16 codes x bf16, fp32 sums and scales"
 _ROUNDED = f"; from {tuning()['matmul']['library_min_rows']['cut']} rows on bf16 values x bf16"
@@ -132,13 +128,13 @@ def format_values(dense: Tensor, recipe: WeightRecipe) -> Tensor:
 
 
 def meanings(
-    *, exact: bool, fp8: bool = False, rounded: bool = False, bfp8_pages: bool = False
+    *, exact: bool, e4m3_rows: int = 0, rounded: bool = False, bfp8_pages: bool = False
 ) -> Meanings:
     """Return how the target implements each part of a precision configuration.
 
     Args:
         exact: ``--compute exact``.
-        fp8: lofi matmuls of bfp4 weights use e4m3 operands for a sufficient number of rows.
+        e4m3_rows: Minimum rows of e4m3 operands in lofi matmuls of bfp4 weights. 0: never.
         rounded: Weights in codes have bfloat16 copies for large batches.
         bfp8_pages: Some layers have bfp8 caches.
     """
@@ -157,8 +153,8 @@ def meanings(
     def fidelity(format_name: str, axis: str, requested: str, phase: str) -> Meaning:
         if exact:
             return Meaning(NOT_HONOURED, "fp32")
-        if fp8 and (format_name, axis, requested) == ("bfp4", "in", "lofi"):
-            return Meaning(HONOURED, _LOFI)
+        if e4m3_rows and (format_name, axis, requested) == ("bfp4", "in", "lofi"):
+            return Meaning(HONOURED, _LOFI.format(e4m3_rows))
         if format_name in CODED_TILES:
             return Meaning(EMULATED, _CODES + (_ROUNDED if rounded else ""))
         return Meaning(EMULATED, "bf16 x bf16, fp32 sums")

@@ -120,13 +120,14 @@ class CudaTarget(Target):
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         from tilewright.compiler.targets.cuda.weights.copies import kinds_for
+        from tilewright.compiler.targets.cuda.weights.e4m3 import least_lofi
 
         states = [info(node).state for node in graph_module.graph.nodes]
         has_bfp8 = any(each is not None and each.format == "bfp8" for each in states)
         kinds = kinds_for(options)
         answers = meanings(
             exact=options.compute == "exact",
-            fp8=kinds.codes,
+            e4m3_rows=least_lofi(has_cpp=_has_cpp()) if kinds.codes else 0,
             rounded=kinds.rounded,
             bfp8_pages=has_bfp8,
         )
@@ -267,6 +268,15 @@ def _place(
         note = f"prompts share passes of up to {found:,} tokens: memory is short for {requested:,}"
         executable.notes = (*executable.notes, note)
     return executable
+
+
+def _has_cpp() -> bool:
+    """Return whether this GPU has CUDA C++ kernels. A machine without a GPU compiles for Hopper."""
+    import torch
+
+    from tilewright.compiler.targets.cuda.kernels.common.nvrtc import gpu_of
+
+    return not torch.cuda.is_available() or gpu_of(torch.device("cuda")).has_cpp
 
 
 def for_gpu(executable: CudaExecutable, gpu: Gpu) -> CudaExecutable:

@@ -219,7 +219,7 @@ def test_a_weight_that_is_not_exact_keeps_its_path(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("decodes", [True, False])
-@pytest.mark.parametrize(("num_rows", "is_lofi"), [(16, False), (17, True), (130, True)])
+@pytest.mark.parametrize(("num_rows", "is_lofi"), [(64, False), (65, True), (130, True)])
 def test_products_of_many_rows_have_the_bits_of_rounded_operands(
     num_rows: int, is_lofi: bool, decodes: bool
 ) -> None:

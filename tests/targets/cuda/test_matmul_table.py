@@ -26,6 +26,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
 from tilewright.compiler.targets.cuda.kernels.matmul import (
     gemm_bf16,
     gemm_block,
+    gemm_block_triton,
     gemm_swiglu_bf16,
     gemv,
 )
@@ -67,6 +68,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
     monkeypatch.setattr(gemv, "linear", recorded("gemv", shows=("alone",)))
     monkeypatch.setattr(gemm_block, "linear", recorded("block", shows=("way", "alone", "feeds")))
+    monkeypatch.setattr(gemm_block_triton, "linear", recorded("block triton"))
     monkeypatch.setattr(gemm_bf16, "linear", recorded("dense", shows=("alone", "feeds")))
     monkeypatch.setattr(gemm_swiglu_bf16, "swiglu", recorded("swiglu", shows=("alone",)))
     names = {"store_product": "cublas", "add_product": "cublas", "triton_linear": "triton"}

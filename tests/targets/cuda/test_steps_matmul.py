@@ -28,7 +28,12 @@ from tilewright.compiler.targets.cuda.graphs.capture import decode_buckets
 from tilewright.compiler.targets.cuda.kernels.common.table import ADA, FAST, HOPPER, STRICT, Gpu
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts.table import CPP, TRITON
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16, gemm_block, gemv
+from tilewright.compiler.targets.cuda.kernels.matmul import (
+    gemm_bf16,
+    gemm_block,
+    gemm_block_triton,
+    gemv,
+)
 from tilewright.compiler.targets.cuda.kernels.matmul import table as matmul_table
 from tilewright.compiler.targets.cuda.kernels.matmul.table import (
     GEMV,
@@ -360,7 +365,8 @@ def test_float32_rows_without_a_norm_are_rounded(
         return tiny_model(**SMALL | {"hidden_size": 64, "intermediate_size": 64})
 
     seen: list[torch.Tensor] = []
-    ours = [(module, "linear") for module in (gemv, gemm_block, gemm_bf16)]
+    modules = (gemv, gemm_block, gemm_block_triton, gemm_bf16)
+    ours = [(module, "linear") for module in modules]
     others = [(steps_products, f"{one}_linear") for one in ("triton", "coded")]
     for module, kernel in (*ours, *others, (steps_products, "add_product")):
         monkeypatch.setattr(module, kernel, lambda out, x, *_, **__: seen.append(x.clone()))

@@ -19,6 +19,7 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.table import CPP, Norm
 from tilewright.compiler.targets.cuda.kernels.matmul import (
     gemm_bf16,
     gemm_block,
+    gemm_block_triton,
     gemm_swiglu_bf16,
     gemv,
 )
@@ -28,6 +29,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.e4m3 import round_rows, sca
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import linear as triton_linear
 from tilewright.compiler.targets.cuda.kernels.matmul.table import (
     BLOCK,
+    BLOCK_TRITON,
     CODED,
     CUBLAS,
     DENSE,
@@ -108,6 +110,8 @@ class MatmulOps:
         self._normed = torch.zeros(room * padded(widest), dtype=self._operand, device=device)
         self._arranged, self._fed = torch.empty(2, 0, device=device)
         self._before_mixers = mixers_behind(plan)
+        has_splits = not gpu.has_cpp and arithmetic == FAST
+        self._splits = gemm_block_triton.split_scratch(device) if has_splits else None
         self._readers: dict[int, LinearOp] = {}
         self._matmuls: dict[tuple[int, bool], BoundMatmul] = {}
         self._is_fed = False  # whether the next matmul's input is packed already
@@ -167,6 +171,17 @@ class MatmulOps:
         elif kernel == GEMV:
             x = x if norm is not None else self._norm(x, None, decodes)
             self._native_product(each, out, x, packed, bias, norm, decodes or self._strict)
+        elif kernel == BLOCK_TRITON:
+            assert self._splits is not None
+            gemm_block_triton.linear(
+                out,
+                self._norm(x, norm, decodes),
+                packed,
+                self._splits,
+                bias=bias,
+                residual=each.residual,
+                swiglu=each.swiglu,
+            )
         else:
             x = self._norm(x, norm, decodes)
             triton_linear(out, x, packed, bias=bias, residual=each.residual, swiglu=each.swiglu)

@@ -18,6 +18,17 @@ LEAST_LOFI = 17
 format is faster because it has half the bytes.
 """
 
+_MAX_BLOCK_TOKENS = 64
+
+
+def least_lofi(*, has_cpp: bool) -> int:
+    """Return the minimum number of rows for e4m3 operands.
+
+    Without CUDA C++ kernels, Triton reads the block format for more rows.
+    """
+    return LEAST_LOFI if has_cpp else _MAX_BLOCK_TOKENS + 1
+
+
 _X_EXPONENT = 7
 """Exponent of the largest value after scaling: [128, 256), so that no value of x exceeds
 448.

@@ -1,6 +1,6 @@
 """Op tables: kernel selection from format, arithmetic, compute capability and rows.
 
-An op has one table. A table row has a kernel. Excludes launches and weights.
+An op has one table. An entry has a kernel. Excludes launches and weights.
 """
 
 from __future__ import annotations

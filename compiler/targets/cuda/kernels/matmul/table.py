@@ -19,17 +19,18 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
 from tilewright.compiler.targets.cuda.kernels.matmul import (
     gemm_bf16,
     gemm_block,
+    gemm_block_triton,
     gemm_swiglu_bf16,
     gemv,
 )
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
-from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
+from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI, least_lofi
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, PackedWeight
 
 GEMV, DENSE, BLOCK, E4M3 = "gemv", "dense", "block", "e4m3"
 CUBLAS, TRITON, CODED = "cublas", "triton", "coded"
-SWIGLU, DENSE_E4M3 = "swiglu", "dense e4m3"
+SWIGLU, DENSE_E4M3, BLOCK_TRITON = "swiglu", "dense e4m3", "block triton"
 
 _BLOCKS = tuple(TILE_BYTES)
 _FORMATS = ("bf16", *_BLOCKS)
@@ -158,15 +159,19 @@ def _triton_rows(site: MatmulSite) -> range:
     return NONE if site.gpu.has_cpp else range(1, limit + 1)
 
 
+def _block_triton_rows(site: MatmulSite) -> range:
+    """Return the rows for `BLOCK_TRITON`, which decodes a weight once for all rows."""
+    return NONE if site.gpu.has_cpp else range(1, gemm_block_triton.MAX_TOKENS + 1)
+
+
+def _e4m3_rows(site: MatmulSite) -> range:
+    return range(least_lofi(has_cpp=site.gpu.has_cpp), EVERY.stop) if site.has_codes else NONE
+
+
 MATMUL: tuple[TableRow[MatmulSite], ...] = (
     TableRow(SWIGLU, (*_FORMATS, *_CODED), _swiglu_rows, (FAST,), is_cpp=True),
     TableRow(DENSE_E4M3, ("bfp4",), _code_rows, (FAST,), is_cpp=True),
-    TableRow(
-        E4M3,
-        ("bfp4",),
-        lambda site: range(LEAST_LOFI, EVERY.stop) if site.has_codes else NONE,
-        (EXACT, FAST),
-    ),
+    TableRow(E4M3, ("bfp4",), _e4m3_rows, (EXACT, FAST)),
     TableRow(DENSE, ("bf16",), _dense_rows, (FAST,), is_cpp=True),
     TableRow(CUBLAS, (*_FORMATS, *_CODED), lambda site: EVERY, (EXACT,)),
     TableRow(CUBLAS, (*_BLOCKS, *_CODED), _library_rows, (FAST,)),
@@ -194,6 +199,7 @@ MATMUL: tuple[TableRow[MatmulSite], ...] = (
         is_cpp=True,
     ),
     TableRow(TRITON, _FORMATS, _triton_rows, (STRICT, FAST)),
+    TableRow(BLOCK_TRITON, _BLOCKS, _block_triton_rows, (FAST,)),
     TableRow(CUBLAS, _FORMATS, lambda site: EVERY, (STRICT, FAST)),
 )
 """Selection order: the first match gives the kernel."""

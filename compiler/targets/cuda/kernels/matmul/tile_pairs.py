@@ -118,7 +118,7 @@ def _decoded(words, factors, FORMAT: tl.constexpr, CHAINED: tl.constexpr):
 
 
 @triton.jit
-def _vector(
+def vector_pairs(
     words,
     exponents,
     FIRST: tl.constexpr,
@@ -165,11 +165,11 @@ def pairs_of(vectors, exponents, SIDE: tl.constexpr, LAYOUT: tl.constexpr, CHAIN
     SHIFT: tl.constexpr = 8 * SIDE
     if FORMAT == "bfp8":
         pairs = tl.join(
-            _vector(vectors[0], exponents, SHIFT, SHIFT, FORMAT, CHAINED),
-            _vector(vectors[1], exponents, SHIFT + 16, SHIFT + 16, FORMAT, CHAINED),
+            vector_pairs(vectors[0], exponents, SHIFT, SHIFT, FORMAT, CHAINED),
+            vector_pairs(vectors[1], exponents, SHIFT + 16, SHIFT + 16, FORMAT, CHAINED),
         )
     else:
-        pairs = _vector(vectors[0], exponents, SHIFT, SHIFT + 16, FORMAT, CHAINED)
+        pairs = vector_pairs(vectors[0], exponents, SHIFT, SHIFT + 16, FORMAT, CHAINED)
     return tl.permute(pairs, (0, 4, 3, 2, 1)).reshape(pairs.shape[0], 64)
 
 
