@@ -144,7 +144,10 @@ class AttentionRunner:
     def _bind(
         self, each: AttentionOp, site: AttentionSite, splits: dict[int, Ranges[SplitKV | Spread]]
     ) -> _BoundAttention:
-        attend = native_attention.attend_decode if splits else attention_decode.attend_decode
+        attend: Callable[..., None] = native_attention.attend_decode
+        if not splits:
+            is_fast = site.arithmetic == FAST and not site.gpu.has_cpp
+            attend = partial(attention_decode.attend_decode, is_fast=is_fast)
         given = {"block_tables": self._state.tables, "scale": each.scale, "window": each.window}
         if each.sinks is not None:
             given["sinks"] = self._weights.constant(each.sinks)

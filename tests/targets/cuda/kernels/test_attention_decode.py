@@ -29,14 +29,21 @@ class Step(DecodeStep):
     ) -> None:
         super().__init__(paged, device, num_pages=num_pages, **settings)
 
-    def run(self, rows: list[int] | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    def run(
+        self,
+        rows: list[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        *,
+        is_fast: bool = False,
+    ) -> Any:
         """``[rows, H, D]`` on the CPU, from an output full of NaN."""
         chosen = list(range(len(self.positions))) if rows is None else rows
         size = (len(chosen), self.heads[0] * self.head_dim)
         out = torch.full(size, NAN, dtype=dtype, device=self.qkv.device)
         # Columns of a wider product, as where a gate is computed with them.
         qkv = torch.nn.functional.pad(self.qkv[chosen], (0, 8), value=NAN)[:, :-8]
-        attend_decode(self.cache.pages, qkv, out=out, **self.arguments(chosen))
+        given = self.arguments(chosen)
+        attend_decode(self.cache.pages, qkv, out=out, is_fast=is_fast, **given)
         assert not self.scratch.arrived.any()
         return out.cpu().view(len(chosen), self.heads[0], self.head_dim)
 
@@ -74,6 +81,19 @@ def test_against_float64(
         paged, device, kind=kind, heads=heads, head_dim=head_dim, positions=[130, -1, 0], **settings
     )
     step.check(step.run())
+
+
+@pytest.mark.parametrize("programs", [4, 8])
+def test_fast_rows_have_a_split_a_program(
+    programs: int,
+    paged: Callable[..., Any],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_decode, "PROGRAMS", programs)
+    positions = [130, -1, 64, 0]
+    step = Step(paged, device, kind="bf16", heads=(4, 1), head_dim=64, positions=positions)
+    step.check(step.run(is_fast=True))
 
 
 @pytest.mark.parametrize("position", [1, 63, 64, 65, 127, 128])

@@ -494,6 +494,7 @@ def attend_decode(
     scratch: DecodeScratch,
     early: bool = False,
     sinks: torch.Tensor | None = None,
+    is_fast: bool = False,
 ) -> None:
     """Rotate ``qkv``, store its keys and values, and attend to the cache.
 
@@ -509,14 +510,14 @@ def attend_decode(
         early: Positions, slots, tables and earlier pages were written before the first kernel of
             this chain, as in a captured step. They are read before the previous kernel ends.
         sinks: A further score per head, float32 ``[H]``. None: none.
+        is_fast: Give each program a single split. Then bits depend on the batch size.
     """
-    num_rows, num_splits = qkv.shape[0], min(MAX_SPLITS, block_tables.shape[1])
     assert qkv.stride(1) == 1 and out.stride(1) == 1
     assert inv_freq.dtype == torch.float32 and 2 * inv_freq.shape[0] <= pages.head_dim
-    scratch.check(num_rows * num_heads * num_splits, pages.head_dim)
-    programs, num_warps = _launch_of(pages, num_rows, num_splits)
+    num_splits, programs, num_warps = _launch_of(pages, len(qkv), block_tables, is_fast=is_fast)
+    scratch.check(len(qkv) * num_heads * num_splits, pages.head_dim)
     arrived = scratch.arrived if num_splits <= MAX_TOGETHER else None
-    _attend_decode_kernel[(num_rows, pages.num_kv_heads, programs)](
+    _attend_decode_kernel[(len(qkv), pages.num_kv_heads, programs)](
         qkv,
         out,
         positions,
@@ -566,10 +567,13 @@ def _combine_splits(
     )
 
 
-def _launch_of(pages: KVPages, num_rows: int, num_splits: int) -> tuple[int, int]:
-    """Return the programs of a row and key/value head, and their warps."""
+def _launch_of(
+    pages: KVPages, num_rows: int, block_tables: torch.Tensor, *, is_fast: bool
+) -> tuple[int, int, int]:
+    """Return the splits and programs of a row and key/value head, and the warps of a program."""
+    num_splits = min(MAX_SPLITS, block_tables.shape[1])
     programs = max(1, PROGRAMS // (num_rows * pages.num_kv_heads))
     programs = min(num_splits, 1 << programs.bit_length() - 1)
     # The tiles of two pages are in registers at a time.
     num_warps = 4 if pages.head_dim <= 128 and pages.values.dtype != torch.float32 else 8
-    return programs, num_warps
+    return programs if is_fast else num_splits, programs, num_warps
