@@ -185,7 +185,7 @@ TIED = "tie_word_embeddings"
         (
             {WORD: EXL3},
             {},
-            r": quantization_config\.quant_method = 'exl3' is not read; allowed: awq",
+            r": quantization_config\.quant_method = 'exl3' is not read; allowed: auto-round",
         ),
         ({WORD: EXL3}, {WORD: None}, r": quantization_config\.quant_method = 'exl3' is not read"),
         ({}, {WORD: EXL3}, r": text_config\.quantization_config\.quant_method = 'exl3' is not"),
