@@ -27,25 +27,25 @@ KINDS = ["bfp8", "bfp4"]
 def test_linear_of_odd_sizes_is_near_float64(
     kind: str, num_tokens: int, size: tuple[int, int], device: torch.device
 ) -> None:
-    held, x = weight(kind, size, device), tokens((num_tokens, size[1]), device)
+    packed, x = weight(kind, size, device), tokens((num_tokens, size[1]), device)
     scratch = split_scratch(device)
     out, around = poisoned((num_tokens, size[0]), device)
-    linear(out, x, held, scratch)
-    assert_near(out, expected(x, held))
+    linear(out, x, packed, scratch)
+    assert_near(out, expected(x, packed))
     assert bool(around[:, size[0] :].isnan().all())
     assert not scratch.arrived.any()
     rounded, _ = poisoned((num_tokens, size[0]), device, torch.bfloat16)
-    linear(rounded, x, held, scratch)
+    linear(rounded, x, packed, scratch)
     assert torch.equal(rounded, out.bfloat16())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_linear_of_one_hot_tokens_returns_the_weight(kind: str, device: torch.device) -> None:
-    held, x = weight(kind, (80, 300), device), torch.eye(300, device=device).bfloat16()
+    packed, x = weight(kind, (80, 300), device), torch.eye(300, device=device).bfloat16()
     scratch, out = split_scratch(device), torch.empty(300, 80, device=device)
     for first in range(0, 300, 64):
-        linear(out[first : first + 64], x[first : first + 64], held, scratch)
-    assert torch.equal(out.T, expected(x, held).T.float())
+        linear(out[first : first + 64], x[first : first + 64], packed, scratch)
+    assert torch.equal(out.T, expected(x, packed).T.float())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,18 +54,18 @@ def test_epilogues_follow_the_sum_of_splits(
     kind: str, max_splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(gemm_block_triton._TUNING, "max_splits", max_splits)
-    held, x = weight(kind, (80, 200), device, paired=True), tokens((9, 200), device)
+    packed, x = weight(kind, (80, 200), device, paired=True), tokens((9, 200), device)
     scratch, bias = split_scratch(device), torch.randn(80, device=device)
     out, _ = poisoned((9, 80), device)
-    linear(out, x, held, scratch, bias=bias)
-    assert_near(out, expected(x, held) + bias)
+    linear(out, x, packed, scratch, bias=bias)
+    assert_near(out, expected(x, packed) + bias)
     before = torch.randn(9, 80, device=device)
     total = before.clone()
-    linear(total, x, held, scratch, bias=bias, residual=True)
+    linear(total, x, packed, scratch, bias=bias, residual=True)
     assert torch.equal(total, before + out)
     halves, around = poisoned((9, 40), device, torch.bfloat16)
-    linear(halves, x, held, scratch, swiglu=True)
-    assert_near(halves, gated(expected(x, held)))
+    linear(halves, x, packed, scratch, swiglu=True)
+    assert_near(halves, gated(expected(x, packed)))
     assert bool(around[:, 40:].isnan().all())
 
 
@@ -85,15 +85,15 @@ def test_tiling_fills_the_gpu(num_rows: int, rows: int, splits: int) -> None:
 def test_linear_of_real_shapes_repeats_its_bits(
     kind: str, num_tokens: int, size: tuple[int, int], device: torch.device
 ) -> None:
-    held, x = weight(kind, size, device, paired=True), tokens((num_tokens, size[1]), device)
+    packed, x = weight(kind, size, device, paired=True), tokens((num_tokens, size[1]), device)
     scratch = split_scratch(device)
     out, _ = poisoned((num_tokens, size[0]), device)
-    linear(out, x, held, scratch)
-    torch.testing.assert_close(out.double(), expected(x, held), rtol=1e-4, atol=1e-4)
+    linear(out, x, packed, scratch)
+    torch.testing.assert_close(out.double(), expected(x, packed), rtol=1e-4, atol=1e-4)
     for _ in range(3):
         again, _ = poisoned((num_tokens, size[0]), device)
-        linear(again, x, held, scratch)
+        linear(again, x, packed, scratch)
         assert torch.equal(again, out)
     halves, _ = poisoned((num_tokens, size[0] // 2), device, torch.bfloat16)
-    linear(halves, x, held, scratch, swiglu=True)
+    linear(halves, x, packed, scratch, swiglu=True)
     torch.testing.assert_close(halves.double(), gated(out.double()), rtol=2.0**-8, atol=1e-5)
