@@ -40,6 +40,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.coded_values import (
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import (
     Operand,
     OutputMatrix,
+    check_operands,
     product,
     store_rows,
 )
@@ -289,9 +290,7 @@ def linear(
             depend on the number of tokens. None: the faster kernel.
     """
     num_tokens, num_rows = x.shape[0], weight.num_rows
-    assert out.shape == (num_tokens, num_rows // 2 if swiglu else num_rows)
-    assert x.shape[1] >= weight.num_columns and x.stride(1) == 1 and out.stride(1) == 1
-    assert not swiglu or (weight.is_paired and not residual)
+    check_operands(out, x, weight, residual=residual, swiglu=swiglu)
     how = choose_blocks(num_tokens, is_small_m=is_small_m)
     if how.parts > 1 and coded_cut_triton.takes(weight):
         coded_cut_triton.linear(out, x, weight, bias=bias, residual=residual, swiglu=swiglu)

@@ -26,6 +26,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import words_of
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import (
     Operand,
     OutputMatrix,
+    check_operands,
     product,
     store_rows,
 )
@@ -197,9 +198,7 @@ def linear(
 ) -> None:
     """Compute `gemv_triton.linear` for more tokens."""
     num_tokens, num_rows = x.shape[0], packed.num_rows
-    assert out.shape == (num_tokens, num_rows // 2 if swiglu else num_rows)
-    assert x.shape[1] >= packed.num_columns and x.stride(1) == 1 and out.stride(1) == 1
-    assert not swiglu or (packed.is_paired and not residual)
+    check_operands(out, x, packed, residual=residual, swiglu=swiglu)
     assert num_tokens <= MAX_TOKENS
     # `wgmma` has 64 rows at least: tokens. Its second operand is in shared memory.
     has_wgmma = out.is_cuda and capability_of(out.device) >= (9, 0)

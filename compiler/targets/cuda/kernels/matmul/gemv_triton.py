@@ -268,6 +268,16 @@ def _linear_bf16_kernel(
     store_rows(out, bias_ptr, sums, feature, token, 16, TOKENS, RESIDUAL, SWIGLU, CHAINED)
 
 
+def check_operands(
+    out: Tensor, x: Tensor, packed: PackedWeight, *, residual: bool, swiglu: bool
+) -> None:
+    """Check the shapes and strides of a matmul's operands, as in `linear`."""
+    num_rows = packed.num_rows
+    assert out.shape == (x.shape[0], num_rows // 2 if swiglu else num_rows)
+    assert x.shape[1] >= packed.num_columns and x.stride(1) == 1 and out.stride(1) == 1
+    assert not swiglu or (packed.is_paired and not residual)
+
+
 def linear(
     out: Tensor,
     x: Tensor,
@@ -287,9 +297,7 @@ def linear(
     Rows in ``x`` and ``out`` may have gaps.
     """
     num_tokens, num_rows = x.shape[0], packed.num_rows
-    assert out.shape == (num_tokens, num_rows // 2 if swiglu else num_rows)
-    assert x.shape[1] >= packed.num_columns and x.stride(1) == 1 and out.stride(1) == 1
-    assert not swiglu or (packed.is_paired and not residual)
+    check_operands(out, x, packed, residual=residual, swiglu=swiglu)
     is_bf16 = packed.format == "bf16"
     segments, family = segments_of(packed), "bf16" if is_bf16 else "blocks"
     tokens = min(_TUNING["tokens"][family], block_of(num_tokens, minimum=8))
