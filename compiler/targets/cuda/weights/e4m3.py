@@ -18,7 +18,8 @@ LEAST_LOFI = 17
 format is faster because it has half the bytes.
 """
 
-_MAX_BLOCK_TOKENS = 64
+MAX_BLOCK_TOKENS = 64
+"""Maximum rows of Triton matmuls that decode a block format once for all rows."""
 
 
 def least_lofi(*, has_cpp: bool) -> int:
@@ -26,7 +27,7 @@ def least_lofi(*, has_cpp: bool) -> int:
 
     Without CUDA C++ kernels, Triton reads the block format for more rows.
     """
-    return LEAST_LOFI if has_cpp else _MAX_BLOCK_TOKENS + 1
+    return LEAST_LOFI if has_cpp else MAX_BLOCK_TOKENS + 1
 
 
 _X_EXPONENT = 7

@@ -32,10 +32,11 @@ from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import (
 )
 from tilewright.compiler.targets.cuda.kernels.matmul.tile_pairs import layout_of, vector_pairs
 from tilewright.compiler.targets.cuda.tuning import tuning
+from tilewright.compiler.targets.cuda.weights.e4m3 import MAX_BLOCK_TOKENS
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_COLUMNS, PackedWeight
 
 _TUNING = tuning()["matmul"]["block_triton"]
-MAX_TOKENS = 64
+MAX_TOKENS = MAX_BLOCK_TOKENS
 
 
 class SplitScratch(NamedTuple):
