@@ -148,10 +148,10 @@ def test_every_kernel_has_a_product() -> None:
         (
             (2048, 4096),
             [
-                DenseTileConfig(2, 1, 4),
-                DenseTileConfig(4, 1, 4),
-                DenseTileConfig(8, 1, 4),
-                DenseTileConfig(16, 1, 4),
+                DenseTileConfig(2, 1, 4, 2),
+                DenseTileConfig(4, 1, 4, 2),
+                DenseTileConfig(8, 1, 4, 2),
+                DenseTileConfig(16, 1, 4, 2),
             ],
         ),
         (
@@ -168,6 +168,16 @@ def test_every_kernel_has_a_product() -> None:
 def test_ways_of_usual_shapes(size: tuple[int, int], ways: list[DenseTileConfig]) -> None:
     held = shaped("bf16", *size)
     assert [gemm_bf16.choose_way(held, count) for count in (16, 32, 64, 128)] == ways
+
+
+@pytest.mark.parametrize("count", [16, 32, 64])
+def test_choose_way_of_four_slices_leaves_room_for_another_block(count: int) -> None:
+    """Codes and fewer slices keep the deeper ring."""
+    held = shaped("bf16", 2048, 4096)
+    way = gemm_bf16.choose_way(held, count)
+    assert way.slices == 4 and 2 * (way.shared_bytes + 1024) <= gemv.MOST_SHARED + 1024
+    assert gemm_bf16.choose_way(held, count, is_codes=True).resident == 1
+    assert gemm_bf16.choose_way(shaped("bf16", 4096, 4096), count).resident == 1
 
 
 def test_every_header_is_named_once() -> None:

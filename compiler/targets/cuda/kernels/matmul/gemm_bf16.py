@@ -43,6 +43,8 @@ _MOST_DEPTH = 12
 _MOST_SLICES = 8
 _LEAST_SLICE: int = tuning()["matmul"]["dense"]["min_slice_bytes"]  # bytes of K
 _TUNING = tuning()["matmul"]["dense"]
+# Slices from which two blocks fit a multiprocessor. The next kernel can then copy weights early.
+_MIN_SLICES_OF_SMALL: int = _TUNING["min_slices_of_small"]
 _MIN_LARGE_TURNS: int = _TUNING["many_turns"]
 # Turns of small blocks over the device, below which blocks may have 256 rows.
 _MOST_TURNS: int = _TUNING["most_turns"]
@@ -149,7 +151,8 @@ def choose_way(packed: PackedWeight, num_tokens: int, *, is_codes: bool = False)
     slices = 1
     while 2 * slices * tiles <= count and num_bytes >= 2 * slices * _LEAST_SLICE:
         slices *= 2
-    return DenseTileConfig(eights, 1, min(slices, _MOST_SLICES))
+    is_small = slices >= _MIN_SLICES_OF_SMALL and not is_codes
+    return DenseTileConfig(eights, 1, min(slices, _MOST_SLICES), resident=2 if is_small else 1)
 
 
 def rows_of(packed: PackedWeight) -> range:
