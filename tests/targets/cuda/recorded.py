@@ -23,7 +23,7 @@ from tests.tiny import lowered
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.cuda.kernels.attention.rope import rotate_and_store
 from tilewright.compiler.targets.cuda.kernels.common import launch, nvrtc
-from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16, gemm_block
 from tilewright.compiler.targets.cuda.kernels.matmul.tile_pairs import TileLayout
 from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.state.tables import PagedState
@@ -138,6 +138,7 @@ def recorded_gpu(
         patch.setattr(nvrtc, "launch", _native(launches))
         patch.setattr(nvrtc, "clusters_at_once", lambda *_: 16)
         patch.setattr(gemm_bf16, "_map", _map)
+        patch.setattr(gemm_block, "_map", _map)
         for kind in (JITFunction, InterpretedFunction):
             patch.setattr(kind, "run", _triton(launches))
         _patch_library(patch, launches)

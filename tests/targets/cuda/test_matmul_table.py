@@ -124,6 +124,8 @@ def _shown(how: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, gemm_block.SplitTileConfig):
+        return f"split {value.eights}x{value.groups}/{value.tiles}/{value.joined}"
     if not isinstance(value, gemm_block.BlockTileConfig):
         return str(value)
     size = f"{value.eights}x{value.groups}/{value.resident}/{value.joined}"

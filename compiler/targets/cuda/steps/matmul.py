@@ -26,6 +26,10 @@ from tilewright.compiler.targets.cuda.kernels.matmul import (
 from tilewright.compiler.targets.cuda.kernels.matmul.coded_triton import linear as coded_linear
 from tilewright.compiler.targets.cuda.kernels.matmul.dequantise import dequantise
 from tilewright.compiler.targets.cuda.kernels.matmul.e4m3 import round_rows, scale_rows
+from tilewright.compiler.targets.cuda.kernels.matmul.gemm_block import (
+    BlockTileConfig,
+    SplitTileConfig,
+)
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import linear as triton_linear
 from tilewright.compiler.targets.cuda.kernels.matmul.table import (
     BLOCK,
@@ -247,7 +251,7 @@ class MatmulOps:
         least = tuning()["matmul"]["min_rows_before_mixer"]
         return mixer is not None and num_rows >= least["bf16" if is_late else "blocks"]
 
-    def _way(self, packed: PackedWeight, num_rows: int) -> gemm_block.BlockTileConfig:
+    def _way(self, packed: PackedWeight, num_rows: int) -> BlockTileConfig | SplitTileConfig:
         return gemm_block.choose_way(packed, num_rows, same_bits=self._strict)
 
     def _gemm_block(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 CODES = torch.float8_e4m3fn
 
-LEAST_LOFI = 17
+LEAST_LOFI = 33
 """Minimum number of rows for e4m3 operands in lofi matmuls. With fewer rows, reading the block
 format is faster because it has half the bytes.
 """

@@ -63,7 +63,10 @@ def test_what_is_chosen_is_there_and_fits(kind: str, rows: int, same_bits: bool)
     for count in range(17, gemm_block.MAX_TOKENS + 1):
         way = gemm_block.choose_way(held, count, same_bits=same_bits)
         assert way.kernel(held) in source_of(kind).names
-        assert way.resident * (way.shared_bytes(held) + 2048) <= gemv.MOST_SHARED + 3072
+        is_split = isinstance(way, gemm_block.SplitTileConfig)
+        resident = 1 if is_split else way.resident
+        assert resident * (way.shared_bytes(held) + 2048) <= gemv.MOST_SHARED + 3072
+        assert is_split == (not same_bits and count in gemm_block.splits_of(held))
         assert way.depth(held) >= 2
         assert gemm_block.num_places(way, count) * 4096 * 2 <= room
         if same_bits and gemv.num_slices(held) > 1:
@@ -71,55 +74,43 @@ def test_what_is_chosen_is_there_and_fits(kind: str, rows: int, same_bits: bool)
 
 
 @pytest.mark.parametrize(
-    ("size", "names"),
+    ("size", "sizes"),
     [
-        (
-            (8192, 28672),
-            (
-                "gemm_block_8_2",
-                "gemm_block_16_2",
-                "gemm_block_16_2",
-                "gemm_block_24_2",
-                "gemm_block_16_2",
-            ),
-        ),
-        (
-            (10240, 8192),
-            (
-                "gemm_block_16_2",
-                "gemm_block_24_2",
-                "gemm_block_16_2",
-                "gemm_block_16_2",
-                "gemm_block_24_2",
-            ),
-        ),
-        (
-            (4096, 14336),
-            ("cut_8_4", "gemm_block_8_2", "gemm_block_8_2", "gemm_block_16_2", "gemm_block_16_2"),
-        ),
-        (
-            (28672, 4096),
-            (
-                "gemm_block_16_2",
-                "gemm_block_24_2",
-                "gemm_block_16_2",
-                "gemm_block_24_2",
-                "gemm_block_16_2",
-            ),
-        ),
+        ((28672, 4096), (4, 4, 14, 1)),
+        ((128256, 4096), (4, 4, 16, 1)),
+        ((6144, 4096), (4, 4, 6, 2)),
+        ((4096, 14336), (4, 4, 4, 2)),
+        ((64, 256), (4, 4, 1, 2)),
+    ],
+)
+def test_split_way_fills_the_device(
+    size: tuple[int, int], sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large weights have a block per multiprocessor, small weights have pairs."""
+    monkeypatch.setattr(gemm_block, "num_processors", lambda device: 132)
+    held = shaped("bfp8", *size)
+    assert gemm_block.split_way(held) == gemm_block.SplitTileConfig(*sizes)
+    assert [count in gemm_block.splits_of(held) for count in (17, 32, 33)] == [True, True, False]
+    assert 32 not in gemm_block.splits_of(shaped("q80", *size))
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes"),
+    [
+        ((8192, 28672), ("8_2", "16_2", "16_2", "24_2", "16_2")),
+        ((10240, 8192), ("16_2", "24_2", "16_2", "16_2", "24_2")),
+        ((4096, 14336), ("8_4", "8_2", "8_2", "16_2", "16_2")),
+        ((28672, 4096), ("16_2", "24_2", "16_2", "24_2", "16_2")),
     ],
 )
 def test_many_tokens_take_the_way_that_fills_the_device(
-    size: tuple[int, int], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    size: tuple[int, int], sizes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With other bits, the fastest sizes on an H100 are selected, within a tolerance."""
     monkeypatch.setattr(gemm_block, "num_processors", lambda device: 132)
     held = shaped("bfp8", *size)
-    ways = [
-        gemm_block.choose_way(held, n, same_bits=False).kernel(held)
-        for n in (128, 192, 256, 384, 512)
-    ]
-    assert tuple(name.replace("_bfp8", "") for name in ways) == names
+    ways = [gemm_block.choose_way(held, n, same_bits=False) for n in (128, 192, 256, 384, 512)]
+    assert [way.kernel(held).rpartition("bfp8_")[2] for way in ways] == list(sizes)
 
 
 def test_every_header_is_named_once() -> None:
@@ -202,8 +193,6 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
     ]
     if cut == "cut":
         ways.append(gemm_block.JOINED)
-    elif kind == "bfp8":
-        ways.append(gemm_block.TALL)
     for way in ways:
         if way.depth(held) < 2:
             continue
@@ -235,6 +224,56 @@ def test_every_way_of_a_whole_k(kind: str, gpu: torch.device) -> None:
         found.append(out)
     torch.testing.assert_close(found[0].double(), want, rtol=1e-4, atol=1e-4)
     assert all(torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bfp8", "bfp4"])
+@pytest.mark.parametrize(
+    "size",
+    [(4096, 14336), (28672, 4096), (40000, 256), (960, 576), (48, 200), (35, 2052), (35, 100)],
+)
+def test_split_products(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
+    """Compare with float64. Padding stays unchanged, and results repeat."""
+    held = weight(kind, size, gpu, paired=False)
+    x = torch.cat([tokens(held, gpu) for _ in range(2)])
+    bias = torch.randn(size[0], device=gpu)
+    want = x[:, : size[1]].double() @ unpack(held).double().T + bias
+    arranged = gemm_block.scratch(size[1], gpu)
+    for count in (1, 17, 32, 60, 128):
+        around = torch.full((130, size[0] + 8), NAN, device=gpu)
+        out = around[:count, : size[0]]
+        arranged.fill_(0xFF)
+        how = {"arranged": arranged, "bias": bias, "way": gemm_block.split_way(held)}
+        gemm_block.linear(out, x[:count], held, epilogue=gemv.STORE, **how)
+        torch.testing.assert_close(out.double(), want[:count], rtol=1e-4, atol=1e-4)
+        assert bool(around[count:].isnan().all()) and bool(around[:, size[0] :].isnan().all())
+        total = torch.ones(count, size[0], device=gpu)
+        gemm_block.linear(total, x[:count], held, epilogue=gemv.ADD, **how)
+        assert torch.equal(total, 1 + out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bfp8", "bfp4"])
+@pytest.mark.parametrize("count", [20, 60])
+def test_a_split_product_feeds_the_next(kind: str, count: int, gpu: torch.device) -> None:
+    held = weight(kind, (16384, 2048), gpu, paired=True)
+    down = weight(kind, (4096, 8192), gpu, paired=False)
+    x = torch.cat([tokens(held, gpu) for _ in range(2)])[:count]
+    few, out = torch.zeros(2, count, 8192, dtype=torch.bfloat16, device=gpu)
+    arranged, behind = (gemm_block.scratch(each, gpu) for each in (2048, 8192))
+    how = {"epilogue": gemv.SWIGLU, "arranged": arranged}
+    gemm_block.linear(few, x, held, **how)
+    how["way"] = gemm_block.split_way(held)
+    gemm_block.linear(out, x, held, **how)
+    torch.testing.assert_close(out, few, rtol=2e-2, atol=1e-2)
+    way = gemm_block.split_way(down)
+    want, fed = torch.zeros(2, count, 4096, device=gpu)
+    after = {"epilogue": gemv.STORE, "arranged": behind, "way": way}
+    gemm_block.linear(want, out, down, **after)
+    behind.fill_(0xFF)
+    gemm_block.linear(behind, x, held, feeds=gemm_block.num_places(way, count), **how)
+    gemm_block.linear(fed, out, down, is_there=True, **after)
+    assert torch.equal(fed, want)
 
 
 @pytest.mark.gpu

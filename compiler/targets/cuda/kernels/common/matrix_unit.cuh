@@ -5,6 +5,11 @@
 
 typedef unsigned long long u64;
 
+// Where rows are, for the tensor copy engine.
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
 __device__ __forceinline__ void make_barrier(u32 at, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
 }
@@ -16,6 +21,9 @@ __device__ __forceinline__ void show_barriers() {
 __device__ __forceinline__ void arrive_for(u32 at, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
                : "memory");
+}
+__device__ __forceinline__ void arrive_at(u32 at) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
 __device__ __forceinline__ void wait_turn(u32 at, u32 parity) {
   asm volatile("{\n"
@@ -39,6 +47,15 @@ template <int N> __device__ __forceinline__ void group_wait() {
 // Rows of 128 bytes, eight of them 1,024 apart, 16-byte pieces exchanged by row.
 __device__ __forceinline__ u64 operand_at(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
+__device__ __forceinline__ float4 read4_of_rank(u32 address, int rank) {
+  u32 there;
+  float4 v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
+  return v;
 }
 
 #define ACC4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])

@@ -138,7 +138,7 @@ def expert_linear(
     assert shared <= MOST_SHARED and depth > 1
     bias, limit, alpha = finish.checked(packed.num_experts * num_rows, swiglu=swiglu)
     arguments = _GemmExperts(
-        gemm=GemmBlock(product=product, depth=depth, tiles=way.row_tiles(packed)),
+        gemm=GemmBlock(product=product, depth=depth),
         pairs=pairs,
         bias=None if bias is None else bias.data_ptr(),
         out_each=num_rows,

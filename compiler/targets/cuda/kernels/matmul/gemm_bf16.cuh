@@ -5,9 +5,6 @@
 #include "finish.cuh"
 #include "matrix_unit.cuh"
 
-struct alignas(64) TensorMap {
-  u64 words[16];
-};
 struct Dense {
   TensorMap weight, x;  // [N, K] and [M, K], in 128-byte boxes along K
   Product product;      // its operands are not read
@@ -32,17 +29,6 @@ __device__ __forceinline__ u32 codes2(float low, float high) {
   u16 d;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
   return d;
-}
-__device__ __forceinline__ void arrive_at(u32 at) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ float4 read4_of_rank(u32 address, int rank) {
-  u32 there;
-  float4 v;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
-  return v;
 }
 
 #define LIST8 "%0, %1, %2, %3, %4, %5, %6, %7"

@@ -137,11 +137,11 @@ def choose_way(packed: PackedWeight, num_tokens: int, *, is_codes: bool = False)
     """
     eights = next(each for each in _EIGHTS if num_tokens <= 8 * each)
     if is_codes:
-        eights = max(eights, 4)
+        eights = 8
     count, turns = num_processors(packed.data.device), _turns(packed)
     if turns > 1:
         if eights < 8:
-            groups = 4 if is_codes and turns >= _MIN_LARGE_TURNS else 1
+            groups = 1
         else:
             most = _MOST_TURNS if eights == 8 else turns
             groups = 4 if _MIN_LARGE_TURNS <= turns <= most else 2
@@ -169,9 +169,9 @@ def rows_of(packed: PackedWeight) -> range:
 
 
 def code_rows_of(packed: PackedWeight) -> range:
-    """Return the token counts of e4m3 matmuls for this kernel: large weights take more tokens."""
+    """Return the token counts of e4m3 matmuls for this kernel, with large weights only."""
     is_large = _turns(packed) >= _MIN_LARGE_TURNS
-    return range(1, (_SOME_TOKENS if is_large else _SOME_TOKENS // 2) + 1)
+    return range(1, _SOME_TOKENS + 1) if is_large else range(0)
 
 
 def num_chunks(num_columns: int, element_size: int = 2) -> int:

@@ -108,7 +108,6 @@ __device__ __forceinline__ void decode_quarter(u32 (&top)[4], u32 (&low)[4], con
 struct GemmBlock {
   Product product;  // x is the output of `arrange`, with `x_stride` tokens
   int depth;        // steps in flight
-  int tiles;        // row tiles in a block of four groups
 };
 constexpr int MOST_DEPTH = 12;
 
@@ -225,10 +224,8 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
   const int lane = threadIdx.x & 31, t = lane & 3;
   const u32 part = CUT > 1 ? threadIdx.x >> 7 : 0, warp = (threadIdx.x >> 5) - 4 * part;
   const u32 share = (C > 1 ? blockIdx.z * CUT : 0) + part;
-  constexpr bool TALL = CUT == 0 && G == 4;
-  const u32 taken = TALL ? args.tiles : R::WARPS;  // row tiles per block
   const u32 depth = args.depth;
-  const u32 tile = TALL && warp >= taken ? p.num_tiles : blockIdx.y * taken + warp;
+  const u32 tile = blockIdx.y * R::WARPS + warp;
   const u32 begins = share * OWN * p.num_steps / SLICES;
   const u32 ends = CUT ? (share + 1) * OWN * p.num_steps / SLICES : p.num_steps;
   R ring;
@@ -391,6 +388,170 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args) {
   };
   gemm_block<F, MT, G, CUT, C>(args, args.product.weight, finish);
 }
+
+struct alignas(64) GemmSplit {
+  TensorMap weight;  // [num_tiles, num_steps * step_bytes / 128, 128], boxes with a step of `tiles`
+  Product product;   // x is the output of `arrange`, with `x_stride` tokens
+  int depth;         // steps in flight
+  int tiles;         // row tiles in a block
+  int padding[6];
+};
+// Copy a step of some row tiles. Bytes past the last tile are zero.
+__device__ __forceinline__ void copy_tiles(u32 to, const TensorMap &map, int line, int tile,
+                                           u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to), "l"(&map), "r"(barrier), "r"(0),
+               "r"(line), "r"(tile) : "memory");
+}
+
+// Multiply MT * 8 tokens with up to 4 G row tiles per block. A further warp starts all copies, into
+// `depth` stages with a step's x and weights. A block processes row blocks without a gap. Or a
+// cluster along z splits K, and its sums are added in order.
+template <int F, int MT, int G>
+__device__ __forceinline__ void gemm_split(const GemmSplit &args) {
+  constexpr u32 X_HALF = MT * 8 * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
+  constexpr int LINES = step_bytes<F> / 128;
+  const Product &p = args.product;
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ __align__(8) u64 full[MOST_DEPTH], empty[MOST_DEPTH];
+  const u32 lane = threadIdx.x & 31;
+  const u32 warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), group = warp >> 2;  // uniform
+  const int g = lane >> 2, t = lane & 3;
+  const u32 depth = args.depth, taken = args.tiles, groups = (taken + 3) / 4, num_tiles = p.num_tiles;
+  const u32 num_blocks = (num_tiles + taken - 1) / taken, w_bytes = taken * step_bytes<F>;
+  const u32 x_ring = (shared_address(memory) + 1023) & ~1023u, codes_at = x_ring + depth * X_BYTES;
+  const u32 at_full = shared_address(full), at_empty = shared_address(empty);
+  const u32 begins = blockIdx.z * p.num_steps / gridDim.z;
+  const u32 num_steps = (blockIdx.z + 1) * p.num_steps / gridDim.z - begins;
+  auto tile_of = [&](u32 block, u32 at) { return at < taken ? block * taken + at : num_tiles; };
+  if (threadIdx.x == 0) {
+    for (u32 i = 0; i < depth; ++i) {
+      make_barrier(at_full + 8 * i, 1);
+      make_barrier(at_empty + 8 * i, 4 * groups);
+    }
+    show_barriers();
+  }
+  release_beside(p);
+  __syncthreads();
+  float acc[MT][4] = {};
+  const int token = blockIdx.x * (MT * 8) + 2 * t;
+  if (group == G) {
+    if (lane == 0) {
+      const size_t x_chunk = (size_t)p.x_stride * CHUNK_BYTES;
+      const u8 *x = (const u8 *)p.x + 2 * begins * x_chunk + blockIdx.x * X_HALF;
+      auto weights = [&](u32 block, u32 step, u32 slot) {
+        arrive_for(at_full + 8 * slot, w_bytes + X_BYTES);
+        copy_tiles(codes_at + slot * w_bytes, args.weight, (begins + step) * LINES, block * taken,
+                   at_full + 8 * slot);
+      };
+      auto tokens = [&](u32 step, u32 slot) {
+        const u8 *from = x + 2 * step * x_chunk;
+        copy_bulk(x_ring + slot * X_BYTES, from, X_HALF, at_full + 8 * slot);
+        copy_bulk(x_ring + slot * X_BYTES + X_HALF, from + x_chunk, X_HALF, at_full + 8 * slot);
+      };
+      // Weights never change, so their copies start before x is ready.
+      const u32 ahead = min(depth, num_steps);
+      for (u32 i = 0; i < ahead; ++i) weights(blockIdx.y, i, i);
+      wait_for_inputs();
+      for (u32 i = 0; i < ahead; ++i) tokens(i, i);
+      u32 slot = ahead == depth ? 0 : ahead, parity = 0, step = ahead;
+      bool is_again = ahead == depth;  // whether the slot had a stage before
+      for (u32 block = blockIdx.y; block < num_blocks; block += gridDim.y, step = 0)
+        for (; step < num_steps; ++step) {
+          if (is_again) wait_turn(at_empty + 8 * slot, parity);
+          weights(block, step, slot);
+          tokens(step, slot);
+          if (++slot == depth) slot = 0, parity ^= is_again, is_again = true;
+        }
+    }
+    __syncwarp();
+  } else if (group < groups) {
+    u32 a[2][4], b[2][4];  // fragments of two quarters: decoded, and multiplied
+    Codes<F> codes;
+    u32 slot = 0, parity = 0;
+    const u32 own = codes_at + min(warp, taken - 1) * step_bytes<F>;  // further warps repeat a tile
+    auto begin = [&]() {
+      wait_turn(at_full + 8 * slot, parity);
+      __syncwarp();
+      const u32 from = own + slot * w_bytes;
+      codes.begin(from + lane * 16, from + second_offset<F>(lane));
+    };
+    auto leave = [&](u32 before) {
+      if (lane == 0) arrive_at(at_empty + 8 * before);
+    };
+#pragma unroll 1
+    for (u32 block = blockIdx.y; block < num_blocks; block += gridDim.y) {
+      if (num_steps) {
+        begin();
+        codes.decode(a, 0);
+      }
+      u32 before = slot;
+#pragma unroll 1
+      for (u32 step = 0; step < num_steps; ++step) {
+        const u64 x = operand_at(x_ring + slot * X_BYTES), second = x + (X_HALF >> 4);
+        multiply_quarter<MT>(acc, a, x);
+        group_wait<1>();  // the previous step is finished, and its fragment registers are free
+        if (step) leave(before);
+        codes.decode(b, 1);
+        multiply_quarter<MT>(acc, b, x + 4);
+        if (F == BFP8)
+          codes.read(own + slot * w_bytes + lane * 16, 1);
+        group_wait<1>();
+        codes.decode(a, 2);
+        multiply_quarter<MT>(acc, a, second);
+        group_wait<1>();
+        codes.decode(b, 3);
+        multiply_quarter<MT>(acc, b, second + 4);
+        before = slot;
+        if (++slot == depth) slot = 0, parity ^= 1;
+        if (step + 1 < num_steps) begin();
+        group_wait<1>();
+        codes.decode(a, 0);
+      }
+      group_wait<0>();
+      if (num_steps) leave(before);
+#pragma unroll
+      for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(acc[m][i])::"memory");
+      if (gridDim.z > 1) break;
+      wait_for_inputs();  // the previous kernel may write the addend
+      finish_tile<F>(p, token, tile_of(block, warp), g, acc);
+#pragma unroll
+      for (int i = 0; i < MT * 4; ++i) acc[i >> 2][i & 3] = 0.0f;
+    }
+  }
+  if (gridDim.z == 1) return;
+  wait_for_inputs();
+  __syncthreads();
+  float4 *sums = (float4 *)memory + (threadIdx.x & 127);
+  if (group < groups) {
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+      sums[(group * MT + m) * 128] = make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
+  }
+  cluster_barrier();
+  if (group < G) {
+    const u32 units = groups * MT, last = (blockIdx.z + 1) * units / gridDim.z;
+    for (u32 unit = blockIdx.z * units / gridDim.z + group; unit < last; unit += G) {
+      float4 of[SLICES];
+#pragma unroll
+      for (int s = 0; s < SLICES; ++s)
+        if (s < gridDim.z) of[s] = read4_of_rank(shared_address(sums + unit * 128), s);
+      float all[1][4] = {};
+#pragma unroll
+      for (int s = 0; s < SLICES; ++s)
+        if (s < gridDim.z)
+          all[0][0] += of[s].x, all[0][1] += of[s].y, all[0][2] += of[s].z, all[0][3] += of[s].w;
+      finish_tile<F>(p, token + unit % MT * 8, tile_of(blockIdx.y, unit / MT * 4 + (warp & 3)), g,
+                     all);
+    }
+  }
+  cluster_barrier();  // another block may still read this block's memory
+}
+#define SPLIT(name, F, MT, G)                                                                     \
+  extern "C" __global__ void __launch_bounds__(G * 128 + 32, 1)                                   \
+  split_##name##_##MT##_##G(const __grid_constant__ GemmSplit p) { gemm_split<F, MT, G>(p); }
 
 // UNSPLIT: whole K, groups with different rows. CUT: groups with different slices of K.
 #define UNSPLIT(name, F, MT, G, BLOCKS)                                                           \

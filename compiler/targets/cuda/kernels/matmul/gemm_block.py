@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
+from tilewright.compiler.targets.cuda.kernels.matmul.gemm_bf16 import TensorMap
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     CODED,
     LIKE,
@@ -34,12 +35,11 @@ MAX_TOKENS = 512
 
 _TUNING = tuning()["matmul"]["block"]
 _MOST_CUT: int = _TUNING["max_cut_rows"]
+_MIN_SPLIT: int = _TUNING["min_split_rows"]
 # Row tiles of a small weight whose K is not split above `_MOST_CUT` rows.
 _LEAST_WHOLE: int = _TUNING["min_whole_tiles"]
 _MOST_PLACES = 576  # MAX_TOKENS in whole blocks
 _MAX_SMALL_TILES: int = _TUNING["many_tiles"]
-# Row tiles for `TALL`: from blocks that fill the device up to output layers.
-_TALL_TILES = range(*_TUNING["tall_tiles"])
 _CHUNK = 64
 _MOST_DEPTH = 12
 
@@ -73,15 +73,6 @@ class BlockTileConfig:
     def row_tiles(self, packed: PackedWeight) -> int:
         """Return the row tiles per block."""
         return 4 if self._is_cut(packed) else 4 * self.groups
-
-    def taken_tiles(self, packed: PackedWeight) -> int:
-        """Return the row tiles per block, fewer than its warps if this fills the device."""
-        most = self.row_tiles(packed)
-        if self._is_cut(packed) or self.groups < 4:
-            return most
-        count = num_processors(packed.data.device)
-        turns = -(-packed.num_row_tiles // (most * count))
-        return -(-packed.num_row_tiles // (turns * count))
 
     def depth(self, packed: PackedWeight) -> int:
         """Return the 128-column steps in flight."""
@@ -124,11 +115,62 @@ def ways_of(kind: str) -> dict[str, tuple[tuple[int, int], ...]]:
 JOINED = BlockTileConfig(8, 4, joined=2)
 """Tile sizes with two blocks for the slices of K."""
 
-TALL = BlockTileConfig(4, 4)
-"""Tile sizes for bfp8 with an unsplit K, with fewer row tiles than warps per block."""
-
-
 _MAX_SMALL_M = 64
+_LINE = 128  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTileConfig:
+    """Tile sizes for a launch of `gemm_split`. Its bits differ from :mod:`.gemv`.
+
+    Attributes:
+        eights: Tokens per block, divided by 8.
+        groups: Groups of four warps per block.
+        tiles: Tiles per block. A warp has a single tile.
+        joined: Blocks that divide K.
+    """
+
+    eights: int
+    groups: int
+    tiles: int
+    joined: int = 1
+
+    def kernel(self, packed: PackedWeight) -> str:
+        """Return the kernel's name."""
+        return f"split_{packed.kind}_{self.eights}_{self.groups}"
+
+    def depth(self, packed: PackedWeight) -> int:
+        """Return the 128-column steps in flight."""
+        return min(_MOST_DEPTH, room_of(1) // self._step_bytes(packed))
+
+    def shared_bytes(self, packed: PackedWeight) -> int:
+        """Return a block's dynamic shared memory, for aligned steps or for sums."""
+        sums = self.groups * self.eights * 2048 if self.joined > 1 else 0
+        return max(self.depth(packed) * self._step_bytes(packed) + 1024, sums)
+
+    def _step_bytes(self, packed: PackedWeight) -> int:
+        return self.eights * 2048 + self.tiles * STEP_BYTES[packed.kind]
+
+
+SPLIT = 4, 4
+"""Eights and groups of `gemm_split`."""
+
+
+def splits_of(packed: PackedWeight) -> range:
+    """Return the token counts for `gemm_split`, measured in whole models on an H200."""
+    return range(_MIN_SPLIT, 8 * SPLIT[0] + 1) if packed.format in TILE_BYTES else range(0)
+
+
+def split_way(packed: PackedWeight) -> SplitTileConfig:
+    """Return tile sizes for all multiprocessors. Two of them divide the K of a small weight."""
+    eights, groups = SPLIT
+    count, most, total = num_processors(packed.data.device), 4 * groups, packed.num_row_tiles
+    joined = 2 if total <= count // 2 * most else 1
+    turns = -(-total // (count // joined * most))
+    tiles = -(-total // (turns * (count // joined)))
+    return SplitTileConfig(eights, groups, tiles, joined)
+
+
 _STEP_US = {
     BlockTileConfig(
         each["eights"], each["groups"], each["resident"], is_whole=each["is_whole"]
@@ -142,11 +184,15 @@ _STEP_US = {
 _CODED_STEP_US = {BlockTileConfig(*sizes): us for *sizes, us in _TUNING["coded_step_us"]}
 
 
-def choose_way(packed: PackedWeight, num_tokens: int, *, same_bits: bool = True) -> BlockTileConfig:
+def choose_way(
+    packed: PackedWeight, num_tokens: int, *, same_bits: bool = True
+) -> BlockTileConfig | SplitTileConfig:
     """Return the tile sizes with the best measured or expected speed.
 
     ``same_bits``: a token's result has the bits of the small kernels, which split K.
     """
+    if not same_bits and num_tokens in splits_of(packed):
+        return split_way(packed)
     is_cut, is_summed = num_slices(packed) > 1, packed.format in SUMMED
     if num_tokens > _MAX_SMALL_M and not (is_cut and same_bits):
         if not is_cut and LIKE.get(packed.kind, packed.kind) == "bfp4" and not is_summed:
@@ -154,8 +200,6 @@ def choose_way(packed: PackedWeight, num_tokens: int, *, same_bits: bool = True)
         tiles, count = (packed.num_row_tiles, packed.num_column_tiles), num_tokens
         return _fastest(*tiles, count, is_cut, is_summed, num_processors(packed.data.device))
     is_large = packed.num_row_tiles > _MAX_SMALL_TILES
-    if packed.kind == "bfp8" and packed.num_row_tiles in _TALL_TILES and num_tokens <= 32:
-        return TALL
     if not is_cut:
         return BlockTileConfig(4 if num_tokens <= 32 else 8, 2, 2)
     if num_tokens <= 32:
@@ -214,7 +258,18 @@ class GemmBlock(ctypes.Structure):
 
     _fields_ = (
         ("product", MatmulParams),
+        ("depth", ctypes.c_int),
+    )
+
+
+class _GemmSplit(ctypes.Structure):
+    """C++ `GemmSplit`."""
+
+    _fields_ = (
+        ("weight", TensorMap),
+        ("product", MatmulParams),
         *((name, ctypes.c_int) for name in ("depth", "tiles")),
+        ("padding", ctypes.c_int * 6),
     )
 
 
@@ -230,7 +285,7 @@ SOURCE = nvrtc.KernelSource(
             for eights, groups in ways
         ),
         *(f"joined_{fmt}_{JOINED.eights}_{JOINED.joined}" for fmt in TILE_BYTES),
-        f"gemm_block_bfp8_{TALL.eights}_{TALL.groups}",
+        *(f"split_{fmt}_{SPLIT[0]}_{SPLIT[1]}" for fmt in TILE_BYTES),
     ),
     headers=(
         "primitives.cuh",
@@ -245,6 +300,8 @@ SOURCE = nvrtc.KernelSource(
         ("ArrangeNorm", _ArrangeNorm),
         ("Product", MatmulParams),
         ("GemmBlock", GemmBlock),
+        ("TensorMap", TensorMap),
+        ("GemmSplit", _GemmSplit),
     ),
 )
 
@@ -260,7 +317,7 @@ CODED_SOURCE = nvrtc.KernelSource(
         )
     ),
     headers=tuple(name for name in SOURCE.headers if name != "norm.cuh"),
-    structures=SOURCE.structures[2:],
+    structures=SOURCE.structures[2:4],
 )
 
 
@@ -273,10 +330,12 @@ def rows_of(packed: PackedWeight, *, same_bits: bool = True) -> range:
     if like not in TILE_BYTES or packed.num_experts > 1 or packed.num_columns % 4:
         return range(0)
     if num_slices(packed) == 1:
-        return range((16 if like == "bfp8" else 32) + 1, MAX_TOKENS + 1)
+        least = (16 if like == "bfp8" else 32) + 1
+        return range(least if same_bits else splits_of(packed).start or least, MAX_TOKENS + 1)
     is_large = packed.num_row_tiles >= _LEAST_WHOLE and not same_bits
     most = MAX_TOKENS if is_large else _MOST_CUT
-    return range((16 if packed.num_row_tiles > _MAX_SMALL_TILES else 32) + 1, most + 1)
+    least = (16 if packed.num_row_tiles > _MAX_SMALL_TILES else 32) + 1
+    return range(least if same_bits else splits_of(packed).start or least, most + 1)
 
 
 def scratch(num_columns: int, device: torch.device) -> Tensor:
@@ -294,15 +353,15 @@ def linear(
     arranged: Tensor,
     bias: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
-    way: BlockTileConfig | None = None,
+    way: BlockTileConfig | SplitTileConfig | None = None,
     is_there: bool = False,
     feeds: int = 0,
     alone: bool = False,
 ) -> None:
     """Run :func:`.gemv.linear` for ``x [M, K]`` with M in :func:`rows_of`.
 
-    The bits are equal, unless ``way`` leaves K unsplit. ``x`` is bfloat16, or fp32 with ``norm``
-    (weight fp32, eps).
+    The bits are equal, unless ``way`` is `SplitTileConfig` or leaves K unsplit. ``x`` is bfloat16,
+    or fp32 with ``norm`` (weight fp32, eps).
 
     Args:
         out: as in :func:`.gemv.linear`.
@@ -333,10 +392,13 @@ def linear(
     product = product_arguments(out, packed, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
     product.x, product.x_stride = arranged.data_ptr(), places
     product.places, product.alone = feeds, alone
-    _launch(product, packed, way)
+    if isinstance(way, SplitTileConfig):
+        _launch_split(product, packed, way)
+    else:
+        _launch(product, packed, way)
 
 
-def num_places(way: BlockTileConfig, num_tokens: int) -> int:
+def num_places(way: BlockTileConfig | SplitTileConfig, num_tokens: int) -> int:
     """Return the token places in the layout of x, padding included."""
     return -(-num_tokens // (8 * way.eights)) * 8 * way.eights
 
@@ -378,10 +440,47 @@ def _launch(product: MatmulParams, packed: PackedWeight, way: BlockTileConfig) -
     """Launch blocks for all tokens concurrently. They share the weight reads."""
     shared, depth = way.shared_bytes(packed), way.depth(packed)
     assert shared <= MOST_SHARED and depth > 1
-    tiles = way.taken_tiles(packed)
-    row_blocks = -(-packed.num_row_tiles // tiles)
+    row_blocks = -(-packed.num_row_tiles // way.row_tiles(packed))
     blocks = product.x_stride // (8 * way.eights), row_blocks, way.joined
     at = nvrtc.Launch(blocks, 128 * way.groups, shared, cluster=(1, 1, way.joined))
-    arguments = GemmBlock(product=product, depth=depth, tiles=tiles)
+    arguments = GemmBlock(product=product, depth=depth)
     source = CODED_SOURCE if packed.format in CODED else SOURCE
     nvrtc.launch(source, way.kernel(packed), at=at, arguments=arguments)
+
+
+def _launch_split(product: MatmulParams, packed: PackedWeight, way: SplitTileConfig) -> None:
+    """Launch blocks for all tokens. Without a split K, a block processes row tiles in turn."""
+    shared, depth = way.shared_bytes(packed), way.depth(packed)
+    assert shared <= MOST_SHARED and depth > 1
+    count = -(-packed.num_row_tiles // way.tiles)
+    if way.joined == 1:
+        count = min(count, num_processors(packed.data.device))
+    blocks = product.x_stride // (8 * way.eights), count, way.joined
+    at = nvrtc.Launch(blocks, 128 * way.groups + 32, shared, cluster=(1, 1, way.joined))
+    weight = _map(packed.data.data_ptr(), *packed.data.shape, way.tiles)
+    arguments = _GemmSplit(weight=weight, product=product, depth=depth, tiles=way.tiles)
+    nvrtc.launch(SOURCE, way.kernel(packed), at=at, arguments=arguments)
+
+
+@functools.lru_cache(maxsize=4096)
+def _map(address: int, count: int, steps: int, step_bytes: int, tiles: int) -> TensorMap:
+    """Return a tensor map for a packed weight as lines. A box is a step of ``tiles`` tiles."""
+    from cuda.bindings import driver
+
+    lines = step_bytes // _LINE
+    made = nvrtc.check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            3,
+            address,
+            [driver.cuuint64_t(size) for size in (_LINE, steps * lines, count)],
+            [driver.cuuint64_t(size) for size in (_LINE, steps * step_bytes)],
+            [driver.cuuint32_t(size) for size in (_LINE, lines, tiles)],
+            [driver.cuuint32_t(1)] * 3,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return TensorMap.from_buffer_copy(ctypes.string_at(int(made.getPtr()), 128))
