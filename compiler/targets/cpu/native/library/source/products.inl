@@ -40,7 +40,10 @@ template <int M> struct Tile {
 };
 
 template <int M> inline void clear(Tile<M>& tile) {
-    for (int m = 0; m < M; m++) tile.at[m][0] = tile.at[m][1] = zeros();
+    for (int m = 0; m < M; m++) {
+        tile.at[m][0] = zeros();
+        tile.at[m][1] = zeros();
+    }
 }
 
 inline vf load_some(const float* p, int count) {
