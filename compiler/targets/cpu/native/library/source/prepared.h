@@ -1,6 +1,9 @@
 // Rows that products read, made once and read by all panels.
 #pragma once
 
+#include <algorithm>
+#include <cstring>
+
 #include "executor.h"
 
 namespace tw {
@@ -42,7 +45,8 @@ inline void prepare(const Kernels& kernels, const float* x, int64_t width, const
         kernels.to_bf16(x, width, (uint16_t*)values);
     } else {
         float* out = (float*)values;
-        for (int64_t i = 0; i < padded; i++) out[i] = i < width ? x[i] : 0.0f;
+        std::memcpy(out, x, width * 4);
+        std::fill(out + width, out + padded, 0.0f);
         if (arithmetic == TW_AS_BF16) kernels.round_bf16(out, padded);
     }
 }
