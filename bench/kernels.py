@@ -103,6 +103,7 @@ def _matmul(rows: int, *, size: tuple[int, int], fmt: str, paired: bool) -> Iter
         args: dict[str, Any] = {
             "epilogue": epilogue,
             "arranged": gemm_block.scratch(size[1], x.device),
+            "way": gemm_block.choose_way(first, rows, same_bits=False),
         }
         yield variant("block", lambda at: gemm_block.linear(out, x, weights[at], **args))
     if rows <= gemv.MAX_TOKENS:
