@@ -19,7 +19,7 @@ def mend() -> None:
     A computed loop bound is an array with a single element, which int() refuses from numpy 2.4 on.
     float32 must round to bfloat16 instead of truncating. A condition combined with a scalar is an
     integer, which 3.9 refuses as a mask. A row of a matmul has the same bits at any place in a
-    tile, which numpy's float32 matmul does not give on every CPU: float64 sums are rounded once.
+    tile. On some CPUs numpy's float32 matmul differs, so float64 sums are rounded once.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -52,13 +52,13 @@ def mend() -> None:
 
     multiply = interpreter.InterpreterBuilder.create_dot
 
-    def multiply_in_order(self: Any, a: Any, b: Any, d: Any, *args: Any) -> Any:
+    def multiply_in_float64(self: Any, a: Any, b: Any, d: Any, *args: Any) -> Any:
         if not a.data.dtype == b.data.dtype == d.data.dtype == np.float32:
             return multiply(self, a, b, d, *args)
         product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
-    interpreter.InterpreterBuilder.create_dot = multiply_in_order
+    interpreter.InterpreterBuilder.create_dot = multiply_in_float64
     interpreter._patch_lang_tensor = patch_with_index
     interpreter._convert_float = convert_rounding
     with_bool_mask("create_masked_load", 1)
