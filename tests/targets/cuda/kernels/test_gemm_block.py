@@ -232,7 +232,7 @@ def test_every_way_of_a_whole_k(kind: str, gpu: torch.device) -> None:
     "size",
     [(4096, 14336), (28672, 4096), (40000, 256), (960, 576), (48, 200), (35, 2052), (35, 100)],
 )
-def test_split_products(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
+def test_split_matmul_is_near_float64(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
     """Compare with float64. Padding stays unchanged, and results repeat."""
     held = weight(kind, size, gpu, paired=False)
     x = torch.cat([tokens(held, gpu) for _ in range(2)])
@@ -255,7 +255,7 @@ def test_split_products(kind: str, size: tuple[int, int], gpu: torch.device) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bfp8", "bfp4"])
 @pytest.mark.parametrize("count", [20, 60])
-def test_a_split_product_feeds_the_next(kind: str, count: int, gpu: torch.device) -> None:
+def test_a_split_matmul_feeds_the_next(kind: str, count: int, gpu: torch.device) -> None:
     held = weight(kind, (16384, 2048), gpu, paired=True)
     down = weight(kind, (4096, 8192), gpu, paired=False)
     x = torch.cat([tokens(held, gpu) for _ in range(2)])[:count]

@@ -43,7 +43,7 @@ _MOST_DEPTH = 12
 _MOST_SLICES = 8
 _LEAST_SLICE: int = tuning()["matmul"]["dense"]["min_slice_bytes"]  # bytes of K
 _TUNING = tuning()["matmul"]["dense"]
-# Slices from which two blocks fit a multiprocessor. The next kernel can then copy weights early.
+# Minimum slices for two blocks per multiprocessor. The next kernel can then copy weights early.
 _MIN_SLICES_OF_SMALL: int = _TUNING["min_slices_of_small"]
 _MIN_LARGE_TURNS: int = _TUNING["many_turns"]
 # Turns of small blocks over the device, below which blocks may have 256 rows.
@@ -135,9 +135,7 @@ def choose_way(packed: PackedWeight, num_tokens: int, *, is_codes: bool = False)
 
     ``is_codes`` selects e4m3 operands.
     """
-    eights = next(each for each in _EIGHTS if num_tokens <= 8 * each)
-    if is_codes:
-        eights = 8
+    eights = 8 if is_codes else next(each for each in _EIGHTS if num_tokens <= 8 * each)
     count, turns = num_processors(packed.data.device), _turns(packed)
     if turns > 1:
         if eights < 8:
@@ -147,11 +145,10 @@ def choose_way(packed: PackedWeight, num_tokens: int, *, is_codes: bool = False)
             groups = 4 if _MIN_LARGE_TURNS <= turns <= most else 2
         return DenseTileConfig(eights, groups, resident=2 if groups == 1 else 1)
     tiles = -(-packed.num_rows // GROUP_ROWS)
-    num_bytes = (1 if is_codes else 2) * packed.num_columns
-    slices = 1
+    num_bytes, slices = 2 * packed.num_columns, 1
     while 2 * slices * tiles <= count and num_bytes >= 2 * slices * _LEAST_SLICE:
         slices *= 2
-    is_small = slices >= _MIN_SLICES_OF_SMALL and not is_codes
+    is_small = slices >= _MIN_SLICES_OF_SMALL and eights < 16
     return DenseTileConfig(eights, 1, min(slices, _MOST_SLICES), resident=2 if is_small else 1)
 
 

@@ -1,7 +1,7 @@
 // Matmul of 17 to 512 tokens with a block-format weight, and the layout of its x. Compiled by
 // NVRTC. See packing.py for the weight layout. A token has the bits from gemv.cu: sums over K and
-// over slices have the same order. Exception: a weight with slices in gemv.cu and an unsplit K
-// here.
+// over slices have the same order. Exceptions: a weight with slices in gemv.cu and an unsplit K
+// here, and `gemm_split`, which splits K in another way.
 
 #include "norm.cuh"
 #include "gemm_block.cuh"

@@ -324,18 +324,18 @@ CODED_SOURCE = nvrtc.KernelSource(
 def rows_of(packed: PackedWeight, *, same_bits: bool = True) -> range:
     """Return the token counts for this kernel: measured faster on an H200.
 
-    Without ``same_bits`` (see :func:`choose_way`) the measurement is from an H100.
+    Above :func:`splits_of`, the measurement without ``same_bits`` is from an H100.
     """
     like = LIKE.get(packed.format, packed.format)
     if like not in TILE_BYTES or packed.num_experts > 1 or packed.num_columns % 4:
         return range(0)
-    if num_slices(packed) == 1:
-        least = (16 if like == "bfp8" else 32) + 1
-        return range(least if same_bits else splits_of(packed).start or least, MAX_TOKENS + 1)
+    is_uncut = num_slices(packed) == 1
+    is_early = like == "bfp8" if is_uncut else packed.num_row_tiles > _MAX_SMALL_TILES
+    least = (16 if is_early else 32) + 1
+    if not same_bits and (split := splits_of(packed)):
+        least = min(least, split.start)
     is_large = packed.num_row_tiles >= _LEAST_WHOLE and not same_bits
-    most = MAX_TOKENS if is_large else _MOST_CUT
-    least = (16 if packed.num_row_tiles > _MAX_SMALL_TILES else 32) + 1
-    return range(least if same_bits else splits_of(packed).start or least, most + 1)
+    return range(least, (MAX_TOKENS if is_uncut or is_large else _MOST_CUT) + 1)
 
 
 def scratch(num_columns: int, device: torch.device) -> Tensor:
