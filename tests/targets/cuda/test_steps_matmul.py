@@ -247,6 +247,9 @@ def test_codes_of_large_weights_go_through_our_own_kernels_up_to_64_rows(
         gemm_bf16, "linear", lambda out, x, *_, **__: seen.append(f"{type(x).__name__} {len(x)}")
     )
     monkeypatch.setattr(gemv, "linear", lambda *_, num_tokens, **__: seen.append(f"{num_tokens}"))
+    monkeypatch.setattr(
+        gemm_block, "linear", lambda _, x, *__, **___: seen.append(f"block {len(x)}")
+    )
     monkeypatch.setattr(steps_products, "codes_product", lambda x, *_: seen.append("library") or x)
     monkeypatch.setattr(steps_products, "scale_rows", lambda *_, **__: None)
     rows, columns = each.weight.shape
@@ -258,7 +261,7 @@ def test_codes_of_large_weights_go_through_our_own_kernels_up_to_64_rows(
             products.run(each, torch.zeros(65, rows)[:count], x[:count], decodes=True)
         return list(seen)
 
-    assert kernels_of(16, 33) == ["16", "library"]
+    assert kernels_of(16, 17, 32, 33) == ["16", "block 17", "block 32", "library"]
     monkeypatch.setattr(gemm_bf16, "_MIN_LARGE_TURNS", 0)  # as if the weight were large
     products._matmuls.clear()
     assert kernels_of(33, 64, 65) == ["BlockCodes 33", "BlockCodes 64", "library"]
