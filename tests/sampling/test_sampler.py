@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.compiler.ops import sample
+from tilewright.compiler.sampling import rng
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.sampling.rng import draw, log_probabilities, uniform
 from tilewright.compiler.sampling.sampler import SamplingRow, adjusted, choose_tokens
@@ -158,22 +159,71 @@ def test_min_p_leaves_what_is_likely_enough() -> None:
         assert kept == set(np.flatnonzero(weights >= least).tolist())
 
 
-@given(st.integers(0, 2**32), st.floats(0.05, 1.0), st.integers(0, 3000))
+@given(
+    st.integers(0, 2**32),
+    st.just(1.0) | st.floats(0.05, 1.0),
+    st.just(0) | st.integers(1, 3000),
+    st.sampled_from([0.0, 0.3]),
+    st.sampled_from([0.0005, 1.0]),
+)
 def test_a_large_vocabulary_is_filtered_as_if_all_of_it_were_sorted(
-    seed: int, top_p: float, top_k: int
+    seed: int, top_p: float, top_k: int, min_p: float, temperature: float
 ) -> None:
-    """The nucleus of a flat distribution is wider than what is sorted at first."""
+    """The nucleus of a flat distribution is wider than what is sorted at first. Some lines have
+    equal logits, no numbers in a whole group, or exponentials below the smallest number.
+    """
     line = np.random.default_rng(seed % 7).normal(0, 0.3, 5000).astype(np.float32)
-    order = np.argsort(-line, kind="stable")
+    if seed % 2:
+        line = line.round(1)
+    if seed % 3 == 0:
+        line[7 :: 5000 // 64] = np.nan
+    scaled = (line - np.nanmax(line)) / np.float32(temperature)
+    weights = np.exp(np.nan_to_num(scaled, nan=-np.inf).astype(np.float64))
+    weights[weights < min_p] = 0.0
+    order = np.argsort(-weights, kind="stable")[: np.count_nonzero(weights)]
     kept = order[: top_k or len(order)]
-    weights = np.exp((line - line.max()).astype(np.float64))
     before = np.cumsum(weights[kept]) - weights[kept]
     kept = np.sort(kept[(before < top_p * weights[kept].sum()) | (np.arange(len(kept)) == 0)])
     cumulative = np.cumsum(weights[kept])
     at = np.searchsorted(cumulative, uniform(seed, 3) * cumulative[-1], side="right")
     expected = kept[min(at, len(kept) - 1)]
-    found = draw(line, temperature=1.0, top_k=top_k, top_p=top_p, seed=seed, position=3)
+    found = draw(
+        line,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        position=3,
+    )
     assert found == expected
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_number_near_the_bound_of_a_token_is_decided_exactly(
+    top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32 exponentials cannot decide it: sums of float64 exponentials do."""
+    line = np.random.default_rng(0).normal(0, 2, 300).astype(np.float32)
+    weights = np.exp((line - line.max()).astype(np.float64))
+    order = np.argsort(-weights)
+    size = np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum()) + 1
+    kept = np.sort(order[:size])
+    shares = np.cumsum(weights[kept]) / weights[kept].sum()
+    for place in range(len(kept) - 1):
+        for number, expected in (
+            (shares[place] - 1e-10, place),
+            (shares[place] + 1e-10, place + 1),
+        ):
+            monkeypatch.setattr(rng, "uniform", lambda *_, number=number: number)
+            assert draw(line, temperature=1.0, top_p=top_p) == kept[expected]
+    for count, edge in enumerate(np.cumsum(weights[order])[:60] / weights.sum(), 1):
+        kept, last = np.sort(order[: count + 1]), order[count]
+        middle = weights[kept[kept < last]].sum() + weights[last] / 2
+        number = middle / weights[kept].sum()
+        monkeypatch.setattr(rng, "uniform", lambda *_, number=number: number)
+        for share, has_last in ((edge - 1e-10, False), (edge + 1e-10, True)):
+            assert (draw(line, temperature=1.0, top_p=share) == last) == has_last
 
 
 def test_log_probabilities_by_hand() -> None:
