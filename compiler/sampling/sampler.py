@@ -59,7 +59,7 @@ def choose_tokens(
         line = values[index]
         if mask is not None or sampling.changes_logits:
             line = adjusted(line, row, mask)
-            tokens[index] = int(np.nanargmax(line)) if not np.isnan(line).all() else 0
+            tokens[index] = _largest(line)
         is_number.append(bool(np.isfinite(line[tokens[index]])))
         if not sampling.is_greedy and is_number[-1]:
             tokens[index] = draw(
@@ -74,12 +74,18 @@ def choose_tokens(
     return tokens, is_number
 
 
+def _largest(line: np.ndarray) -> int:
+    """Return the first index of the largest number, or 0 without a number."""
+    token = int(line.argmax())  # the first NaN, if any
+    if not np.isnan(line[token]):
+        return token
+    return 0 if np.isnan(line).all() else int(np.nanargmax(line))
+
+
 def adjusted(line: np.ndarray, row: SamplingRow, mask: np.ndarray | None) -> np.ndarray:
     """Return the logits ``[V]`` after mask, bias and penalties, as a copy."""
     sampling = row.sampling
-    line = line.copy()
-    if mask is not None:
-        line[~mask] = _NOTHING
+    line = line.copy() if mask is None else np.where(mask, line, _NOTHING)
     if sampling.min_tokens > row.position - len(row.prompt) and not _only_ends(sampling, mask):
         line[list(sampling.stop_token_ids)] = _NOTHING
     for token, more in sampling.logit_bias:
