@@ -182,9 +182,22 @@ def log_probabilities(
     found = []
     for line, token in zip(np.asarray(logits), tokens, strict=True):
         wide = line.astype(np.float64)
-        wide -= np.nanmax(wide)
-        wide -= np.log(np.nansum(np.exp(wide)))
-        places = _first(wide, num_top) if 0 < num_top < len(wide) else np.arange(len(wide))
-        places = places[np.argsort(-wide[places], kind="stable")][:num_top]
-        found.append((float(wide[token]), tuple((int(at), float(wide[at])) for at in places)))
+        wide -= np.fmax.reduce(wide)
+        weights = np.exp(wide)
+        total = weights.sum()
+        wide -= np.log(np.nansum(weights) if np.isnan(total) else total)
+        top = tuple((int(at), float(wide[at])) for at in _most_probable(wide, num_top))
+        found.append((float(wide[token]), top))
     return found
+
+
+def _most_probable(values: np.ndarray, count: int) -> np.ndarray:
+    """Return the indices of the ``count`` largest values, in descending order."""
+    if not count:
+        return np.arange(0)
+    ids = _candidates(values, count, 0.0)
+    if len(ids) < count:  # minus infinity and NaN are the last
+        ids = np.arange(len(values))
+    if count < len(ids):
+        ids = ids[_first(values[ids], count)]
+    return ids[np.argsort(-values[ids], kind="stable")]

@@ -226,6 +226,20 @@ def test_a_number_near_the_bound_of_a_token_is_decided_exactly(
             assert (draw(line, temperature=1.0, top_p=share) == last) == has_last
 
 
+@pytest.mark.parametrize("num_top", [0, 1, 20, 300, 5000])
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_log_probabilities_are_those_of_sorted_logits(num_top: int, has_ties: bool) -> None:
+    line = np.random.default_rng(num_top).normal(0, 3, 5000).astype(np.float32)
+    if has_ties:
+        line = line.round(1)
+        line[::3] = -np.inf
+    values = line - line.max() - np.log(np.exp((line - line.max()).astype(np.float64)).sum())
+    ((value, top),) = log_probabilities(line[None], [7], num_top)
+    assert value == pytest.approx(values[7])
+    assert [at for at, _ in top] == np.argsort(-line, kind="stable")[:num_top].tolist()
+    assert [each for _, each in top] == pytest.approx([values[at] for at, _ in top])
+
+
 def test_log_probabilities_by_hand() -> None:
     total = math.log(sum(math.exp(each) for each in LOGITS.tolist()))
     ((value, top),) = log_probabilities(torch.from_numpy(LOGITS)[None], [2], 2)
