@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _GROUP = 64  # logits per maximum or sum
-_ROUGH_ERROR = 1e-6  # relative error bound for sums of float32 exponentials
-_SMALLEST_LOGIT = -744.0  # minus _MARGIN: exp is 0 in float64
-_MARGIN = 2.0  # different logits with equal exponentials are nearer, also for subnormal numbers
+# Of the total: more than twice the error of NumPy's float32 exponential, 2.52 units (3e-7).
+_ROUGH_ERROR = 1e-6
+_SMALLEST_LOGIT = -744.0  # exp(_SMALLEST_LOGIT - _MARGIN) is 0 in float64
+# Logits with equal float64 exponentials differ by less, by 1.1 for the smallest subnormal number.
+_MARGIN = 2.0
 
 
 def uniform(seed: int, position: int) -> float:
@@ -67,12 +69,10 @@ def draw(
     with np.errstate(over="ignore"):  # a tiny temperature gives minus infinity, as intended
         scaled = (line - largest) / np.float32(temperature)
     number = uniform(seed, position)
-    token = None
-    if not top_k and not min_p:
-        token = (
-            _draw_from_all(scaled, number) if top_p >= 1.0 else _draw_top_p(scaled, top_p, number)
-        )
-    return _draw_exactly(scaled, top_k, top_p, min_p, number) if token is None else token
+    if top_k or min_p:
+        return _draw_exactly(scaled, top_k, top_p, min_p, number)
+    token = _draw_from_all(scaled, number) if top_p >= 1.0 else _draw_top_p(scaled, top_p, number)
+    return _draw_exactly(scaled, 0, top_p, 0.0, number) if token is None else token
 
 
 def _draw_exactly(scaled: np.ndarray, top_k: int, top_p: float, min_p: float, number: float) -> int:
@@ -94,7 +94,8 @@ def _draw_exactly(scaled: np.ndarray, top_k: int, top_p: float, min_p: float, nu
 def _candidates(scaled: np.ndarray, top_k: int, min_p: float) -> np.ndarray:
     """Return ascending ids: all tokens that ``min_p`` and ``top_k`` may keep, and some more.
 
-    At least ``top_k`` logits reach the ``top_k``-th largest group maximum.
+    ``scaled`` has a maximum near 0, and NaN is no candidate. At least ``top_k`` logits reach the
+    ``top_k``-th largest maximum of strided groups.
     """
     bound = math.log(min_p) if min_p > 0.0 else _SMALLEST_LOGIT
     num_groups = len(scaled) // _GROUP
@@ -116,8 +117,8 @@ def _choose(weights: np.ndarray, number: float) -> int:
 def _draw_from_all(scaled: np.ndarray, number: float) -> int | None:
     """Return the token without filters, or None if rounding may change it.
 
-    A vocabulary's float64 exponentials take half a millisecond. float32 exponentials find a group,
-    and float64 exponentials the token in it.
+    float32 exponentials find a group of consecutive ids, and float64 exponentials the token in it.
+    float64 exponentials for the whole vocabulary would take most of the time.
     """
     rough = np.exp(scaled)
     whole = len(rough) // _GROUP * _GROUP
@@ -138,9 +139,9 @@ def _draw_top_p(scaled: np.ndarray, top_p: float, number: float) -> int | None:
     """Return the token with ``top_p`` alone, or None if rounding may change it."""
     rough = np.exp(scaled)
     total = float(rough.sum(dtype=np.float64))
-    if math.isnan(total):
+    if math.isnan(total) or not _ROUGH_ERROR < top_p < 1.0 - _ROUGH_ERROR:
         return None
-    bound = (1.0 - top_p - _ROUGH_ERROR) * total / len(rough)  # as in _nucleus
+    bound = (1.0 - top_p) * total / len(rough)  # as in _nucleus
     ids = np.flatnonzero(rough >= bound * (1.0 - _ROUGH_ERROR))
     weights = np.exp(scaled[ids].astype(np.float64))
     ranked = np.sort(weights)[::-1]
@@ -197,7 +198,7 @@ def _most_probable(values: np.ndarray, count: int) -> np.ndarray:
         return np.arange(0)
     ids = _candidates(values, count, 0.0)
     if len(ids) < count:  # minus infinity and NaN are the last
-        ids = np.arange(len(values))
+        return np.argsort(-values, kind="stable")[:count]
     if count < len(ids):
         ids = ids[_first(values[ids], count)]
     return ids[np.argsort(-values[ids], kind="stable")]

@@ -75,11 +75,11 @@ def choose_tokens(
 
 
 def _largest(line: np.ndarray) -> int:
-    """Return the first index of the largest number, or 0 without a number."""
+    """Return the first index of the largest logit. NaN is below all numbers."""
     token = int(line.argmax())  # the first NaN, if any
-    if not np.isnan(line[token]):
-        return token
-    return 0 if np.isnan(line).all() else int(np.nanargmax(line))
+    if np.isnan(line[token]):
+        token = int(np.where(np.isnan(line), _NOTHING, line).argmax())
+    return token
 
 
 def adjusted(line: np.ndarray, row: SamplingRow, mask: np.ndarray | None) -> np.ndarray:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.compiler.ops import sample
@@ -159,10 +159,11 @@ def test_min_p_leaves_what_is_likely_enough() -> None:
         assert kept == set(np.flatnonzero(weights >= least).tolist())
 
 
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**32),
     st.just(1.0) | st.floats(0.05, 1.0),
-    st.just(0) | st.integers(1, 3000),
+    st.just(0) | st.integers(1, 78) | st.integers(1, 3000),
     st.sampled_from([0.0, 0.3]),
     st.sampled_from([0.0005, 1.0]),
 )
@@ -226,6 +227,18 @@ def test_a_number_near_the_bound_of_a_token_is_decided_exactly(
             assert (draw(line, temperature=1.0, top_p=share) == last) == has_last
 
 
+def test_float32_exponentials_are_as_near_as_draws_assume() -> None:
+    values = -np.random.default_rng(0).uniform(0, 87, 50_000).astype(np.float32)
+    errors = np.exp(values) / np.exp(values.astype(np.float64)) - 1.0
+    assert 2.0 * np.abs(errors).max() < rng._ROUGH_ERROR
+
+
+def test_different_logits_with_equal_exponentials_are_ties() -> None:
+    line = np.zeros(128, dtype=np.float32)
+    line[100] = 1e-40
+    assert draw(line, temperature=1.0, top_k=1) == 0
+
+
 @pytest.mark.parametrize("num_top", [0, 1, 20, 300, 5000])
 @pytest.mark.parametrize("has_ties", [False, True])
 def test_log_probabilities_are_those_of_sorted_logits(num_top: int, has_ties: bool) -> None:
@@ -247,3 +260,5 @@ def test_log_probabilities_by_hand() -> None:
     assert top == ((1, pytest.approx(3.0 - total)), (2, pytest.approx(2.0 - total)))
     ties = torch.zeros(1, 5)
     assert [at for at, _ in log_probabilities(ties, [4], 3)[0][1]] == [0, 1, 2]
+    line = np.array([[math.nan, -math.inf, -math.inf, 0.0]], dtype=np.float32)
+    assert log_probabilities(line, [3], 2) == [(0.0, ((3, 0.0), (1, -math.inf)))]

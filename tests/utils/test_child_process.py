@@ -48,7 +48,7 @@ def test_how_it_ended_and_what_it_said() -> None:
 
 
 def test_a_time_limit_ends_all_that_it_started(tmp_path: Path) -> None:
-    """`wait` applies the limit, so it comes after the start, which a busy machine delays."""
+    """The limit ends the child in `wait` only, so a slow start has time to write the number."""
     path = tmp_path / "pid"
     program = f"sleep 600 & echo $! > {path}; sleep 600"
     with Child([*SHELL, program], timeout_s=0.3) as child:
