@@ -272,7 +272,7 @@ class ServedRun:
 CPU_RESULTS = (("q40", 1), ("q40", 8), ("q80", 1), ("bf16", 1), ("bf16", 8))
 """Last part of a precision's name, and users, for results in ``compare.json``."""
 
-CPU_RECORDS = ("avx512", "avx2")
+CPU_RECORDS = ("avx512", "zen3")
 
 SERVED_RUNS = (
     ServedRun("shape:llama-3.1-8b", "Llama-3.1-8B (random weights)", "88e62c99", (8, 32, 64, 256)),
