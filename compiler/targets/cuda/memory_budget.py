@@ -22,6 +22,7 @@ from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
 from tilewright.compiler.targets.cuda.state.token_batch import MAX_ROWS
 from tilewright.compiler.targets.cuda.steps.mixers import draft_input_bytes, mixer_bytes
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
+from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.weights.experts import packed_sizes
 from tilewright.compiler.targets.cuda.weights.stream import draft_wanted_by, wanted_by
 from tilewright.compiler.targets.interface.base import Capabilities, CompileOptions
@@ -46,8 +47,9 @@ _LEAST_PROMPT = 1024
 """Minimum prefill capacity of a step in tokens, at least the smallest useful chunk of any model."""
 _MAX_SNAPSHOTS = 512
 _SHARE_OF_SNAPSHOTS = 8
-_SHARE_OF_MORE = 4
-"""Of the memory that pages would have without, what snapshots take at least, and others at most."""
+"""Minimum share of snapshots in the memory that pages would have without them, as a divisor."""
+_USUAL_SHARE, _SHARE_BESIDE_CODES = 3 / 4, 1 / 3
+"""Minimum share of the pages' memory that optional allocations leave, and e4m3 copies leave."""
 _MOST_SHARED = 8192
 """Maximum number of prefill tokens of a mixed batch with mixers."""
 _GB = 1e9
@@ -134,24 +136,35 @@ def copies_in(plan: KernelProgram, options: CompileOptions, free: int) -> Kinds:
     """Return the dequantized weight copies for ``free`` bytes.
 
     ``options.copies`` selects them. With ``auto``, all copies are made if they fit, else those of
-    blocks, else e4m3 copies, which gain most for their size, else none.
+    blocks, else e4m3 copies, which gain most for their size, else none. E4m3 copies also fit if the
+    pages keep a third of their memory and a full context for each row of their smallest matmul.
     """
     kinds = kinds_for(options)
     if options.copies != "auto":
         return kinds
     room = free - weight_bytes(plan) - work_bytes(plan, options)
-    for each in (kinds, replace(kinds, rounded=False), Kinds(codes=kinds.codes)):
+    codes = Kinds(codes=kinds.codes)
+    tries = [(each, _USUAL_SHARE, 1) for each in (kinds, replace(kinds, rounded=False), codes)]
+    for each, share, contexts in (*tries, (codes, _SHARE_BESIDE_CODES, LEAST_LOFI)):
         size = copy_bytes(plan, each)
-        if size and _has_room_for(size, plan, options, room):
+        if size and _has_room_for(size, plan, options, room, share=share, contexts=contexts):
             return each
     return NO_COPIES
 
 
-def _has_room_for(size: int, plan: KernelProgram, options: CompileOptions, room: int) -> bool:
+def _has_room_for(
+    size: int,
+    plan: KernelProgram,
+    options: CompileOptions,
+    room: int,
+    *,
+    share: float = _USUAL_SHARE,
+    contexts: int = 1,
+) -> bool:
     """Return whether an optional allocation fits.
 
     It fits if all contexts at full length still fit. With shared pages, it also fits if the pages
-    keep three quarters of their memory and at least a full context.
+    keep this ``share`` of their memory and this number of full contexts.
     """
     if size + state_bytes(plan, options) <= room:
         return True
@@ -159,7 +172,7 @@ def _has_room_for(size: int, plan: KernelProgram, options: CompileOptions, room:
         return False
     before, left = (_left_to_pages(plan, options, each) for each in (room, room - size))
     one = pages_of(options.max_context) * _page_bytes(plan, options)
-    return left >= max(one, before - before // _SHARE_OF_MORE)
+    return left >= max(contexts * one, share * before)
 
 
 def with_passes_that_fit(

@@ -63,7 +63,7 @@ class CompileOptions:
             some cost. `Capabilities.invariant` is the effective level.
         copies: Dequantized weight copies for large batches: ``none``, ``codes`` (FP8), ``all`` or
             ``auto``. ``auto`` is ``all`` if every context still fits or 75 % of the pages remain,
-            else ``codes``.
+            else ``codes``, also with fewer pages.
         max_step_tokens: Maximum prefill token count per step. Low memory reduces it.
         max_shared_tokens: Maximum prefill token count in a mixed batch. Low memory reduces it.
         parallel: The group of ranks.

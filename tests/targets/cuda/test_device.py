@@ -35,6 +35,7 @@ from tilewright.compiler.targets.cuda.numerics import cache_kind
 from tilewright.compiler.targets.cuda.state.pages import allocate_pages, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state.tables import sequence_bytes
 from tilewright.compiler.targets.cuda.weights.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
+from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.weights.stream import load_weights
 from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import KernelProgram
@@ -255,6 +256,25 @@ def test_codes_alone_are_held_where_not_all_copies_fit(no_workspace: None) -> No
     asked = replace(OPTIONS, copies="codes")
     assert [copies_in(plan, asked, free) for free in (least, least + both)] == [codes, codes]
     assert copies_in(plan, replace(OPTIONS, is_strict=True), least + few) == NO_COPIES
+
+
+@pytest.mark.parametrize("by_contexts", [False, True])
+def test_codes_leave_pages_a_third_and_contexts_for_their_rows(
+    by_contexts: bool, no_workspace: None
+) -> None:
+    """The pages keep a third of their memory, or 33 full contexts if these need more."""
+    model = tiny_model(hidden_size=64, intermediate_size=16_384, max_positions=4096)
+    precision = precision_of("bfp8", ff1_3="bfp4", li_ff1_3="lofi")
+    plan = lower_to_program(lowered(model, target="cuda", precision=precision)[0])
+    context = 1024 if by_contexts else 1
+    options = replace(OPTIONS, max_batch=10**6, max_context=context, memory_fraction=0.9)
+    codes = Kinds(codes=True)
+    size, kept = copy_bytes(plan, codes), weight_bytes(plan) + work_bytes(plan, options)
+    contexts = state_bytes(plan, replace(options, max_batch=LEAST_LOFI))
+    left = contexts if by_contexts else -(-size // 2)
+    assert by_contexts == (contexts > size // 2)
+    assert copies_in(plan, options, kept + size + left) == codes
+    assert copies_in(plan, options, kept + size + left - 1) == NO_COPIES
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(None, 60), (0.5, 40), (0.9, 60)])
