@@ -275,9 +275,9 @@ CPU_RESULTS = (("q40", 1), ("q40", 8), ("q80", 1), ("bf16", 1), ("bf16", 8))
 CPU_RECORDS = ("avx512", "zen3")
 
 SERVED_RUNS = (
-    ServedRun("shape:llama-3.1-8b", "Llama-3.1-8B (random weights)", "88e62c99", (8, 32, 64, 256)),
+    ServedRun("shape:llama-3.1-8b", "Llama-3.1-8B (random weights)", "a946ec73", (8, 32, 64, 256)),
     ServedRun("shape:llama-3.1-8b", "Llama-3.1-8B (random weights)", "3d465be", (1,)),
-    ServedRun("shape:qwen3.5-35b-a3b", "Qwen3.5-35B-A3B (random weights)", "9f58e16", (64,)),
+    ServedRun("shape:qwen3.5-35b-a3b", "Qwen3.5-35B-A3B (random weights)", "a946ec73", (64,)),
 )
 _README = (
     *("device", "model", "precision", "users", "Tilewright (tokens/s)"),
