@@ -11,6 +11,7 @@ if __name__ == "__main__":  # `python path/to/bench NAME` runs it from any direc
     sys.path[:] = [str(_HERE.parent), *(each for each in sys.path if each != str(_HERE))]
 
 from tilewright.cli.main import EXIT_USER_ERROR, find_command, report_errors, usage
+from tilewright.utils.garbage import run_process
 
 COMMANDS = {
     "perf": ("bench.perf", "render PERF.md from results"),
@@ -43,4 +44,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_process(lambda: main(sys.argv[1:])))
