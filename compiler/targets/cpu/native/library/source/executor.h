@@ -143,7 +143,6 @@ struct Worker {
 
     // Distribute `count` work items so that a thread gets the same consecutive items in every step,
     // and then items not yet started by other threads. All threads meet before and after.
-    // `make(item, is_last)`: is_last marks the last of a thread's own items.
     template <class Make> void share_evenly(int64_t count, Make make) {
         const int threads = engine.pool->size();
         const uint32_t turn = ++turns;
@@ -151,7 +150,7 @@ struct Worker {
             const int whose = (thread + i) % threads;
             const int64_t begin = first_of(whose, count), end = first_of(whose + 1, count);
             for (int64_t at; (at = engine.pieces[whose].take(turn, end - begin)) >= 0;)
-                make(begin + at, i == 0 && begin + at + 1 == end);
+                make(begin + at);
         }
     }
     int64_t first_of(int64_t whose, int64_t count) const { return whose * count / engine.pool->size(); }

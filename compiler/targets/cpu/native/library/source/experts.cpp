@@ -142,8 +142,7 @@ struct Product {
         const int64_t begin = routing.firsts[group], count = routing.firsts[group + 1] - begin;
         const int64_t panel = (routing.chosen[group] * num_pairs + pair) * 2;
         const uint8_t* first = (const uint8_t*)weight.data + panel * size.total;
-        const uint8_t* ahead = first + 2 * size.total;
-        const PanelPair panels{weight.kind, weight.columns, first, first + size.total, {ahead, nullptr}};
+        const PanelPair panels{weight.kind, weight.columns, first, first + size.total, streams_of(first + 2 * size.total, 2 * size.total, weight.columns, 0, 1)};
         for (int64_t i = 0; i < count; i++) scratch.offsets[i] = offset_of(routing.entries[begin + i]);
         if (each.bias >= 0) result.bias = worker.vector(each.bias) + panel * kLanes;
         result.offsets = scratch.offsets;

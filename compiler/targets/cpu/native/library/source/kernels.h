@@ -36,13 +36,19 @@ struct Result {
     const int64_t* offsets;  // per row in floats, for scattered rows; or null
 };
 
-// Two neighboring weight panels, and the next two panels to prefetch. If the latter are
-// adjacent, only the first is set.
+// Bytes to prefetch during a multiplication: `num_bytes` per stream. Streams start at `data` and
+// every `stride` bytes after it. A block of columns prefetches `step` bytes per stream.
+struct Ahead {
+    const uint8_t* data = nullptr;
+    int64_t num_streams = 0, stride = 0, num_bytes = 0, step = 0;
+};
+
+// Two neighboring weight panels.
 struct PanelPair {
     int32_t kind, columns;
     const uint8_t* first;
     const uint8_t* second;
-    const uint8_t* ahead[2];
+    Ahead ahead;
 };
 
 // Keys and values for a head of a sequence. Chunks are `step` bytes apart, and their keys take

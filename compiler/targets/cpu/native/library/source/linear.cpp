@@ -26,37 +26,55 @@ Result result_of(Worker& worker, const TwInstruction& each, int64_t pair) {
     return result;
 }
 
-constexpr int64_t kMostAhead = 1 << 18, kNear = 16384;
+constexpr int64_t kRegion = 40960, kMostPanel = 1 << 18, kNear = 16384;
 
-// Start of a thread's own panels in a matmul.
+// Consecutive pairs of panels.
+struct Region {
+    int64_t begin, end;
+};
+
+// A thread's own panels in a matmul, in nearly equal regions. During a region, the thread prefetches
+// the next region.
 struct Panels {
     PanelSize size;
-    int64_t num_pairs;
+    int64_t num_pairs, num_regions;
+    Region own;
     const uint8_t* data;
 
-    Panels(const Engine& engine, const TwInstruction& each) {
-        const TwTensor& weight = engine.tensors[each.weight];
+    Panels(const Worker& worker, const TwInstruction& each) {
+        const TwTensor& weight = worker.engine.tensors[each.weight];
         size = panel_size(weight.kind, weight.columns);
         num_pairs = num_panels(weight.rows, each.flags & TW_PAIRED) / 2;
+        own = {worker.first_of(worker.thread, num_pairs), worker.first_of(worker.thread + 1, num_pairs)};
+        const int64_t most = (kRegion + 2 * size.total - 1) / (2 * size.total);
+        num_regions = (own.end - own.begin + most - 1) / most;
         data = (const uint8_t*)weight.data;
     }
     const uint8_t* pair(int64_t index) const { return data + index * 2 * size.total; }
+
+    Region region_at(int64_t index) const {
+        const int64_t count = own.end - own.begin;
+        if (!count) return own;
+        const int64_t which = ((index - own.begin + 1) * num_regions - 1) / count;
+        return {own.begin + which * count / num_regions, own.begin + (which + 1) * count / num_regions};
+    }
 };
 
-// Panels to prefetch during a multiplication: the thread's next pair, or after its last pair the
-// first pair of the next matmul. If a pair would fill that cache, prefetch nearby columns of both
-// panels.
-PanelPair pair_of(Worker& worker, const TwTensor& weight, const Panels& panels, const Panels& next, int64_t index, bool is_last) {
-    const uint8_t* first = panels.pair(index);
-    PanelPair pair{weight.kind, weight.columns, first, first + panels.size.total, {}};
-    if (panels.size.total > kMostAhead) {
-        pair.ahead[0] = pair.first + kNear;
-        pair.ahead[1] = pair.second + kNear;
-    } else {
-        const Panels& whose = is_last ? next : panels;
-        pair.ahead[0] = whose.pair(is_last ? worker.first_of(worker.thread, next.num_pairs) : index + 1);
-    }
-    return pair;
+// Prefetch a part of the next region during a thread's own pair. The next matmul's first region
+// follows the last region. If a pair would fill that cache, prefetch nearby columns in both panels.
+// Pairs from other threads prefetch nothing.
+Ahead ahead_of(int32_t columns, const Panels& panels, const Panels& next, int64_t index) {
+    if (panels.size.total > kMostPanel)
+        return {panels.pair(index) + kNear, 2, panels.size.total, panels.size.total, bytes_per_block(panels.size.total, columns)};
+    if (index < panels.own.begin || index >= panels.own.end) return {};
+    const Region region = panels.region_at(index);
+    const bool is_last = region.end == panels.own.end;
+    const Panels& whose = is_last ? next : panels;
+    const Region following = whose.region_at(is_last ? next.own.begin : region.end);
+    const uint8_t* data = whose.pair(following.begin);
+    if (whose.size.total > kMostPanel) return {data, 2, whose.size.total, kNear, bytes_per_block(kNear, columns)};
+    const int64_t num_bytes = (following.end - following.begin) * 2 * whose.size.total;
+    return streams_of(data, num_bytes, columns, index - region.begin, region.end - region.begin);
 }
 
 }  // namespace
@@ -83,9 +101,10 @@ void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& 
         worker.meet();
     }
     const Operand x{rows.values, rows.row_bytes, rows.terms, rows.num_blocks, rows.is_signed};
-    const Panels panels(worker.engine, each), next(worker.engine, following);
-    worker.share_evenly(panels.num_pairs, [&](int64_t pair, bool is_last) {
-        const PanelPair both = pair_of(worker, weight, panels, next, pair, is_last);
+    const Panels panels(worker, each), next(worker, following);
+    worker.share_evenly(panels.num_pairs, [&](int64_t pair) {
+        const uint8_t* first = panels.pair(pair);
+        const PanelPair both{weight.kind, weight.columns, first, first + panels.size.total, ahead_of(weight.columns, panels, next, pair)};
         multiply(kernels, arithmetic, both, x, num_rows, result_of(worker, each, pair), scratch);
     });
 }

@@ -84,18 +84,14 @@ template <int M> inline void finish(Tile<M>& tile, const Result& result, int64_t
     }
 }
 
-// Prefetch bytes [from, from + count) of the next panels into the second cache. Hardware
-// prefetching stops at a page boundary, and a panel has only some pages. Always inlined: compilers
-// may drop calls to a function that only prefetches.
-__attribute__((always_inline)) inline void fetch(const PanelPair& pair, int64_t from, int64_t count) {
-    if (!pair.ahead[1]) {  // consecutive panels
-        for (int64_t at = 2 * from; at < 2 * (from + count); at += 64) __builtin_prefetch(pair.ahead[0] + at, 0, 1);
-        return;
-    }
-    for (int64_t at = from; at < from + count; at += 64) {
-        __builtin_prefetch(pair.ahead[0] + at, 0, 1);
-        __builtin_prefetch(pair.ahead[1] + at, 0, 1);
-    }
+// Prefetch into the second cache during `count` blocks from `block`. Hardware prefetching stops at a
+// page boundary, and a panel has only some pages. Always inlined: compilers may drop calls to a
+// function that only prefetches.
+__attribute__((always_inline)) inline void fetch(const PanelPair& pair, int64_t block, int64_t count = 1) {
+    const Ahead& ahead = pair.ahead;
+    const int64_t end = (block + count) * ahead.step < ahead.num_bytes ? (block + count) * ahead.step : ahead.num_bytes;
+    for (int64_t at = rounded(block * ahead.step, 64); at < end; at += 64)
+        for (int64_t i = 0; i < ahead.num_streams; i++) __builtin_prefetch(ahead.data + i * ahead.stride + at, 0, 1);
 }
 
 // int8 rows: sums within a block are exact integers.
@@ -106,12 +102,12 @@ template <int KIND, int M> struct Int8Tile {
     const uint8_t* scales[2];
     const int32_t* rows[M];
     const BlockTerms* terms[M];
-    int64_t num_blocks, fetched;  // fetched: prefetch bytes per block
+    int64_t num_blocks;
+    bool fetches;
 
     Int8Tile(const PanelPair& pair, const Operand& x, int64_t row)
-        : codes{pair.first, pair.second}, num_blocks(x.num_blocks) {
+        : codes{pair.first, pair.second}, num_blocks(x.num_blocks), fetches(!row) {
         const int64_t behind = panel_size(KIND, pair.columns).codes;
-        fetched = row ? 0 : panel_size(KIND, pair.columns).total / num_blocks;
         scales[0] = pair.first + behind;
         scales[1] = pair.second + behind;
         for (int m = 0; m < M; m++) {
@@ -186,8 +182,10 @@ TW_UNROLL
 
     void run(const PanelPair& pair, Tile<M>& tile) const {
         for (int64_t block = 0; block < num_blocks; block++) {
-            fetch(pair, block * fetched, fetched);
-            if (fetched) ask_for_codes(block);
+            if (fetches) {
+                fetch(pair, block);
+                ask_for_codes(block);
+            }
             part<0>(block, tile);
             if constexpr (kParts == 2) part<1>(block, tile);
         }
@@ -244,7 +242,7 @@ template <int M>
 inline void tile_packed(const PanelPair& pair, const PairWord* x, int64_t x_row, bool fetches, Tile<M>& tile) {
     Packed first(pair.first, pair.columns), second(pair.second, pair.columns);
     for (int64_t block = 0; block < rounded(pair.columns, kBlock) / kBlock; block++) {
-        if (fetches) fetch(pair, block * kPackedBlock, kPackedBlock);
+        if (fetches) fetch(pair, block);
         if (!first.is_plain(block) || !second.is_plain(block)) {
             alignas(64) uint8_t values[2][kBlock * kLanes * 2];
             first.unpack(block, values[0]);
@@ -295,13 +293,13 @@ template <int KIND, bool IS_FRESH, int M>
 inline void tile_scaled(const PanelPair& pair, uint8_t* codes, const PairWord* x, int64_t x_row, bool fetches, Tile<M>& tile) {
     constexpr int64_t kLength = scale_length(KIND), kSpan = kLength < kBlock ? kBlock : kLength;
     const PanelSize size = panel_size(KIND, pair.columns);
-    const int64_t padded = rounded(pair.columns, kBlock), block_bytes = size.total / (padded / kBlock);
+    const int64_t padded = rounded(pair.columns, kBlock);
     for (int64_t first = 0; first < padded; first += kSpan) {
         const int64_t count = padded - first < kSpan ? padded - first : kSpan;
         const uint8_t* at = codes + first * 32;
         int64_t apart = padded * 32;
         if constexpr (IS_FRESH) {
-            if (fetches) fetch(pair, first / kBlock * block_bytes, count / kBlock * block_bytes);
+            if (fetches) fetch(pair, first / kBlock, count / kBlock);
             const int64_t source = first / kBlock * block_words(KIND) * 64;
             at = codes;
             apart = count * 32;
@@ -381,7 +379,7 @@ template <int KIND, bool IS_FRESH = false> struct MakeBf16 {
         else if constexpr (KIND == TW_BF16) {
             const int64_t part = row ? x.num_blocks : 1;  // the first tile prefetches
             for (int64_t block = 0; block < x.num_blocks; block += part) {
-                if (!row) fetch(pair, block * 1024, 1024);
+                if (!row) fetch(pair, block);
                 tile_bf16<M>({pair.first + block * 1024, pair.second + block * 1024, 64, 16 * part}, own + block * 16 * kPairWords, x.row_bytes / 4, tile);
             }
         }
@@ -417,7 +415,7 @@ void product_packed(const PanelPair& pair, const Operand& x, int64_t num_rows, c
     const int64_t bytes = panel_size(TW_BF16, pair.columns).total;
     unpack_panel(pair.first, pair.columns, values);
     unpack_panel(pair.second, pair.columns, values + bytes);
-    const PanelPair plain{TW_BF16, pair.columns, values, values + bytes, {pair.ahead[0], pair.ahead[1]}};
+    const PanelPair plain{TW_BF16, pair.columns, values, values + bytes, pair.ahead};
     by_tiles<kTile>(num_rows, MakeBf16<TW_BF16>{plain, x, result, nullptr});
 }
 
@@ -450,7 +448,7 @@ struct MakeFp16 {
         Tile<M> tile;
         clear(tile);
         for (int64_t block = 0; block < x.num_blocks; block++) {
-            if (!row) fetch(pair, block * 1024, 1024);
+            if (!row) fetch(pair, block);
             tile_fp32<M, TW_FP16>({pair.first + block * 1024, pair.second + block * 1024, 32, kBlock}, own + block * kBlock, x.row_bytes / 4, tile);
         }
         finish(tile, result, row);

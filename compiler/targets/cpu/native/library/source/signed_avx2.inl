@@ -145,12 +145,12 @@ template <int KIND> inline void product_signed(const PanelPair& pair, const Oper
     alignas(64) uint8_t tables[2][kTableBytes];
     alignas(64) Tile<1> sums[kSignedChunk];
     const PanelSize size = panel_size(KIND, pair.columns);
-    const int64_t padded = x.num_blocks * kBlock, fetched = size.total / x.num_blocks;
+    const int64_t padded = x.num_blocks * kBlock;
     for (int64_t first = 0; first < num_rows; first += kSignedChunk) {
         const int64_t count = num_rows - first < kSignedChunk ? num_rows - first : kSignedChunk;
         for (int64_t row = 0; row < count; row++) clear(sums[row]);
         for (int64_t block = 0; block < x.num_blocks; block++) {
-            if (!first) fetch(pair, block * fetched, fetched);
+            if (!first) fetch(pair, block);
             const int64_t at = block * block_words(KIND) * 64;
             const int num_tables = make_tables<KIND>(pair.first + at, pair.second + at, tables);
             const SignedBlock* rows = (const SignedBlock*)x.values + first * x.num_blocks + block * count;
