@@ -38,7 +38,7 @@ def test_a_block_has_its_record_and_the_rest_of_a_document_stays(tmp_path: Path)
     assert cells[2] == ["tilewright native", "all-q40", "1,234", "12.3", "50 %", "2.12"]
     assert cells[3] == ["llama.cpp", "Q4_0", "1,234", "", "", ""]
     assert len(cells) == 4, "one that was not measured has no row"
-    assert "Memory read rates are `30.0 to 32.5 GB/s`." in found
+    assert "Memory read rates are `30.0 to 32.5 GB/s`, with a stream per thread." in found
     assert "2 threads of D (2026-11-23, commit abcabcabca)" in found
     assert "with spreads from `94 to 94 %`." in found
     assert "prefill 512" in found and "decode, 8 users" in found and "old" not in found

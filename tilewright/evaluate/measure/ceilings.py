@@ -100,7 +100,8 @@ def _gpu_seconds(run: Callable[[], object]) -> list[float]:
 def read_bandwidth(num_threads: int, *, num_bytes: int = BUFFER_BYTES) -> float:
     """Return the peak read rate of ``num_threads`` in bytes per second, from three passes.
 
-    This rate limits decode, which reads every weight once. Each thread sums its part of the buffer
+    Decode reads every weight once, so this rate limits a kernel with a stream per thread. Several
+    streams on different pages may read faster. Each thread sums its part of the buffer
     as int64. NumPy does so without Python's lock and with vector instructions. The buffer is
     written first, to allocate its pages.
     """

@@ -156,7 +156,8 @@ def source_of(record: Record) -> str:
         f"{record['model']}, {record['num_threads']} threads of {_cpu_name(record)} "
         f"({record['timestamp'][:10]}, commit {short_commit(record['commit'])}). "
         f"Medians over {rounds}, in tokens/s for all users together.{spread} "
-        f"Memory read rates are `{min(readings):.1f} to {max(readings):.1f} GB/s`."
+        f"Memory read rates are `{min(readings):.1f} to {max(readings):.1f} GB/s`, "
+        "with a stream per thread."
     )
 
 
