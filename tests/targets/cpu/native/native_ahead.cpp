@@ -1,5 +1,6 @@
-// Runs matmuls with products that record what they would prefetch. Every thread must prefetch all of
-// its own panels once before it multiplies them, and nothing for panels of other threads.
+// Runs matmuls with kernels that record their prefetches. Every thread must prefetch all of its own
+// panels before it multiplies them, and nothing for panels of other threads. Large panels prefetch
+// nearby columns, and the matmul before them prefetches their first columns.
 
 #include <cstdio>
 #include <cstdlib>
@@ -19,6 +20,7 @@ namespace {
 std::map<const uint8_t*, int> fetched;  // lines
 const uint8_t *own_begin, *own_end;
 int num_failed = 0;
+constexpr int64_t kDistance = 16384, kLarge = 1 << 18;  // bytes
 
 void fail(const char* what, int64_t number) {
     std::printf("%s: %lld\n", what, (long long)number);
@@ -30,7 +32,13 @@ void quantise(const float*, int64_t, int32_t, void*, BlockTerms*) {}
 // As `fetch` in products.inl.
 void product(const PanelPair& pair, const Operand& x, int64_t, const Result&) {
     const Ahead& ahead = pair.ahead;
-    const int64_t num_bytes = 2 * panel_size(pair.kind, pair.columns).total;
+    const int64_t panel_bytes = panel_size(pair.kind, pair.columns).total, num_bytes = 2 * panel_bytes;
+    if (panel_bytes > kLarge) {
+        if (ahead.data != pair.first + kDistance || ahead.num_streams != 2) fail("another distance", ahead.data - pair.first);
+        for (int64_t at = 0; pair.first == own_begin && at < kDistance; at += 64)
+            if (fetched[pair.first + at] != 1 || fetched[pair.second + at] != 1) return fail("first columns are not prefetched once", at);
+        return;
+    }
     if (pair.first < own_begin || pair.first >= own_end) {
         if (ahead.num_bytes) fail("prefetches for another thread", ahead.num_bytes);
         return;
@@ -51,7 +59,7 @@ int main() {
     Kernels kernels{};
     kernels.quantise = quantise;
     kernels.product_int8 = product;
-    const int32_t shapes[][2] = {{960, 576}, {576, 576}, {3072, 576}, {576, 1536}, {96, 200}};
+    const int32_t shapes[][2] = {{960, 576}, {576, 576}, {3072, 576}, {32, 576}, {576, 1536}, {96, 32768}, {96, 200}};
     for (int kind : {TW_Q40, TW_Q80})
         for (int num_threads : {1, 2, 3}) {
             Engine engine;
@@ -60,9 +68,9 @@ int main() {
             engine.pieces = std::vector<Pieces>(num_threads);
             engine.program = {};
             engine.program.logits = -1;
-            engine.buffers.emplace_back(1 << 16);
-            engine.widths.push_back(1 << 12);
-            for (int i = 0; i < num_threads; i++) engine.scratch.emplace_back(1 << 20);
+            engine.buffers.emplace_back(1 << 18);
+            engine.widths.push_back(1 << 15);
+            for (int i = 0; i < num_threads; i++) engine.scratch.emplace_back(6 << 20);
             std::vector<std::vector<uint8_t>> data;
             for (const auto& shape : shapes) {
                 data.emplace_back(num_panels(shape[0], false) * panel_size(kind, shape[1]).total + 64);
@@ -79,19 +87,24 @@ int main() {
             const size_t count = engine.instructions.size();
             for (int thread = 0; thread < num_threads; thread++) {
                 fetched.clear();
-                for (size_t i = 0; i < 2 * count; i++) {  // the first round begins without prefetches
+                bool is_first = true;  // the thread has multiplied nothing just before
+                for (size_t i = 0; i < 2 * count; i++) {
                     const TwInstruction &each = engine.instructions[i % count], &next = engine.instructions[(i + 1) % count];
                     Worker worker{engine, step, thread, 1, turns};
                     const Panels panels(worker, each);
                     own_begin = panels.pair(panels.own.begin), own_end = panels.pair(panels.own.end);
-                    if (!i)
+                    const bool is_large = panels.size.total > kLarge;
+                    if (is_first && !is_large)
                         for (const uint8_t* at = own_begin; at < own_end; at += 64) fetched[at] = 1;
                     run_linear(worker, each, next);
                     turns = worker.turns;
                     int64_t num_twice = 0;
-                    for (const uint8_t* at = own_begin; at < own_end; at += 64) num_twice += fetched[at] > 1;
-                    if (i >= count && num_twice > 4 * panels.num_regions) fail("lines are prefetched twice", num_twice);
-                    for (const uint8_t* at = own_begin; at < own_end; at += 64) fetched[at] = 0;
+                    if (!is_large)
+                        for (const uint8_t* at = own_begin; at < own_end; at += 64) num_twice += fetched[at] > 1;
+                    if (!is_first && num_twice > 4 * panels.num_regions) fail("lines are prefetched twice", num_twice);
+                    is_first = own_begin == own_end || is_large;
+                    if (is_first) fetched.clear();
+                    else for (const uint8_t* at = own_begin; at < own_end; at += 64) fetched.erase(at);
                 }
             }
         }

@@ -1,4 +1,4 @@
-"""What the native library's matmuls prefetch, in a small C++ program."""
+"""Prefetches of the native library's matmuls, recorded by a small C++ program."""
 
 from __future__ import annotations
 

@@ -36,8 +36,9 @@ struct Result {
     const int64_t* offsets;  // per row in floats, for scattered rows; or null
 };
 
-// Bytes to prefetch during a multiplication: `num_bytes` per stream. Streams start at `data` and
-// every `stride` bytes after it. A block of columns prefetches `step` bytes per stream.
+// Bytes to prefetch during a multiplication: `num_bytes` per stream, nothing if negative. Streams
+// start every `stride` bytes. A block of columns prefetches `step` bytes per stream, so that
+// requests do not come at once.
 struct Ahead {
     const uint8_t* data = nullptr;
     int64_t num_streams = 0, stride = 0, num_bytes = 0, step = 0;

@@ -26,7 +26,9 @@ Result result_of(Worker& worker, const TwInstruction& each, int64_t pair) {
     return result;
 }
 
-constexpr int64_t kRegion = 40960, kMostPanel = 1 << 18, kNear = 16384;
+constexpr int64_t kRegionBytes = 40960;  // streams on several pages; 64 KB is slower
+constexpr int64_t kMaxPanelBytes = 1 << 18;  // a pair of larger panels would fill the second cache
+constexpr int64_t kNearBytes = 16384;  // prefetch distance in larger panels
 
 // Consecutive pairs of panels.
 struct Region {
@@ -46,8 +48,8 @@ struct Panels {
         size = panel_size(weight.kind, weight.columns);
         num_pairs = num_panels(weight.rows, each.flags & TW_PAIRED) / 2;
         own = {worker.first_of(worker.thread, num_pairs), worker.first_of(worker.thread + 1, num_pairs)};
-        const int64_t most = (kRegion + 2 * size.total - 1) / (2 * size.total);
-        num_regions = (own.end - own.begin + most - 1) / most;
+        const int64_t max_pairs = (kRegionBytes + 2 * size.total - 1) / (2 * size.total);
+        num_regions = (own.end - own.begin + max_pairs - 1) / max_pairs;
         data = (const uint8_t*)weight.data;
     }
     const uint8_t* pair(int64_t index) const { return data + index * 2 * size.total; }
@@ -62,18 +64,21 @@ struct Panels {
 
 // Prefetch a part of the next region during a thread's own pair. The next matmul's first region
 // follows the last region. If a pair would fill that cache, prefetch nearby columns in both panels.
-// Pairs from other threads prefetch nothing.
+// Smaller pairs from other threads prefetch nothing, because their threads prefetch the next region.
 Ahead ahead_of(int32_t columns, const Panels& panels, const Panels& next, int64_t index) {
-    if (panels.size.total > kMostPanel)
-        return {panels.pair(index) + kNear, 2, panels.size.total, panels.size.total, bytes_per_block(panels.size.total, columns)};
+    if (panels.size.total > kMaxPanelBytes)
+        return {panels.pair(index) + kNearBytes, 2, panels.size.total, panels.size.total, bytes_per_block(panels.size.total, columns)};
     if (index < panels.own.begin || index >= panels.own.end) return {};
     const Region region = panels.region_at(index);
     const bool is_last = region.end == panels.own.end;
-    const Panels& whose = is_last ? next : panels;
-    const Region following = whose.region_at(is_last ? next.own.begin : region.end);
-    const uint8_t* data = whose.pair(following.begin);
-    if (whose.size.total > kMostPanel) return {data, 2, whose.size.total, kNear, bytes_per_block(kNear, columns)};
-    const int64_t num_bytes = (following.end - following.begin) * 2 * whose.size.total;
+    const Panels& source = is_last ? next : panels;
+    const Region following = source.region_at(is_last ? next.own.begin : region.end);
+    const int64_t num_bytes = (following.end - following.begin) * 2 * source.size.total;
+    const uint8_t* data = source.pair(following.begin);
+    if (source.size.total > kMaxPanelBytes) {
+        if (!num_bytes || index + 1 < region.end) return {};
+        return {data, 2, source.size.total, kNearBytes, bytes_per_block(kNearBytes, columns)};
+    }
     return streams_of(data, num_bytes, columns, index - region.begin, region.end - region.begin);
 }
 
