@@ -137,8 +137,8 @@ class EngineConfig:
     weight_copies: str = option(
         "dequantized weight copies for large batches on a GPU. fp8 needs --batch-invariant "
         "never. auto is all if every context still fits or three quarters of the pages "
-        "remain, else all but rounded copies, else fp8. There fp8 may leave a third of the pages "
-        "and 33 contexts. Default auto",
+        "remain. Else it is all but rounded copies, fp8 or none, the first that fits. fp8 needs "
+        "only a third of the pages and 33 contexts. Default auto",
         aliases=("--copies",),
         renamed={"codes": "fp8"},
         default=AUTO,

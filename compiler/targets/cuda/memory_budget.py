@@ -48,8 +48,10 @@ _LEAST_PROMPT = 1024
 _MAX_SNAPSHOTS = 512
 _SHARE_OF_SNAPSHOTS = 8
 """Minimum share of snapshots in the memory that pages would have without them, as a divisor."""
-_USUAL_SHARE, _SHARE_BESIDE_CODES = 3 / 4, 1 / 3
-"""Minimum share of the pages' memory that optional allocations leave, and e4m3 copies leave."""
+_MIN_PAGES_SHARE, _MIN_PAGES_SHARE_FP8 = 3 / 4, 1 / 3
+"""Minimum share of the pages' memory after an optional allocation, and after e4m3 copies. Large
+batches gain more by these copies than they lose by fewer pages.
+"""
 _MOST_SHARED = 8192
 """Maximum number of prefill tokens of a mixed batch with mixers."""
 _GB = 1e9
@@ -137,18 +139,20 @@ def copies_in(plan: KernelProgram, options: CompileOptions, free: int) -> Kinds:
 
     ``options.copies`` selects them. With ``auto``, all copies are made if they fit, else those of
     blocks, else e4m3 copies, which gain most for their size, else none. E4m3 copies also fit if the
-    pages keep a third of their memory and a full context for each row of their smallest matmul.
+    pages keep a third of their memory and `LEAST_LOFI` full contexts: smaller decode steps do not
+    use them.
     """
     kinds = kinds_for(options)
     if options.copies != "auto":
         return kinds
     room = free - weight_bytes(plan) - work_bytes(plan, options)
     codes = Kinds(codes=kinds.codes)
-    tries = [(each, _USUAL_SHARE, 1) for each in (kinds, replace(kinds, rounded=False), codes)]
-    for each, share, contexts in (*tries, (codes, _SHARE_BESIDE_CODES, LEAST_LOFI)):
-        size = copy_bytes(plan, each)
+    usual = (kinds, replace(kinds, rounded=False), codes)
+    tries = [(each, _MIN_PAGES_SHARE, 1) for each in usual]
+    for candidate, share, contexts in (*tries, (codes, _MIN_PAGES_SHARE_FP8, LEAST_LOFI)):
+        size = copy_bytes(plan, candidate)
         if size and _has_room_for(size, plan, options, room, share=share, contexts=contexts):
-            return each
+            return candidate
     return NO_COPIES
 
 
@@ -158,7 +162,7 @@ def _has_room_for(
     options: CompileOptions,
     room: int,
     *,
-    share: float = _USUAL_SHARE,
+    share: float = _MIN_PAGES_SHARE,
     contexts: int = 1,
 ) -> bool:
     """Return whether an optional allocation fits.

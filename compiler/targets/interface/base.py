@@ -63,7 +63,8 @@ class CompileOptions:
             some cost. `Capabilities.invariant` is the effective level.
         copies: Dequantized weight copies for large batches: ``none``, ``codes`` (FP8), ``all`` or
             ``auto``. ``auto`` is ``all`` if every context still fits or 75 % of the pages remain,
-            else ``codes``, also with fewer pages.
+            else without rounded copies, else ``codes``, for which a third of the pages and 33
+            contexts suffice, else ``none``.
         max_step_tokens: Maximum prefill token count per step. Low memory reduces it.
         max_shared_tokens: Maximum prefill token count in a mixed batch. Low memory reduces it.
         parallel: The group of ranks.
