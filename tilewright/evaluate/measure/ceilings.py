@@ -98,12 +98,11 @@ def _gpu_seconds(run: Callable[[], object]) -> list[float]:
 
 
 def read_bandwidth(num_threads: int, *, num_bytes: int = BUFFER_BYTES) -> float:
-    """Return the peak read rate of ``num_threads`` in bytes per second, from three passes.
+    """Return the read rate of ``num_threads`` in bytes per second, the best of three passes.
 
-    Decode reads every weight once, so this rate limits a kernel with a stream per thread. Several
-    streams on different pages may read faster. Each thread sums its part of the buffer
-    as int64. NumPy does so without Python's lock and with vector instructions. The buffer is
-    written first, to allocate its pages.
+    Each thread reads a single stream: it sums its part of the buffer as int64. Several streams on
+    different pages can be faster, so decode can exceed this rate. NumPy sums without Python's lock
+    and with vector instructions. The buffer is written first, to allocate its pages.
     """
     assert num_threads >= 1 and num_bytes >= 8 * num_threads
     parts = np.array_split(np.full(num_bytes // 8, 1, dtype=np.int64), num_threads)
