@@ -141,7 +141,7 @@ ROWS: tuple[BenchRow, ...] = (
     *_rows("qwen3-8b-performance", "qwen3-8b", "1: 32:"),
     *_rows("35b-a3b-bf16", _35B, _35B_BF16, first="26", prompt_length=1024),
     *_rows("35b-a3b-bfp8", _35B, "1:650/750 64:4800/5600", prompt_length=1024),
-    *_rows("70b-performance", _70B, "1:60/68 64: 256:", first="40"),
+    *_rows("70b-performance", _70B, "1:60/68 64:", first="40"),
     BenchRow("8b-prefill-2k", _8B, "bf16", PREFILL_SHARE, 85, prompt_length=2048, context=_64K),
     BenchRow("8b-prefill-8k", _8B, "bf16", PREFILL_SHARE, 60, prompt_length=8192, context=_64K),
     BenchRow("8b-decode-32k", _8B, "bf16", DECODE_SHARE, prompt_length=32768, context=_64K),

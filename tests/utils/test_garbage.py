@@ -63,7 +63,9 @@ def test_run_process_without_standard_output_ends_in_silence() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("module", ["tilewright.cli.main", "tilewright.loading.follower"])
+@pytest.mark.parametrize(
+    "module", ["tilewright.cli.main", "tilewright.loading.follower", "bench.__main__"]
+)
 def test_modules_of_processes_register_no_handler_at_import(module: str) -> None:
     script = f"import atexit, {module}; print(atexit._ncallbacks())"
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "0\n"
