@@ -29,6 +29,7 @@ LIKE_CUDA: dict[str, Any] = {
     "max_num_seqs": 256,
     "max_context": 66_000,
     "page_size": 64,
+    "alignment": 64,
     "num_pages": 4096,
     "cell": 256,
     "max_prompts": 8,

@@ -188,10 +188,11 @@ class CudaExecutable(Executable):
         self._steps.final_states = kept
         return CudaDraftLayer(steps, kept, self._state, self._device_slots, sizes=sizes)
 
-    def _read_prompts(self, chunks: Sequence[PrefillChunk], block: int) -> None:
+    def _read_prompts(self, chunks: Sequence[PrefillChunk]) -> None:
         """Run the draft layer for a prefill."""
         if self._layer is not None:
-            self._layer.read_prompts(chunks, block, is_skipped=self._runs_alone)
+            alignment = self.capabilities.alignment
+            self._layer.read_prompts(chunks, alignment, is_skipped=self._runs_alone)
 
     def _propose(self, step: Step) -> StepOutput:
         assert self._layer is not None and not (step.decode or step.prompts)
@@ -225,6 +226,7 @@ class CudaExecutable(Executable):
             table=self._device_slots,
             passes=lambda: self.capabilities.passes,
             most_pieces=lambda: self.capabilities.max_prompts,
+            alignment=self.capabilities.alignment,
             max_drafts=self.capabilities.max_drafts,
             has_states=self.capabilities.has_sequence_state,
             runs_together=options.parallel.tensor == 1 and not has_mixers(plan),
@@ -285,8 +287,7 @@ class CudaExecutable(Executable):
         batches, alone = split(
             [chunk for chunk in step.prompts if not self._runs_alone(chunk)],
             limits.max_prompts if shares else 1,
-            marks=limits.marks,
-            most_rows=limits.most_shared,
+            limits,
             beside=bool(decoding),
         )
         alone += [chunk for chunk in step.prompts if self._runs_alone(chunk)]
@@ -309,9 +310,8 @@ class CudaExecutable(Executable):
         states = [self._slot_states[slot] for slot in step.decode]
         if any(state.rotary_delta or state.images for state in states):
             return False
-        most_rows = limits.most_shared
         prompts = [chunk for chunk in step.prompts if not self._runs_alone(chunk)]
-        joined = [chunk for chunk in prompts if can_join(chunk, limits.marks, most_rows)]
+        joined = [chunk for chunk in prompts if can_join(chunk, limits)]
         if not joined:
             return False
         slots = (*step.decode, *(chunk.slot for chunk in step.prompts if chunk.chooses))
@@ -493,12 +493,12 @@ class CudaExecutable(Executable):
             from_start = chunk.start == 0
             found = self._steps.prefill(placed, logit_rows=wanted, from_start=from_start)
             if found is None:
-                self._read_prompts((chunk,), len(chunk.tokens))
+                self._read_prompts((chunk,))
                 return None
             logits = found
             of = (chunk.slot,), (chunk.end,), self.num_choosable, logits[-1:]
             choice = choose_now(self._device_slots, *of, chosen if not is_late else (), self._group)
-        self._read_prompts((chunk,), len(chunk.tokens))
+        self._read_prompts((chunk,))
         return self._end_prompt(chunk, step, logits, choice, is_late)
 
     def _runs_alone(self, chunk: PrefillChunk) -> bool:

@@ -13,6 +13,7 @@ from tilewright.compiler.targets.cuda.graphs.capture import decode_buckets, prom
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import USUAL_OF_MIXERS, Passes, passes_for
 from tilewright.compiler.targets.cuda.invariance import invariant_of
 from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import scratch_bytes
+from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import CHUNK
 from tilewright.compiler.targets.cuda.lowering import far_of, has_mixers
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.state.final_states import final_state_bytes
@@ -233,6 +234,7 @@ def capabilities_of(
         runs_ahead=is_gpu,
         marks=marks_each(plan),
         passes=passes,
+        alignment=CHUNK if plan.sequence_states else 1,
         most_shared=passes[-1][1][-1] if passes and mixes else sys.maxsize,
         far=far_of(plan),
         invariant=invariant,

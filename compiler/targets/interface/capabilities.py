@@ -29,7 +29,8 @@ class Capabilities:
         marks: Maximum snapshots inside a chunk, at page boundaries.
         passes: Captured mixed batch sizes, ascending: ``(max_rows, prefill_sizes)``. Example:
             ``((16, (256, 512)),)``. Empty: no mixed batches (`StepOutput.is_mixed`).
-        most_shared: Maximum prefill tokens in a mixed batch, in whole pages per chunk.
+        alignment: In a mixed batch, each chunk has a multiple of this number of rows.
+        most_shared: Maximum prefill rows in a mixed batch.
         far: Context length at which a prompt token costs twice as much as at position 0. 0: the
             cost does not depend on the position.
         invariant: ``rows``: bits depend on the request only. ``batch``: bits also depend on the
@@ -57,6 +58,7 @@ class Capabilities:
     runs_ahead: bool = False
     marks: int = 0
     passes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    alignment: int = 1
     most_shared: int = sys.maxsize
     far: int = 0
     invariant: str = "none"

@@ -23,7 +23,7 @@ from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, Pa
 from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import EVERY_DRAWING
 from tilewright.compiler.targets.cuda.state.pages import PAGE
-from tilewright.compiler.targets.cuda.state.ragged import LONG_BLOCK, num_tokens_of
+from tilewright.compiler.targets.cuda.state.ragged import LONG_BLOCK, num_rows_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.steps.routes import PART_TOKENS
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
@@ -122,7 +122,7 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
 
 def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
     chunks = [PrefillChunk(Slot(0), 0, (1,) * count) for count in (1, 64, 65)]
-    assert num_tokens_of(chunks) == 64 + 64 + 128
+    assert num_rows_of(chunks, 64) == 64 + 64 + 128 and num_rows_of(chunks, 1) == 130
     of_rows = 64, 128, 192, 256, 320, 384, 512, 640, 896, 1024
     assert passes_for((1, 2, 4), 8192) == ((4, of_rows),)
     among = dict(passes_for((1, 256), 8192))

@@ -148,9 +148,9 @@ class PrefillScheduler:
         return size, _SLACK * weight_of(start, size, self._limits.far)
 
     def _rows_of(self, count: int) -> int:
-        """Return a chunk's share of the budget: whole pages in a mixed batch."""
-        page = self._limits.page_size if self._passes else 0
-        return -(-count // page) * page if page else count
+        """Return a chunk's share of the budget: its rows in a mixed batch."""
+        alignment = self._limits.alignment if self._passes else 1
+        return -(-count // alignment) * alignment
 
     def _sizes(self, order: Sequence[RequestState], num_decoding: int) -> tuple[int, ...]:
         """Return the batch sizes for decode rows and for the prompts that end in a batch.

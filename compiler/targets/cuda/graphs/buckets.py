@@ -29,6 +29,7 @@ class Buckets:
 
     ``table`` and ``num_choosable`` give the sampling width. A capture reads the values agreed by
     the ranks.
+    ``alignment``: of `Capabilities`.
     ``max_drafts``: of the decode steps with drafts that :meth:`prepare` captures. 0: none.
     ``has_states``: Whether sequences have state in addition to pages.
     ``runs_together``: Whether :meth:`prepare` compiles the kernels of long chunks in one batch.
@@ -44,13 +45,14 @@ class Buckets:
         table: SlotTable,
         passes: Callable[[], Passes] = lambda: (),
         most_pieces: Callable[[], int] = lambda: 1,
+        alignment: int = 1,
         max_drafts: int = 0,
         has_states: bool = False,
         runs_together: bool = False,
     ) -> None:
         self.rows, self.tokens = tuple(rows), tuple(tokens)
         self._table, self._passes, self._most_pieces = table, passes, most_pieces
-        self._steps, self._num_choosable = steps, num_choosable
+        self._steps, self._num_choosable, self.alignment = steps, num_choosable, alignment
         is_gpu = steps.device.type == "cuda"
         self._pool: Any = torch.cuda.graph_pool_handle() if is_gpu else None
         self.decodes: dict[int, DecodeBucket] = {}
@@ -111,7 +113,7 @@ class Buckets:
 
     def _batch(self, width: int) -> BatchBucket:
         if width not in self.batches:
-            what = width, dict(self._passes())[width], self._most_pieces()
+            what = width, dict(self._passes())[width], self._most_pieces(), self.alignment
             how = self._num_choosable(), self._pool
             self.batches[width] = BatchBucket(self._steps, self._table, *what, *how)
         return self.batches[width]

@@ -18,6 +18,7 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.graphs.capture import CapturedGraph
 from tilewright.compiler.targets.cuda.state.final_states import RING, FinalStates, NormFunction
 from tilewright.compiler.targets.cuda.state.pages import pages_of
+from tilewright.compiler.targets.cuda.state.ragged import num_rows_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send, send_into
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
@@ -167,16 +168,16 @@ class CudaDraftLayer:
     def read_prompts(
         self,
         chunks: Sequence[PrefillChunk],
-        block: int,
+        alignment: int,
         *,
         is_skipped: Callable[[PrefillChunk], bool],
     ) -> None:
-        """Run the chunks of the model's last prefill. Chunks begin at whole blocks."""
+        """Run the chunks of the model's last prefill. They begin at multiples of ``alignment``."""
         first, states = 0, self._final.take_prompts()
         for chunk in chunks:
             if not is_skipped(chunk):
                 self._read_prompt(chunk, states[first : first + len(chunk.tokens) + 1])
-            first += -(-len(chunk.tokens) // block) * block
+            first += num_rows_of((chunk,), alignment)
 
     def _read_prompt(self, chunk: PrefillChunk, states: Tensor) -> None:
         """Run a chunk. ``states``: A free entry, and the model's final states."""

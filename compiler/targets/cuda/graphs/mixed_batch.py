@@ -10,7 +10,7 @@ from tilewright.compiler.targets.cuda.graphs.buckets import Buckets
 from tilewright.compiler.targets.cuda.outputs.deferred_sampling import choose_now
 from tilewright.compiler.targets.cuda.outputs.sampled_tokens import SampledTokenReader
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import drawing_of
-from tilewright.compiler.targets.cuda.state.ragged import SHORT_BLOCK, join, num_tokens_of
+from tilewright.compiler.targets.cuda.state.ragged import join, num_rows_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.tables import PagedState
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner
@@ -38,8 +38,8 @@ class MixedBatchRunner:
         self._steps, self._state, self._device_slots = steps, state, table
         self._buckets, self._answers, self._slot_states = buckets, answers, slot_states
         self._check, self._leave = check, leave
-        self.after: Callable[[Sequence[PrefillChunk], int], None] = lambda chunks, block: None
-        """Called with the chunks of a forward, and the block at which each of them begins."""
+        self.after: Callable[[Sequence[PrefillChunk]], None] = lambda chunks: None
+        """Called with the chunks of a forward."""
 
     def run(
         self, chunks: Sequence[PrefillChunk], step: Step, decoding: tuple[Slot, ...] = ()
@@ -52,7 +52,9 @@ class MixedBatchRunner:
         ends = {slot: at + 1 for slot, at in positions.items()}
         ends |= {chunk.slot: chunk.end for chunk in chunks if chunk.chooses}
         may_be_captured = self._answers.may_be_captured(tuple(ends), step)
-        found = self._buckets.batch(num_tokens_of(chunks), len(ends)) if may_be_captured else None
+        found = None
+        if may_be_captured:
+            found = self._buckets.batch(num_rows_of(chunks, self._buckets.alignment), len(ends))
         if found is None:
             return self._uncaptured(chunks, step, positions, ends)
         bucket, size = found
@@ -60,7 +62,7 @@ class MixedBatchRunner:
         now = None if step.masked else drawing
         bucket.run(size, chunks, positions, ends, now, self._state.marks(chunks))
         self._state.keep(chunks)
-        self.after(chunks, SHORT_BLOCK)
+        self.after(chunks)
         slots = tuple(ends)
         if not slots:
             return []
@@ -80,6 +82,7 @@ class MixedBatchRunner:
         ragged = join(
             chunks,
             self._device_slots.device,
+            self._buckets.alignment,
             slots=decoding,
             positions=tuple(positions.values()),
             marks=self._state.marks(chunks),
@@ -94,7 +97,7 @@ class MixedBatchRunner:
             decoding=ragged.decoding,
         )
         self._state.keep(chunks)
-        self.after(chunks, ragged.block)
+        self.after(chunks)
         if logits is None:
             return []
         slots = tuple(ends)

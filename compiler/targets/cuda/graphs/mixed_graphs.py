@@ -76,8 +76,10 @@ class _MixedGraph:
             Absent chunks have no rows.
     """
 
-    def __init__(self, num_tokens: int, width: int, most: int, device: torch.device) -> None:
-        self.num_tokens, self.width = num_tokens, width
+    def __init__(
+        self, num_tokens: int, width: int, most: int, alignment: int, device: torch.device
+    ) -> None:
+        self.num_tokens, self.width, self._alignment = num_tokens, width, alignment
         self.captured: CapturedGraph | None = None
         self._sizes = 4 * (num_tokens + width), 3 * width, most + 1
         self._words = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
@@ -114,7 +116,7 @@ class _MixedGraph:
         words, each, starts = np.split(staged, np.cumsum(self._sizes)[:-1])
         first, tokens = self.num_tokens, words.reshape(4, -1)
         tokens[1], tokens[3] = -1, -1
-        pieces = lay_out(tokens, chunks, SHORT_BLOCK, marks)
+        pieces = lay_out(tokens, chunks, self._alignment, marks)
         among = slice(first, first + len(positions))
         tokens[1, among], tokens[2, among] = [*positions.values()], [*positions]
         starts[: len(pieces)], starts[len(pieces) :] = [piece.start for piece in pieces], first
@@ -129,7 +131,8 @@ class _MixedGraph:
 class BatchBucket(Bucket):
     """CUDA graphs for mixed batches, by token count.
 
-    A batch has at most ``most`` prefill chunks and ``width`` sampled rows.
+    A batch has at most ``most`` prefill chunks and ``width`` sampled rows. Chunks begin at
+    multiples of ``alignment``.
     """
 
     def __init__(
@@ -139,13 +142,14 @@ class BatchBucket(Bucket):
         width: int,
         sizes: Sequence[int],
         most: int,
+        alignment: int,
         num_choosable: int,
         pool: Any,
     ) -> None:
         device = steps.device
         choice = make_choice(width, num_choosable, table.num_ends, device, group=steps.group)
         super().__init__(choice, device, pool)
-        self.width, self._sizes, self._most = width, tuple(sizes), most
+        self.width, self._sizes, self._most, self._alignment = width, tuple(sizes), most, alignment
         self._steps, self._table = steps, table
         self._passes: dict[int, _MixedGraph] = {}
         self._at = torch.empty(0)
@@ -184,7 +188,8 @@ class BatchBucket(Bucket):
 
     def _pass(self, num_tokens: int) -> _MixedGraph:
         if num_tokens not in self._passes:
-            made = _MixedGraph(num_tokens, self.width, self._most, self._device)
+            sizes = num_tokens, self.width, self._most, self._alignment
+            made = _MixedGraph(*sizes, self._device)
             made.at.fill_(self._table.padding)
             self._passes[num_tokens] = made
             made.captured = self.captured(lambda: self._run(made))

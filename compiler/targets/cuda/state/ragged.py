@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,10 +12,11 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.state.slot_table import send
 from tilewright.compiler.targets.cuda.state.snapshot_positions import NO_MARKS, Marks, cut
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
+from tilewright.compiler.targets.interface.capabilities import Capabilities
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 
 SHORT_BLOCK, LONG_BLOCK = 64, 128
-"""Tokens in an attention block. All belong to the same sequence."""
+"""Rows per program in prefill attention. All belong to the same sequence."""
 
 LONG_PIECE = 512
 """Mean chunk length for long blocks, which read keys less often. Shorter chunks would waste
@@ -29,10 +29,11 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """T rows of a batch. Chunks use whole blocks of ``block`` rows, with padding at the end.
+    """T rows of a batch. Chunks begin at multiples of an alignment, with padding between them.
 
     Attributes:
         rows: Tokens, positions and slots of the rows.
+        block: Rows per program in attention.
         starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``.
         last: Rows with logits, int64 ``[R]``: decode rows, then the last rows of finished prompts.
         decoding: Decode rows after all chunks. Their tokens are on the device.
@@ -50,35 +51,34 @@ class Ragged:
         torch.index_select(tokens, 0, self.rows.slots[among], out=self.rows.tokens[among])
 
 
-def num_tokens_of(chunks: Sequence[PrefillChunk]) -> int:
-    """Return the number of rows for chunks in a captured forward: whole short blocks."""
-    return sum(-(-len(chunk.tokens) // SHORT_BLOCK) * SHORT_BLOCK for chunk in chunks)
+def num_rows_of(chunks: Sequence[PrefillChunk], alignment: int) -> int:
+    """Return the rows for chunks in a mixed batch."""
+    return sum(-(-len(chunk.tokens) // alignment) * alignment for chunk in chunks)
 
 
-def can_join(chunk: PrefillChunk, marks: int = 0, most_rows: int = sys.maxsize) -> bool:
+def can_join(chunk: PrefillChunk, limits: Capabilities) -> bool:
     """Return whether a chunk may join a mixed batch.
 
-    Its output must be at most its last token and its snapshots, at up to ``marks`` positions. It
-    must have at most ``most_rows`` rows.
+    Its output must be at most its last token and its snapshots, at up to ``limits.marks``
+    positions. It must have at most ``limits.most_shared`` rows.
     """
-    is_plain = not (chunk.echoes or chunk.pools) and not chunk.also and len(cut(chunk, marks)) == 1
-    return is_plain and num_tokens_of((chunk,)) <= most_rows
+    is_plain = not (chunk.echoes or chunk.pools or chunk.also)
+    is_whole = len(cut(chunk, limits.marks)) == 1
+    return is_plain and is_whole and num_rows_of((chunk,), limits.alignment) <= limits.most_shared
 
 
 def split(
     chunks: Sequence[PrefillChunk],
     most: int,
+    limits: Capabilities,
     *,
-    marks: int = 0,
-    most_rows: int = sys.maxsize,
     beside: bool = False,
 ) -> tuple[list[list[PrefillChunk]], list[PrefillChunk]]:
     """Split chunks into batches, and chunks to run separately.
 
     Args:
         most: Maximum chunks in a batch.
-        marks: Maximum snapshot positions inside a chunk.
-        most_rows: Maximum rows in a batch.
+        limits: Limits for a batch, as in `can_join`.
         beside: Decode rows join, so that a single chunk makes a batch.
     """
     batches: list[list[PrefillChunk]] = []
@@ -86,11 +86,12 @@ def split(
         return batches, [*chunks]
     alone: list[PrefillChunk] = []
     for chunk in chunks:
-        if not can_join(chunk, marks, most_rows):
+        if not can_join(chunk, limits):
             alone.append(chunk)
             continue
         last = batches[-1] if batches else []
-        if not last or len(last) == most or num_tokens_of((*last, chunk)) > most_rows:
+        num_rows = num_rows_of((*last, chunk), limits.alignment)
+        if not last or len(last) == most or num_rows > limits.most_shared:
             batches.append(last := [])
         last.append(chunk)
     return batches, alone
@@ -99,20 +100,23 @@ def split(
 def join(
     chunks: Sequence[PrefillChunk],
     device: torch.device,
+    alignment: int,
     *,
     slots: Sequence[Slot] = (),
     positions: Sequence[int] = (),
     marks: Marks = NO_MARKS,
 ) -> Ragged:
-    """Lay out chunks in sequence, followed by decode rows of ``slots`` at ``positions``."""
+    """Lay out chunks at multiples of ``alignment``, followed by decode rows of ``slots`` at
+    ``positions``.
+    """
     mean = sum(len(chunk.tokens) for chunk in chunks) / len(chunks)
     block = LONG_BLOCK if mean >= LONG_PIECE else SHORT_BLOCK
-    first = sum(-(-len(chunk.tokens) // block) * block for chunk in chunks)
+    first = -(-num_rows_of(chunks, alignment) // _ALIGNED) * _ALIGNED
     decoding = slice(first, first + len(slots))
     staged = np.zeros((4, -(-decoding.stop // _ALIGNED) * _ALIGNED), dtype=np.int64)
     staged[1], staged[3] = -1, -1
     staged[1, decoding], staged[2, decoding] = positions, slots
-    pieces = lay_out(staged, chunks, block, marks)
+    pieces = lay_out(staged, chunks, alignment, marks)
     last = [piece.stop - 1 for chunk, piece in zip(chunks, pieces, strict=True) if chunk.chooses]
     starts = [*(piece.start for piece in pieces), first]
     where = np.array([*starts, *range(decoding.start, decoding.stop), *last], dtype=np.int64)
@@ -122,16 +126,16 @@ def join(
 
 
 def lay_out(
-    staged: np.ndarray, chunks: Sequence[PrefillChunk], block: int, marks: Marks = NO_MARKS
+    staged: np.ndarray, chunks: Sequence[PrefillChunk], alignment: int, marks: Marks = NO_MARKS
 ) -> tuple[slice, ...]:
     """Write tokens, positions, slots and snapshot positions of chunks to ``staged [4, N]``.
 
-    Every chunk starts at a new block. Return the rows by chunk.
+    Every chunk starts at a multiple of ``alignment``. Return the rows by chunk.
     """
     pieces, first = [], 0
     for chunk in chunks:
         piece = slice(first, first + len(chunk.tokens))
-        first += -(-len(chunk.tokens) // block) * block
+        first += num_rows_of((chunk,), alignment)
         staged[0, piece] = chunk.tokens
         staged[1, piece] = np.arange(chunk.start, chunk.end)
         staged[2, piece.start : first] = chunk.slot

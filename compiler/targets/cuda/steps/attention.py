@@ -222,11 +222,12 @@ class AttentionRunner:
         rows: TokenBatch,
         *,
         from_start: bool,
+        starts: Tensor | None,
         block: int,
         only_stores: bool = False,
     ) -> None:
-        """Run T prompt tokens. See :meth:`.runner.StepRunner.prefill` for ``from_start`` and
-        ``block``.
+        """Run T prompt tokens. See :meth:`.runner.StepRunner.prefill` for ``from_start``,
+        ``starts`` and ``block``.
 
         ``only_stores``: Store keys and values without attention.
         """
@@ -263,6 +264,7 @@ class AttentionRunner:
             out=step.view(each.out),
             positions=rows.positions,
             slots=rows.slots,
+            starts=starts,
             block=block,
             scratch=self._prompt_scratch,
             ends=rows.ends,

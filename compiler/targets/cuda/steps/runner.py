@@ -249,9 +249,9 @@ class StepRunner:
             rows: T tokens, from the sequence in ``rows.slots[0]`` or from several sequences.
             logit_rows: Rows with logits.
             from_start: Whether the first token is at position 0. Padding is at the end only.
-            starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``. A chunk
-                uses whole blocks of ``block`` rows, with padding at its end.
-            block: Rows per block. 0: a single sequence.
+            starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``, with
+                padding at a chunk's end. Mixers need multiples of 64.
+            block: Rows of a program in attention. 0: by the number of tokens.
             decoding: Decode rows after all chunks. Only their attention differs.
         """
         logits = self._prefill(rows, logit_rows, from_start, starts, block, decoding)
@@ -321,9 +321,8 @@ class StepRunner:
                 self._run_mixed(op, step, rows, kernels, starts, block, decoding)
             elif isinstance(op, AttentionOp):
                 is_end = logit_rows is None and last is not None and op is last.instruction
-                kernels.attention.prompt(
-                    op, step, rows, from_start=from_start, block=block, only_stores=is_end
-                )
+                how: dict[str, Any] = {"starts": starts, "block": block, "only_stores": is_end}
+                kernels.attention.prompt(op, step, rows, from_start=from_start, **how)
             elif isinstance(op, DeltaRuleOp | Convolve):
                 self._mixers.run(op, step, rows, decodes=False, starts=starts)
             elif isinstance(op, Mixer):
@@ -370,7 +369,8 @@ class StepRunner:
             (step.part(part), rows.part(part)) for part in (slice(0, decoding.start), decoding)
         )
         if isinstance(each, AttentionOp):
-            prompts = partial(kernels.attention.prompt, each, *first, from_start=False, block=block)
+            how: dict[str, Any] = {"starts": starts, "block": block}
+            prompts = partial(kernels.attention.prompt, each, *first, from_start=False, **how)
             decode = partial(kernels.attention.decode, each, *second, reach=None, captured=False)
         else:
             prompts = partial(self._mixers.run, each, *first, decodes=False, starts=starts)

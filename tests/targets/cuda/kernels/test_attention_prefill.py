@@ -1,4 +1,4 @@
-"""Prefill attention against float64 over what the pages hold: sizes, windows, starts, padding."""
+"""Compare prefill attention with float64: sizes, windows, starts and padding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def attended(
     window: int,
     ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float64 ``[tokens, heads, head_dim]`` of the tokens behind the first ``start`` positions."""
+    """Return float64 ``[tokens, heads, head_dim]`` for tokens after ``start`` positions."""
     group = queries.shape[1] // keys.shape[1]
     k, v = (each.cpu().double().repeat_interleave(group, 1) for each in (keys, values))
     scores = torch.einsum("thd,shd->hts", queries.double(), k) * SCALE
@@ -54,7 +54,7 @@ def check(
     scratch: PrefillScratch | None = None,
     image: tuple[int, int] | None = None,
 ) -> None:
-    """Tokens ``start ..`` of slot 1, whose pages end with them; the other slot's are longer."""
+    """Check tokens ``start ..`` at the end of slot 1. The other slot has a longer context."""
     length = start + num_tokens
     cache = paged(kind, [length + 5, length], num_pages=length // 64 + 2, size=(heads[1], head_dim))
     work = torch.float32 if kind == "fp32" else torch.bfloat16
@@ -172,9 +172,7 @@ def test_programs_share_a_long_context(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With and without a share for all of them, and rows that see nothing of some; and once more,
-    for what they count is as it was.
-    """
+    """Some programs have no pages. The counters are zero for a second launch."""
     monkeypatch.setattr(attention_prefill, "SPLIT_PAGES", 1)
     scratch = PrefillScratch.empty(2, 16, device)
     for _ in range(2):
@@ -191,6 +189,39 @@ def test_programs_share_a_long_context(
             scratch=scratch,
         )
     assert not scratch.arrived.any()
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_chunks_begin_at_any_row(
+    splits: int,
+    paged: Callable[..., Any],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows have the bits of a launch per chunk. The last chunk has padding; a chunk is empty."""
+    monkeypatch.setattr(attention_prefill, "SPLIT_PAGES", 1)
+    scratch = PrefillScratch.empty(2, 16, device) if splits > 1 else None
+    sizes = [(0, 70), (130, 1), (64, 33), (0, 64), (3, 40)]  # first position and tokens
+    cache = paged("bf16", [first + count for first, count in sizes], num_pages=12, size=(1, 16))
+    num_rows = sum(count for _, count in sizes)
+    q = torch.randn(num_rows + 9, 2, 16, device=device).to(torch.bfloat16)
+    positions, slots = torch.full((2, len(q)), -1, device=device)
+    slots.fill_(4)
+    out, want = torch.full((2, len(q), 32), NAN, dtype=torch.bfloat16, device=device)
+    how: dict[str, Any] = {"block_tables": cache.tables, "scale": SCALE, "scratch": scratch}
+    starts = [0]
+    for slot, (first, count) in enumerate(sizes):
+        rows = slice(starts[-1], starts[-1] + count)
+        positions[rows] = torch.arange(first, first + count)
+        slots[rows] = slot
+        at = {"positions": positions[rows], "slots": slots[rows], "out": want[rows]}
+        attend_prefill(cache.pages, q[rows].contiguous(), **at, block=64, **how)
+        starts.append(rows.stop)
+    begins = torch.tensor([*starts[:-1], len(q), len(q)], device=device)
+    at = {"positions": positions, "slots": slots, "out": out, "starts": begins}
+    attend_prefill(cache.pages, q, **at, block=64, **how)
+    assert out[:num_rows].isfinite().all() and torch.equal(out[:num_rows], want[:num_rows])
+    assert not out[num_rows:].any()
 
 
 @pytest.mark.gpu

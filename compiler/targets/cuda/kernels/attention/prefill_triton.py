@@ -1,5 +1,5 @@
-"""Prefill attention: new tokens of one sequence attend to its pages, which have their keys and
-values.
+"""Prefill attention: new tokens of sequences attend to the pages of their sequence, which have
+their keys and values.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head size, S slots, M pages of a slot.
 """
@@ -53,16 +53,19 @@ SPLIT_PAGES: int = _TUNING["split_pages"]
 
 _SPLIT_ROWS = 64
 
+_MAX_CHUNKS = 8
+"""Chunks of a launch that share a compiled kernel. More chunks compile another kernel."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillScratch:
     """Buffers in which programs that share a context store results for the last program.
 
     Attributes:
-        partial: Weighted sums of values, fp32 ``[blocks, H, splits, 64, D]`` flat.
-        peaks: Largest scores in base 2, fp32 ``[blocks, H, splits, 64]`` flat.
-        totals: Sums of weights, fp32 ``[blocks, H, splits, 64]`` flat.
-        arrived: Counters, int32 ``[blocks, H]`` flat. Zero between launches.
+        partial: Weighted sums of values, fp32 ``[H, programs, 64, D]`` flat.
+        peaks: Largest scores in base 2, fp32 ``[H, programs, 64]`` flat.
+        totals: Sums of weights, fp32 ``[H, programs, 64]`` flat.
+        arrived: Counters, int32 ``[H, programs]`` flat. Zero between launches.
     """
 
     partial: torch.Tensor
@@ -78,13 +81,13 @@ class PrefillScratch:
     @classmethod
     def empty(cls, num_heads: int, head_dim: int, device: torch.device) -> PrefillScratch:
         """Allocate buffers for consecutive launches with up to `SPLIT_TOKENS` tokens."""
-        blocks = SPLIT_TOKENS // _SPLIT_ROWS * num_heads
-        rows = blocks * SPLITS * _SPLIT_ROWS
+        programs = num_heads * _num_programs(SPLIT_TOKENS // _SPLIT_ROWS, SPLITS, _MAX_CHUNKS)
+        rows = programs * _SPLIT_ROWS
         return cls(
             torch.empty(rows * head_dim, device=device),
             torch.empty(rows, device=device),
             torch.empty(rows, device=device),
-            torch.zeros(blocks, dtype=torch.int32, device=device),
+            torch.zeros(programs, dtype=torch.int32, device=device),
         )
 
 
@@ -111,12 +114,19 @@ class _QueryRows(NamedTuple):
     oldest: Any
 
 
-class _PageRange(NamedTuple):
-    """A split's pages ``first .. stop``, and the number of splits."""
+class _PrefillBlock(NamedTuple):
+    """A program's tokens ``first .. stop`` of a chunk, and its split of their context.
+
+    It computes up to R tokens. ``program`` counts from the last program with tokens. It is negative
+    without tokens. A split has ``num_pages`` pages.
+    """
 
     first: Any
     stop: Any
+    program: Any
+    split: Any
     num_splits: Any
+    num_pages: Any
 
 
 @triton.jit
@@ -210,34 +220,90 @@ def _combine(splits, first, used, R: tl.constexpr, D: tl.constexpr, E: tl.conste
 
 
 @triton.jit
-def _share(
-    softmax,
-    used,
-    splits,
-    arrived,
-    index,
-    R: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Store a split of block ``index``. In the last split to arrive, combine all splits in order.
+def _share(softmax, block, splits, arrived, R: tl.constexpr, LAYOUT: tl.constexpr):
+    """Store this program's split. In the last split to arrive, combine all splits in order.
 
     Return the softmax, and whether this split is the last.
     """
     D: tl.constexpr = LAYOUT.D
     r, d = tl.arange(0, R), tl.arange(0, LAYOUT.E)[None, :]
-    first = index.to(tl.int64) * SPLITS
-    at = (first + tl.program_id(2)) * R + r
+    first = (tl.program_id(1) * tl.num_programs(0) + block.program - block.split).to(tl.int64)
+    at = (first + block.split) * R + r
     tl.store(splits.peaks + at, softmax.peak)
     tl.store(splits.totals + at, softmax.total)
     tl.store(splits.sums + at[:, None] * D + d, softmax.sums, mask=d < D)
     # All stores of this program must precede its arrival.
     tl.debug_barrier()
-    is_last = tl.atomic_add(arrived + index, 1, sem="acq_rel", scope="gpu") == used - 1
+    count = tl.atomic_add(arrived + first, 1, sem="acq_rel", scope="gpu") + 1
+    is_last = count == block.num_splits
     if is_last:
-        tl.store(arrived + index, 0)
-        softmax = _combine(splits, first, used, R, D, LAYOUT.E)
+        tl.store(arrived + first, 0)
+        softmax = _combine(splits, first, block.num_splits, R, D, LAYOUT.E)
     return softmax, is_last
+
+
+@triton.jit
+def _with_splits(
+    softmax,
+    block,
+    splits,
+    arrived,
+    SPLITS: tl.constexpr,
+    R: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """Return the softmax, and whether this program stores it: without splits, or as the last."""
+    is_last = block.num_splits == 1
+    if SPLITS > 1:  # noqa: SIM102 (a constant, and a branch)
+        if block.num_splits > 1:
+            softmax, is_last = _share(softmax, block, splits, arrived, R, LAYOUT)
+    return softmax, is_last
+
+
+@triton.jit
+def _find_block(
+    starts,
+    positions,
+    num_chunks,
+    num_tokens,
+    SPLITS: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Return this program's block and split.
+
+    Blocks have R tokens. Every chunk begins with a new block. Without chunks, all tokens are a
+    chunk. Long contexts have up to SPLITS programs per block, fewer for more blocks.
+    """
+    chunk = tl.arange(0, CHUNKS)
+    is_chunk = chunk < num_chunks
+    first = tl.load(starts + chunk, mask=is_chunk, other=0).to(tl.int32)
+    first = tl.where(is_chunk | (chunk == 0), first, num_tokens)
+    stop = tl.load(starts + chunk + 1, mask=is_chunk, other=0).to(tl.int32)
+    stop = tl.where(is_chunk, stop, num_tokens)
+    num_blocks = tl.cdiv(stop - first, R)
+    num_splits = tl.full([CHUNKS], 1, tl.int32)
+    num_pages = tl.full([CHUNKS], 0, tl.int32)
+    if SPLITS > 1:
+        start = tl.load(positions + first, mask=first < stop, other=0).to(tl.int32)
+        length = tl.maximum(start, 0) + stop - first
+        most = tl.minimum(SPLITS, tl.num_programs(0) // tl.sum(num_blocks, 0))
+        num_pages = tl.maximum(tl.cdiv(tl.cdiv(length, L), most), SPLIT_PAGES)
+        num_splits = tl.maximum(tl.cdiv(tl.cdiv(length, L), num_pages), 1)
+    count = num_blocks * num_splits
+    program = tl.sum(count, 0) - 1 - tl.program_id(0)
+    index = program - (tl.cumsum(count, 0) - count)
+    is_own = (index >= 0) & (index < count)
+    return _PrefillBlock(
+        tl.sum(tl.where(is_own, first + index // num_splits * R, 0), 0),
+        tl.sum(tl.where(is_own, stop, 0), 0),
+        program,
+        tl.sum(tl.where(is_own, index % num_splits, 0), 0),
+        tl.sum(tl.where(is_own, num_splits, 0), 0),
+        tl.sum(tl.where(is_own, num_pages, 0), 0),
+    )
 
 
 @triton.jit
@@ -248,12 +314,12 @@ def _load_queries(
     token,
     num_tokens,
     inside,
+    is_token,
     WORK: tl.constexpr,
     WINDOW: tl.constexpr,
     ENDS: tl.constexpr,
 ):
     """Load a block's queries at ``q [R, E]`` and its positions."""
-    is_token = token < num_tokens
     position = tl.load(positions + token, mask=is_token, other=-1).to(tl.int32)
     values = tl.load(q, mask=inside & (position >= 0)[:, None], other=0.0).to(WORK)
     last = position
@@ -268,27 +334,36 @@ def _load_queries(
 
 
 @triton.jit
-def _page_range(rows, SPLITS: tl.constexpr, SPLIT_PAGES: tl.constexpr, L: tl.constexpr):
-    """Return the pages of this program's split."""
-    used = tl.full([], 1, tl.int32)
+def _page_range(rows, block, SPLITS: tl.constexpr, L: tl.constexpr):
+    """Return the first page of this program's split, and its end."""
     first = rows.oldest // L
     stop = tl.where(rows.newest >= 0, rows.newest // L + 1, first)
     if SPLITS > 1:
-        count = tl.maximum(tl.cdiv(stop, SPLITS), SPLIT_PAGES)
-        used = tl.maximum(tl.cdiv(stop, count), 1)
-        first = tl.program_id(2) * count
-        stop = tl.minimum(first + count, stop)
-    return _PageRange(first, stop, used)
+        first = block.split * block.num_pages
+        stop = tl.minimum(first + block.num_pages, stop)
+    return first, stop
+
+
+@triton.jit
+def _result(softmax, position, sinks, h):
+    """Return the weighted means of values. Tokens without a position have zeros."""
+    total, is_real = softmax.total, position >= 0
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + h) * 1.4426950408889634 - softmax.peak)
+    total = tl.where(is_real, total, float("inf"))
+    return tl.where(is_real[:, None], softmax.sums / total[:, None], 0.0)
 
 
 # specialization would compile some lengths at their first use
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_chunks"])
 def _attend_prefill_kernel(
     q,
     out,
     positions,
     slots,
     num_tokens,
+    starts,
+    num_chunks,
     out_stride,
     scale,
     sinks,
@@ -308,41 +383,47 @@ def _attend_prefill_kernel(
     LAYOUT: tl.constexpr,
     CHAINED: tl.constexpr,
     ENDS: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
-    """Program (i, h, s) computes R tokens, head h and part s of the context.
+    """Program (i, h) computes head h for up to R tokens of a chunk, over a split of the context.
 
     Program 0 has the last tokens, which take longest. With ``ENDS``, the ends of all rows follow
     their positions.
     """
     release_dependents(CHAINED)
     h = tl.program_id(1)
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    first_token, d = block.to(tl.int64) * R, tl.arange(0, LAYOUT.E)[None, :]
+    # No kernel of the step writes the starts and positions.
+    block = _find_block(
+        starts, positions, num_chunks, num_tokens, SPLITS, SPLIT_PAGES, R, LAYOUT.L, CHUNKS
+    )
+    if block.program < 0:
+        return
+    first_token, d = block.first.to(tl.int64), tl.arange(0, LAYOUT.E)[None, :]
     token = first_token + tl.arange(0, R)
-    inside = (token < num_tokens)[:, None] & (d < LAYOUT.D)
+    is_token = token < block.stop
+    inside = is_token[:, None] & (d < LAYOUT.D)
     here = token[:, None] * (H * LAYOUT.D) + h * LAYOUT.D + d
     wait_for_inputs(CHAINED)
-    work: tl.constexpr = tl.bfloat16 if LAYOUT.BFP8 else values.dtype.element_ty
+    dtype: tl.constexpr = tl.bfloat16 if LAYOUT.BFP8 else values.dtype.element_ty
     rows = _load_queries(
-        q + here, positions, first_token, token, num_tokens, inside, work, WINDOW, ENDS
+        q + here, positions, first_token, token, num_tokens, inside, is_token, dtype, WINDOW, ENDS
     )
     table = tables + tl.load(slots + first_token) * table_width
     cache = _PagedKV(PagePointers(values, exponents), table, h // (H // LAYOUT.G))
-    pages, is_last = _page_range(rows, SPLITS, SPLIT_PAGES, LAYOUT.L), tl.program_id(2) == 0
-    softmax = _attend_pages(rows, pages.first, pages.stop, cache, scale, WINDOW, R, LAYOUT, CHAINED)
-    if SPLITS > 1:  # noqa: SIM102 (a constant, and a branch)
-        if (pages.num_splits > 1) & (tl.program_id(2) < pages.num_splits):
-            splits = SplitPointers(peaks, totals, partial)
-            softmax, is_last = _share(
-                softmax, pages.num_splits, splits, arrived, block * H + h, R, LAYOUT, SPLITS
-            )
-    total, is_real = softmax.total, rows.position >= 0
-    if sinks is not None:
-        total += tl.exp2(tl.load(sinks + h) * 1.4426950408889634 - softmax.peak)
-    total = tl.where(is_real, total, float("inf"))
-    result = tl.where(is_real[:, None], softmax.sums / total[:, None], 0.0)
-    out += token[:, None] * out_stride + h * LAYOUT.D + d
-    tl.store(out, result.to(out.dtype.element_ty), mask=inside & is_last)
+    first, stop = _page_range(rows, block, SPLITS, LAYOUT.L)
+    softmax = _attend_pages(rows, first, stop, cache, scale, WINDOW, R, LAYOUT, CHAINED)
+    splits = SplitPointers(peaks, totals, partial)
+    softmax, is_last = _with_splits(softmax, block, splits, arrived, SPLITS, R, LAYOUT)
+    result = _result(softmax, rows.position, sinks, h).to(out.dtype.element_ty)
+    tl.store(out + token[:, None] * out_stride + h * LAYOUT.D + d, result, mask=inside & is_last)
+
+
+def _num_programs(num_whole: int, splits: int, num_chunks: int) -> int:
+    """Return the programs per head for tokens that fill ``num_whole`` blocks in a single chunk.
+
+    Every further chunk may need a further block.
+    """
+    return num_whole * splits + max(num_chunks - 1, 0)
 
 
 def attend_prefill(
@@ -355,6 +436,7 @@ def attend_prefill(
     block_tables: torch.Tensor,
     scale: float,
     window: int = 0,
+    starts: torch.Tensor | None = None,
     block: int = 0,
     scratch: PrefillScratch | None = None,
     sinks: torch.Tensor | None = None,
@@ -362,46 +444,45 @@ def attend_prefill(
 ) -> None:
     """Attend causally from rotated queries to the pages.
 
-    The pages contain the keys and values of the new tokens. The arithmetic is bf16 with fp32 sums
-    and softmax, or fp32 with fp32 pages. See :func:`ops.attention.attention_step` for ``scale`` and
-    ``window``.
+    The arithmetic is bf16 with fp32 sums, or fp32 with fp32 pages. See
+    :func:`ops.attention.attention_step` for ``scale`` and ``window``.
 
     Args:
         q: Rotated queries ``[T, H, D]``.
         out: ``[T, H D]``.
-        positions: int64 ``[T]``, consecutive in a block. Negative positions at the end of a block
-            are padding with zero outputs.
-        slots: int64 ``[T]``, equal in a block.
+        positions: int64 ``[T]``, consecutive in a chunk. Negative: padding, at its end.
+        slots: int64 ``[T]``, equal in a chunk.
         block_tables: Page tables, int32 ``[S, M]``.
-        block: Rows in a block: 64 or 128. 0: all tokens belong to one sequence.
+        starts: Ascending starts of P chunks and their end T, int64 ``[P + 1]``. None: a chunk.
+        block: Tokens per program: 64 or 128. 0: by the token count.
         scratch: Buffers for long context splits. None, or a sliding window: no splits.
         sinks: A further score per head, float32 ``[H]``. None: none.
         ends: Position after the last visible position, int64 ``[T]``, ascending. None: causal.
     """
     num_tokens, num_heads, head_dim = q.shape
     assert q.is_contiguous() and out.stride(1) == 1 and pages.head_dim == head_dim
-    assert slots.shape == positions.shape == (num_tokens,)
     tile = _tile(min(num_tokens, _MAX_SMALL_M if block == 64 else num_tokens), pages)
-    assert block % tile["R"] == 0
-    shares = scratch is not None and not window and num_tokens <= SPLIT_TOKENS
-    splits = SPLITS if shares and tile["R"] == _SPLIT_ROWS else 1
-    buffers = scratch.buffers if scratch else (q,) * 4
-    _attend_prefill_kernel[(cdiv(num_tokens, tile["R"]), num_heads, splits)](
+    num_chunks = 0 if starts is None else len(starts) - 1
+    fits = num_tokens <= SPLIT_TOKENS and num_chunks <= _MAX_CHUNKS and tile["R"] == _SPLIT_ROWS
+    splits = SPLITS if scratch is not None and not window and fits else 1
+    sizes = {"SPLITS": splits, "SPLIT_PAGES": SPLIT_PAGES, "H": num_heads, "WINDOW": window}
+    chunks = max(_MAX_CHUNKS, triton.next_power_of_2(num_chunks))
+    sizes |= {"CHUNKS": chunks, "ENDS": ends is not None}
+    num_programs = _num_programs(cdiv(num_tokens, tile["R"]), splits, num_chunks)
+    _attend_prefill_kernel[(num_programs, num_heads)](
         q,
         out,
         positions if ends is None else torch.cat((positions, ends)),
         slots,
         num_tokens,
+        positions if starts is None else starts,
+        num_chunks,
         out.stride(0),
         scale * LOG2_E,
         sinks,
-        *buffers,
+        *(scratch.buffers if scratch else (q,) * 4),
         **page_arguments(pages, block_tables),
-        SPLITS=splits,
-        SPLIT_PAGES=SPLIT_PAGES,
-        H=num_heads,
-        WINDOW=window,
-        ENDS=ends is not None,
+        **sizes,
         **tile,
         **chained(q),
     )
