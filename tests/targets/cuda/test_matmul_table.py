@@ -72,8 +72,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gemm_bf16, "linear", recorded("dense", shows=("alone", "feeds")))
     monkeypatch.setattr(gemm_swiglu_bf16, "swiglu", recorded("swiglu", shows=("alone",)))
     names = {"store_product": "cublas", "add_product": "cublas", "triton_linear": "triton"}
-    names |= {"coded_linear": "coded"}
-    names |= {"codes_product": "cublas e4m3", "scaled_product": "cublas e4m3"}
+    names |= {"coded_linear": "coded", "codes_product": "cublas e4m3"}
     for function, name in names.items():
         monkeypatch.setattr(matmul, function, recorded(name))
     monkeypatch.setattr(torch, "mm", recorded("cublas"))

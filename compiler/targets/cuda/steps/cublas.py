@@ -33,24 +33,15 @@ def add_product(out: Tensor, x: Tensor, weight: Tensor) -> None:
         out.addmm_(x.float(), weight.float().T)
 
 
-def codes_product(x_codes: Tensor, codes: Tensor, one: Tensor) -> Tensor:
-    """Multiply e4m3 codes ``[M, K]`` and ``[N, K]`` into float32. ``one`` is float32 1 on the
-    device.
+def codes_product(
+    x_codes: Tensor, codes: Tensor, one: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Multiply e4m3 codes ``[M, K]`` and ``[N, K]`` into ``dtype``. ``one``: float32 on the device.
 
-    The matrix unit sums 128 columns with about 14 bits. float32 adds these sums.
+    The matrix unit sums 128 columns with about 14 bits. float32 adds these sums. With a scale for
+    each token, torch has slower kernels.
     """
-    return torch._scaled_mm(x_codes, codes.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
-
-
-def scaled_product(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor]) -> Tensor:
-    """Return :func:`codes_product` in bfloat16, with scales.
-
-    Both operands are codes and scales (float32 ``[M, 1]`` and ``[N, 1]``, powers of two).
-    cuBLAS has no float32 output with such scales.
-    """
-    (x_codes, x_scales), (codes, scales) = x, weight
-    by_row = x_scales, scales.T
-    return torch._scaled_mm(x_codes, codes.T, *by_row, out_dtype=torch.bfloat16)
+    return torch._scaled_mm(x_codes, codes.T, scale_a=one, scale_b=one, out_dtype=dtype)
 
 
 def attend_from_start(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

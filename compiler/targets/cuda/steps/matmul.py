@@ -49,7 +49,6 @@ from tilewright.compiler.targets.cuda.steps.buffers import padded
 from tilewright.compiler.targets.cuda.steps.cublas import (
     add_product,
     codes_product,
-    scaled_product,
     store_product,
 )
 from tilewright.compiler.targets.cuda.steps.plan_readers import mixers_behind, readers_of
@@ -365,9 +364,12 @@ class MatmulOps:
             found = codes_product(codes, copy.values, self._one)
             scale_rows(out, found, scales, copy.scales, bias=bias, adds=each.residual)
             return
-        gate_up = scaled_product((codes, scales), (copy.values, copy.scales))
-        if bias is not None:
-            gate_up += bias
+        # Scales are powers of two: they do not change the rounding.
+        gate_up = codes_product(codes, copy.values, self._one, torch.bfloat16)
+        if bias is None:
+            swiglu(out, gate_up, paired=packed.is_paired, scales=(scales, copy.scales))
+            return
+        scale_rows(gate_up, gate_up, scales, copy.scales, bias=bias)
         swiglu(out, gate_up, paired=packed.is_paired)
 
     def _dense_product(

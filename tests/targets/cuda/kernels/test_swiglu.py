@@ -66,6 +66,19 @@ def test_a_row_of_a_wider_tensor(device: torch.device) -> None:
     assert not bool(out.isnan().any())
 
 
+@pytest.mark.parametrize("is_paired", [True, False])
+def test_scales_of_tokens_and_columns(is_paired: bool, device: torch.device) -> None:
+    """Powers of two in bfloat16 do not change the rounding."""
+    gate_up = torch.randn(5, 48, device=device).bfloat16()
+    x_scales, weight_scales = (
+        torch.exp2(torch.arange(float(count), device=device) % 7 - 3)[:, None] for count in (5, 48)
+    )
+    out, expected = torch.full((2, 5, 24), NAN, dtype=torch.bfloat16, device=device)
+    swiglu(out, gate_up, paired=is_paired, scales=(x_scales, weight_scales))
+    swiglu(expected, gate_up * x_scales * weight_scales.T, paired=is_paired)
+    assert torch.equal(out, expected) and out.isfinite().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", ["apart", "halves", "paired"])
 def test_real_shapes(place: str, device: torch.device) -> None:

@@ -25,6 +25,9 @@ def _swiglu_kernel(
     out_ptr,
     gate_ptr,
     up_ptr,
+    x_scales,
+    gate_scales,
+    up_scales,
     width,
     out_stride,
     gate_stride,
@@ -43,11 +46,21 @@ def _swiglu_kernel(
         source = channel // 8 * 16 + channel % 8
     gate = tl.load(gate_ptr + row * gate_stride + source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + source, mask=inside, other=0.0).to(tl.float32)
+    if x_scales is not None:
+        scale = tl.load(x_scales + row)
+        gate *= scale * tl.load(gate_scales + source, mask=inside, other=0.0)
+        up *= scale * tl.load(up_scales + source, mask=inside, other=0.0)
     y = rounded(gate * tl.sigmoid(gate) * up, out_ptr.dtype.element_ty, CHAINED)
     tl.store(out_ptr + row * out_stride + channel, y, mask=inside)
 
 
-def _launch(out: Tensor, gate: Tensor, up: Tensor, paired: bool) -> None:
+def _launch(
+    out: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    paired: bool,
+    scales: tuple[Tensor, Tensor, Tensor] | tuple[None, None, None] = (None, None, None),
+) -> None:
     num_rows, width = out.shape
     assert out.stride(1) == 1 and gate.stride(1) == 1 and up.stride(1) == 1
     block = min(_MAX_BLOCK, block_of(width))
@@ -55,6 +68,7 @@ def _launch(out: Tensor, gate: Tensor, up: Tensor, paired: bool) -> None:
         out,
         gate,
         up,
+        *scales,
         width,
         out.stride(0),
         gate.stride(0),
@@ -65,15 +79,24 @@ def _launch(out: Tensor, gate: Tensor, up: Tensor, paired: bool) -> None:
     )
 
 
-def swiglu(out: Tensor, gate_up: Tensor, *, paired: bool) -> None:
+def swiglu(
+    out: Tensor, gate_up: Tensor, *, paired: bool, scales: tuple[Tensor, Tensor] | None = None
+) -> None:
     """``out [T, F]`` of ``gate_up [T, 2 F]``, each bfloat16 or float32; float32 arithmetic.
 
     ``paired``: columns are 8 gates, then their 8 ups, and so on; else gates are the first half.
-    Rows may be further apart than they are long.
+    Rows may be further apart than they are long. ``scales`` multiply ``gate_up``: contiguous
+    float32 ``[T, 1]`` and ``[2 F, 1]``.
     """
     num_rows, width = out.shape
     assert gate_up.shape == (num_rows, 2 * width) and not (paired and width % _GROUP)
-    _launch(out, gate_up, gate_up[:, _GROUP if paired else width :], paired)
+    first = _GROUP if paired else width  # of the ups
+    if scales is None:
+        _launch(out, gate_up, gate_up[:, first:], paired)
+        return
+    x_scales, weight_scales = scales
+    each = x_scales, weight_scales, weight_scales[first:]
+    _launch(out, gate_up, gate_up[:, first:], paired, each)
 
 
 def swiglu_apart(out: Tensor, gate: Tensor, up: Tensor) -> None:
