@@ -263,23 +263,22 @@ class MatmulOps:
         norm: tuple[Tensor, float] | None,
         decodes: bool,
     ) -> None:
-        """Multiply up to `gemm_block.MAX_TOKENS` rows at a time, with the layout of the only reader
-        for a single launch.
+        """Multiply in launches of up to `gemm_block.MAX_TOKENS` rows, with the layout of the only
+        reader for a single launch.
         """
         is_there, self._is_fed = self._is_fed, False
-        num_rows, most = len(x), gemm_block.MAX_TOKENS
+        num_rows, launches = len(x), gemm_block.launches_of(len(x))
         out, feeds = self._fed_by(each, out, num_rows, decodes)
-        for first in range(0, num_rows, most):
-            rows = slice(first, min(first + most, num_rows))
+        for rows in launches:
             gemm_block.linear(
-                out if num_rows <= most else out[rows],
+                out[rows] if len(launches) > 1 else out,
                 x[rows],
                 packed,
                 epilogue=epilogue_of(each),
                 arranged=self._fed if is_there else self._arranged,
                 bias=bias,
                 norm=norm,
-                way=self._way(packed, rows.stop - first),
+                way=self._way(packed, rows.stop - rows.start),
                 is_there=is_there,
                 feeds=feeds,
                 alone=rows.stop == num_rows and self._is_alone(each, packed, num_rows),

@@ -31,13 +31,17 @@ from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, PackedWeight
 
 MAX_TOKENS = 512
-"""Maximum tokens. For larger batches, cuBLAS with dequantized weights is as fast."""
+"""Maximum tokens of a launch."""
 
 _TUNING = tuning()["matmul"]["block"]
 _MOST_CUT: int = _TUNING["max_cut_rows"]
 _MIN_SPLIT: int = _TUNING["min_split_rows"]
 # Row tiles of a small weight whose K is not split above `_MOST_CUT` rows.
 _LEAST_WHOLE: int = _TUNING["min_whole_tiles"]
+# Row tiles for several launches. For smaller weights, cuBLAS with dequantized weights is as fast
+# above `MAX_TOKENS`, for others above `_MAX_LARGE`.
+_MIN_LARGE: int = _TUNING["min_large_tiles"]
+_MAX_LARGE: int = _TUNING["max_large_rows"]
 _MOST_PLACES = 576  # MAX_TOKENS in whole blocks
 _MAX_SMALL_TILES: int = _TUNING["many_tiles"]
 _CHUNK = 64
@@ -335,7 +339,17 @@ def rows_of(packed: PackedWeight, *, same_bits: bool = True) -> range:
     if not same_bits and (split := splits_of(packed)):
         least = min(least, split.start)
     is_large = packed.num_row_tiles >= _LEAST_WHOLE and not same_bits
-    return range(least, (MAX_TOKENS if is_uncut or is_large else _MOST_CUT) + 1)
+    most = MAX_TOKENS if is_uncut or is_large else _MOST_CUT
+    if is_large and packed.num_row_tiles >= _MIN_LARGE and packed.format in TILE_BYTES:
+        most = _MAX_LARGE
+    return range(least, most + 1)
+
+
+def launches_of(num_tokens: int) -> list[slice]:
+    """Return the tokens of each launch: whole 128 tokens, and as even as possible."""
+    count = -(-num_tokens // MAX_TOKENS)
+    size = -(-num_tokens // (128 * count)) * 128
+    return [slice(at, min(at + size, num_tokens)) for at in range(0, num_tokens, size)]
 
 
 def scratch(num_columns: int, device: torch.device) -> Tensor:
