@@ -47,10 +47,11 @@ def test_what_it_takes() -> None:
         *(False, True, True, False)
     ]
     assert [n in gemm_block.rows_of(shaped("bfp8", 4096, 4096)) for n in (32, 33)] == [False, True]
-    large = [
-        n in gemm_block.rows_of(shaped("bfp8", 8192, 8192), same_bits=False) for n in (2048, 2049)
-    ]
-    assert large == [True, False], "of a whole K"
+    large, small = (
+        [n in gemm_block.rows_of(shaped("bfp8", *size), same_bits=False) for n in (512, 513, 1025)]
+        for size in ((8192, 8192), (4096, 14336))
+    )
+    assert large == [True, True, False] and small == [True, False, False]
     assert 64 not in gemm_block.rows_of(shaped("bfp8", 48, 202))
     assert 64 not in gemm_block.rows_of(shaped("bf16", 48, 200))
 

@@ -38,9 +38,9 @@ _MOST_CUT: int = _TUNING["max_cut_rows"]
 _MIN_SPLIT: int = _TUNING["min_split_rows"]
 # Row tiles of a small weight whose K is not split above `_MOST_CUT` rows.
 _LEAST_WHOLE: int = _TUNING["min_whole_tiles"]
-# Row tiles for several launches. For smaller weights, cuBLAS with dequantized weights is as fast
-# above `MAX_TOKENS`, for others above `_MAX_LARGE`.
-_MIN_LARGE: int = _TUNING["min_large_tiles"]
+# Weights with this number of values run up to `_MAX_LARGE` tokens in several launches. For other
+# sizes above `MAX_TOKENS`, cuBLAS with dequantized weights is as fast.
+_MIN_LARGE: int = _TUNING["min_large_values"]
 _MAX_LARGE: int = _TUNING["max_large_rows"]
 _MOST_PLACES = 576  # MAX_TOKENS in whole blocks
 _MAX_SMALL_TILES: int = _TUNING["many_tiles"]
@@ -340,7 +340,8 @@ def rows_of(packed: PackedWeight, *, same_bits: bool = True) -> range:
         least = min(least, split.start)
     is_large = packed.num_row_tiles >= _LEAST_WHOLE and not same_bits
     most = MAX_TOKENS if is_uncut or is_large else _MOST_CUT
-    if is_large and packed.num_row_tiles >= _MIN_LARGE and packed.format in TILE_BYTES:
+    has_launches = most == MAX_TOKENS and not same_bits and packed.format in TILE_BYTES
+    if has_launches and packed.num_rows * packed.num_columns >= _MIN_LARGE:
         most = _MAX_LARGE
     return range(least, most + 1)
 
