@@ -191,7 +191,7 @@ class CudaExecutable(Executable):
     def _read_prompts(self, chunks: Sequence[PrefillChunk]) -> None:
         """Run the draft layer for a prefill."""
         if self._layer is not None:
-            alignment = self.capabilities.alignment
+            alignment = self._buckets.alignment
             self._layer.read_prompts(chunks, alignment, is_skipped=self._runs_alone)
 
     def _propose(self, step: Step) -> StepOutput:
@@ -287,7 +287,7 @@ class CudaExecutable(Executable):
         batches, alone = split(
             [chunk for chunk in step.prompts if not self._runs_alone(chunk)],
             limits.max_prompts if shares else 1,
-            limits,
+            limits=limits,
             beside=bool(decoding),
         )
         alone += [chunk for chunk in step.prompts if self._runs_alone(chunk)]

@@ -13,6 +13,7 @@ from tilewright.compiler.targets.cuda.graphs.capture import decode_buckets, prom
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import USUAL_OF_MIXERS, Passes, passes_for
 from tilewright.compiler.targets.cuda.invariance import invariant_of
 from tilewright.compiler.targets.cuda.kernels.attention.cross_attention import scratch_bytes
+from tilewright.compiler.targets.cuda.kernels.attention.prefill_triton import MAX_CHUNKS
 from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import CHUNK
 from tilewright.compiler.targets.cuda.lowering import far_of, has_mixers
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
@@ -42,7 +43,7 @@ _WORKSPACE = 2 << 30
 _MAX_SMALL_M = 64
 _CELL, _CELL_OF_MIXERS = 256, 1024
 """Smallest useful prefill chunk in tokens. Plans with experts need larger chunks."""
-_JOINED, _JOINED_OF_MIXERS = 8, 4
+_JOINED, _JOINED_OF_MIXERS = MAX_CHUNKS, 4
 """Maximum number of prefill chunks in a mixed batch. Chunks have separate snapshot positions."""
 _LEAST_PROMPT = 1024
 """Minimum prefill capacity of a step in tokens, at least the smallest useful chunk of any model."""

@@ -120,7 +120,7 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
     assert Counted.made == ready
 
 
-def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
+def test_chunks_are_aligned_and_mixed_batches_have_some_sizes() -> None:
     chunks = [PrefillChunk(Slot(0), 0, (1,) * count) for count in (1, 64, 65)]
     assert num_rows_of(chunks, 64) == 64 + 64 + 128 and num_rows_of(chunks, 1) == 130
     of_rows = 64, 128, 192, 256, 320, 384, 512, 640, 896, 1024

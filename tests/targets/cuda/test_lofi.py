@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def test_scaled_products(columns: int) -> None:
     kernels.scale_rows(found, product, x[1], exact[1])
     check_sums(found, values(*x), values(*exact))
     one = torch.ones((), device=HERE)
-    rounded = codes_product(x[0], exact[0], one, torch.bfloat16)
+    rounded = codes_product(x[0], exact[0], one, dtype=torch.bfloat16)
     assert rounded.dtype == torch.bfloat16
     rounded = rounded.float() * x[1] * exact[1].T
     assert bool(((rounded - found).abs() <= 2**-8 * found.abs().amax(0)).all())
@@ -251,6 +252,12 @@ def test_products_of_many_rows_have_the_bits_of_rounded_operands(
             )
             continue
         torch.testing.assert_close(out.double(), swiglu_of(read, dense), rtol=2e-2, atol=2e-2)
+        bound, bias = products._bound(each, decodes), torch.randn(rows, device=HERE)
+        if bound.codes is not None and is_lofi:
+            biased = replace(bound, bias=bias)
+            products._lofi_product(biased, out, x, decodes, is_ours=False)
+            wanted = swiglu_of(read, dense, bias)
+            torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
     assert count > 2
 
 

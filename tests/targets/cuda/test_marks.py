@@ -70,7 +70,7 @@ def test_the_first_token_behind_a_mark_says_where_the_state_goes() -> None:
     other = chunk(1, 64, 130, saves=((192, StateSnapshot(7)), (192, StateSnapshot(8))))
     marks = marks_of((saving(0, 65, 64, 65), other), 6)
     assert marks == {(Slot(3), 64): 6, (Slot(1), 192): 7}
-    rows = join((saving(0, 65, 64), other), CPU, 64, marks=marks).rows
+    rows = join((saving(0, 65, 64), other), CPU, alignment=64, marks=marks).rows
     assert rows.keeps is not None
     assert {at: kept for at, kept in enumerate(rows.keeps.tolist()) if kept >= 0} == {64: 6, 256: 7}
     alone, _ = one(other, CPU, {(Slot(1), 192): Slot(7)})

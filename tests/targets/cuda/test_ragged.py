@@ -49,7 +49,7 @@ def limits_of(**limits: Any) -> Capabilities:
 
 def test_each_chunk_begins_at_a_multiple_of_the_alignment() -> None:
     chunks = [chunk(4, 0, 65), chunk(2, 128, 3, chooses=False), chunk(7, 9, 64)]
-    found = join(chunks, CPU, 64)
+    found = join(chunks, CPU, alignment=64)
     assert found.block == 64
     assert found.starts.tolist() == [0, 128, 192, 256]
     assert found.last.tolist() == [64, 255]
@@ -59,9 +59,9 @@ def test_each_chunk_begins_at_a_multiple_of_the_alignment() -> None:
     )
     assert rows.slots.view(4, 64).tolist() == [[slot] * 64 for slot in (4, 4, 2, 7)]
     assert rows.tokens[[0, 64, 65, 128, 255]].tolist() == [1, 65, 0, 1, 64]
-    found = join([chunk(0, 0, 600), chunk(1, 0, 500)], CPU, 64)
+    found = join([chunk(0, 0, 600), chunk(1, 0, 500)], CPU, alignment=64)
     assert found.block == 128 and found.starts.tolist() == [0, 640, 1152]
-    found = join(chunks, CPU, 1)
+    found = join(chunks, CPU, alignment=1)
     assert found.starts.tolist() == [0, 65, 68, 144] and found.last.tolist() == [64, 131]
     assert found.rows.positions[64:70].tolist() == [64, 128, 129, 130, 9, 10]
     assert found.rows.positions[132:].tolist() == [-1] * 12, "whole pieces of memory"
@@ -85,13 +85,13 @@ def test_what_wants_more_than_a_choice_runs_alone() -> None:
     found = [can_join(each, any_rows) for each in (plain, behind, within, echoing, others)]
     assert found == [True, True, False, False, False]
     assert can_join(chunk(2, 0, 99, saves=((64, StateSnapshot(0)),)), limits_of(marks=1))
-    assert split([plain, within, behind], 8, any_rows) == ([[plain, behind]], [within])
-    several = split([plain, behind, chunk(6, 0, 3)], 2, any_rows)[0]
+    assert split([plain, within, behind], 8, limits=any_rows) == ([[plain, behind]], [within])
+    several = split([plain, behind, chunk(6, 0, 3)], 2, limits=any_rows)[0]
     assert several == [[plain, behind], [chunk(6, 0, 3)]]
-    assert split([plain, behind], 1, any_rows) == ([], [plain, behind])
-    assert split([plain], 8, any_rows) == ([], [plain])
-    assert split([plain], 8, any_rows, beside=True) == ([[plain]], [])
-    beside = split([plain, within, behind], 1, any_rows, beside=True)
+    assert split([plain, behind], 1, limits=any_rows) == ([], [plain, behind])
+    assert split([plain], 8, limits=any_rows) == ([], [plain])
+    assert split([plain], 8, limits=any_rows, beside=True) == ([[plain]], [])
+    beside = split([plain, within, behind], 1, limits=any_rows, beside=True)
     assert beside == ([[plain], [behind]], [within])
 
 
@@ -99,20 +99,20 @@ def test_batches_have_no_more_rows_than_the_largest_pass() -> None:
     """Padding to the alignment counts. A longer chunk runs separately."""
     chunks = [chunk(slot, 0, count) for slot, count in enumerate((64, 65, 1, 192, 193, 3))]
     most = limits_of(most_shared=192, alignment=64)
-    assert split(chunks, 8, most) == (
+    assert split(chunks, 8, limits=most) == (
         [chunks[:2], chunks[2:3], chunks[3:4], chunks[5:]],
         [chunks[4]],
     )
-    assert split(chunks[:3], 8, replace(most, most_shared=256))[0] == [chunks[:3]]
+    assert split(chunks[:3], 8, limits=replace(most, most_shared=256))[0] == [chunks[:3]]
     assert can_join(chunks[3], most) and not can_join(chunks[4], most)
-    packed = split(chunks, 8, replace(most, alignment=1))
+    packed = split(chunks, 8, limits=replace(most, alignment=1))
     assert packed == ([chunks[:3], chunks[3:4], chunks[5:]], [chunks[4]])
 
 
 def test_rows_that_ride_along_lie_behind_the_pieces_and_want_logits_first() -> None:
     chunks = [chunk(4, 0, 65), chunk(2, 128, 3, chooses=False)]
     slots = tuple(Slot(number) for number in range(5, 22))
-    found = join(chunks, CPU, 64, slots=slots, positions=range(100, 117))
+    found = join(chunks, CPU, alignment=64, slots=slots, positions=range(100, 117))
     assert found.decoding == slice(192, 209) and found.starts.tolist() == [0, 128, 192]
     assert found.last.tolist() == [*range(192, 209), 64]
     rows = found.rows
@@ -122,7 +122,9 @@ def test_rows_that_ride_along_lie_behind_the_pieces_and_want_logits_first() -> N
     found.take_tokens(torch.arange(30) * 10)
     assert rows.tokens[192:209].tolist() == [10 * slot for slot in slots]
     assert rows.tokens[:65].tolist() == [*range(1, 66)], "the pieces keep theirs"
-    assert join(chunks, CPU, 1, slots=slots, positions=range(100, 117)).decoding == slice(80, 97)
+    assert join(chunks, CPU, alignment=1, slots=slots, positions=range(100, 117)).decoding == slice(
+        80, 97
+    )
 
 
 HYBRID: dict[str, Any] = {**ON_CUDA, "num_layers": 1, "hidden_size": 16, "linear_layers": (True,)}

@@ -60,12 +60,11 @@ SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "nu
 
 
 def test_buckets_reach_the_slots_or_the_most_rows() -> None:
-    assert decode_buckets(1, 64) == (1,)
-    assert decode_buckets(33, 64) == (1, 2, 4, 8, 16, 32, 64)
-    assert decode_buckets(1000, 64)[-1] == 64
-    assert decode_buckets(65, 256)[-2:] == (64, 128)
-    assert decode_buckets(129, 256)[-2:] == (128, 192)
-    assert decode_buckets(193, 256)[-3:] == (128, 192, 256)
+    assert decode_buckets(1) == (1,)
+    assert decode_buckets(33) == (1, 2, 4, 8, 16, 32, 64)
+    assert decode_buckets(65)[-2:] == (64, 128)
+    assert decode_buckets(129)[-2:] == (128, 192)
+    assert decode_buckets(193) == decode_buckets(1000) == (*decode_buckets(192), 256)
 
 
 def test_rows_take_room_for_their_values(monkeypatch: pytest.MonkeyPatch) -> None:

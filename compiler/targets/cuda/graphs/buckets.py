@@ -102,7 +102,7 @@ class Buckets:
         fits.
 
         Args:
-            num_tokens: Prefill tokens.
+            num_tokens: Prefill rows.
             num_choices: Sampled rows: decode rows and prompts that end.
         """
         for width, sizes in self._passes():

@@ -63,6 +63,7 @@ H200.
 """
 MAX_DECODE_ROWS = 256
 """Maximum number of rows of a decode step. More rows take further steps."""
+_DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 _SPARE = 1 << 30
 """Maximum memory of a capture in bytes, in excess of the preceding run's memory."""
 
@@ -84,18 +85,12 @@ def prompt_buckets(plan: KernelProgram, num_ranks: int = 1) -> tuple[int, ...]:
     return tuple(size for size in sorted(_PROMPTS + _BETWEEN) if size <= most)
 
 
-def decode_buckets(max_batch: int, most: int | None = None) -> tuple[int, ...]:
+def decode_buckets(max_batch: int) -> tuple[int, ...]:
     """Return the decode sizes to capture in rows, padding included.
 
-    Sizes are powers of two up to ``most``, and sizes in the middle above 128: matmuls of 192 rows
-    are faster than those of 256. The largest size fits ``max_batch`` if possible.
-
-    Args:
-        most: Maximum size. None: :data:`MAX_DECODE_ROWS`.
+    The largest size fits ``max_batch`` if possible.
     """
-    most = most or MAX_DECODE_ROWS
-    powers = [1 << power for power in range(most.bit_length())]
-    sizes = sorted((*powers, *(size + size // 2 for size in powers[:-1] if size >= 128)))
+    sizes = [size for size in _DECODE_ROWS if size <= MAX_DECODE_ROWS]
     return tuple(sizes[: bisect_left(sizes, max_batch) + 1])
 
 

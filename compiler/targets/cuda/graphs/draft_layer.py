@@ -180,7 +180,7 @@ class CudaDraftLayer:
             first += num_rows_of((chunk,), alignment)
 
     def _read_prompt(self, chunk: PrefillChunk, states: Tensor) -> None:
-        """Run a chunk. ``states``: A free entry, and the model's final states."""
+        """Run a chunk. ``states``: An entry without later reads, and the model's final states."""
         skipped, slot = int(chunk.start == 0), chunk.slot
         count, start = len(chunk.tokens) - skipped, max(0, chunk.start - 1)
         if slot in self._ends:

@@ -82,7 +82,7 @@ class MixedBatchRunner:
         ragged = join(
             chunks,
             self._device_slots.device,
-            self._buckets.alignment,
+            alignment=self._buckets.alignment,
             slots=decoding,
             positions=tuple(positions.values()),
             marks=self._state.marks(chunks),

@@ -70,8 +70,8 @@ def can_join(chunk: PrefillChunk, limits: Capabilities) -> bool:
 def split(
     chunks: Sequence[PrefillChunk],
     most: int,
-    limits: Capabilities,
     *,
+    limits: Capabilities,
     beside: bool = False,
 ) -> tuple[list[list[PrefillChunk]], list[PrefillChunk]]:
     """Split chunks into batches, and chunks to run separately.
@@ -100,8 +100,8 @@ def split(
 def join(
     chunks: Sequence[PrefillChunk],
     device: torch.device,
-    alignment: int,
     *,
+    alignment: int,
     slots: Sequence[Slot] = (),
     positions: Sequence[int] = (),
     marks: Marks = NO_MARKS,

@@ -34,12 +34,12 @@ def add_product(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def codes_product(
-    x_codes: Tensor, codes: Tensor, one: Tensor, dtype: torch.dtype = torch.float32
+    x_codes: Tensor, codes: Tensor, one: Tensor, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Multiply e4m3 codes ``[M, K]`` and ``[N, K]`` into ``dtype``. ``one``: float32 on the device.
+    """Multiply e4m3 codes ``[M, K]`` and ``[N, K]`` into ``dtype``. ``one`` is 1 on the device.
 
-    The matrix unit sums 128 columns with about 14 bits. float32 adds these sums. With a scale for
-    each token, torch has slower kernels.
+    The matrix unit sums 128 columns with about 14 bits. float32 adds these sums. Callers apply the
+    scales, because torch's kernels with a scale for each token are slower.
     """
     return torch._scaled_mm(x_codes, codes.T, scale_a=one, scale_b=one, out_dtype=dtype)
 

@@ -364,7 +364,7 @@ class MatmulOps:
             scale_rows(out, found, scales, copy.scales, bias=bias, adds=each.residual)
             return
         # Scales are powers of two: they do not change the rounding.
-        gate_up = codes_product(codes, copy.values, self._one, torch.bfloat16)
+        gate_up = codes_product(codes, copy.values, self._one, dtype=torch.bfloat16)
         if bias is None:
             swiglu(out, gate_up, paired=packed.is_paired, scales=(scales, copy.scales))
             return

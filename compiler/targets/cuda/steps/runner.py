@@ -250,8 +250,8 @@ class StepRunner:
             logit_rows: Rows with logits.
             from_start: Whether the first token is at position 0. Padding is at the end only.
             starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``, with
-                padding at a chunk's end. Mixers need multiples of 64.
-            block: Rows of a program in attention. 0: by the number of tokens.
+                padding at a chunk's end. A delta rule or a convolution needs multiples of 64.
+            block: 64 for short chunks, see :func:`.prefill_triton.attend_prefill`.
             decoding: Decode rows after all chunks. Only their attention differs.
         """
         logits = self._prefill(rows, logit_rows, from_start, starts, block, decoding)

@@ -191,22 +191,32 @@ def test_programs_share_a_long_context(
     assert not scratch.arrived.any()
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+SHORT = [(0, 70), (130, 1), (64, 33), (0, 64), (3, 40)]
+"""First position and tokens by chunk."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "block", "has_scratch"),
+    [(SHORT, 64, False), (SHORT, 64, True), ([*SHORT, (0, 600)], 128, False)],
+)
 def test_chunks_begin_at_any_row(
-    splits: int,
+    sizes: list[tuple[int, int]],
+    block: int,
+    has_scratch: bool,
     paged: Callable[..., Any],
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows have the bits of a launch per chunk. The last chunk has padding; a chunk is empty."""
+    """Rows have equal bits in a launch per chunk. The last chunk has padding; a chunk is empty."""
     monkeypatch.setattr(attention_prefill, "SPLIT_PAGES", 1)
-    scratch = PrefillScratch.empty(2, 16, device) if splits > 1 else None
-    sizes = [(0, 70), (130, 1), (64, 33), (0, 64), (3, 40)]  # first position and tokens
-    cache = paged("bf16", [first + count for first, count in sizes], num_pages=12, size=(1, 16))
+    scratch = PrefillScratch.empty(2, 16, device) if has_scratch else None
+    num_pages = sum((first + count) // 64 + 1 for first, count in sizes)
+    lengths = [first + count for first, count in sizes]
+    cache = paged("bf16", lengths, num_pages=num_pages, size=(1, 16))
     num_rows = sum(count for _, count in sizes)
     q = torch.randn(num_rows + 9, 2, 16, device=device).to(torch.bfloat16)
     positions, slots = torch.full((2, len(q)), -1, device=device)
-    slots.fill_(4)
+    slots.fill_(len(sizes) - 1)
     out, want = torch.full((2, len(q), 32), NAN, dtype=torch.bfloat16, device=device)
     how: dict[str, Any] = {"block_tables": cache.tables, "scale": SCALE, "scratch": scratch}
     starts = [0]
@@ -215,13 +225,40 @@ def test_chunks_begin_at_any_row(
         positions[rows] = torch.arange(first, first + count)
         slots[rows] = slot
         at = {"positions": positions[rows], "slots": slots[rows], "out": want[rows]}
-        attend_prefill(cache.pages, q[rows].contiguous(), **at, block=64, **how)
+        attend_prefill(cache.pages, q[rows].contiguous(), **at, block=block, **how)
         starts.append(rows.stop)
     begins = torch.tensor([*starts[:-1], len(q), len(q)], device=device)
     at = {"positions": positions, "slots": slots, "out": out, "starts": begins}
-    attend_prefill(cache.pages, q, **at, block=64, **how)
+    for _ in range(2):
+        attend_prefill(cache.pages, q, **at, block=block, **how)
     assert out[:num_rows].isfinite().all() and torch.equal(out[:num_rows], want[:num_rows])
     assert not out[num_rows:].any()
+    assert scratch is None or not scratch.arrived.any()
+
+
+def test_chunks_divide_the_programs_of_long_contexts(
+    paged: Callable[..., Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six blocks share 13 programs, so long contexts have two splits each."""
+    monkeypatch.setattr(attention_prefill, "SPLIT_PAGES", 1)
+    scratch, sizes = PrefillScratch.empty(2, 16, device), [(500, 33), (400, 20), *[(0, 2)] * 4]
+    lengths = [first + count for first, count in sizes]
+    cache = paged("bf16", lengths, num_pages=24, size=(1, 16))
+    q = torch.randn(sum(count for _, count in sizes), 2, 16, device=device).to(torch.bfloat16)
+    positions = torch.cat([torch.arange(first, first + count) for first, count in sizes])
+    slots = torch.cat([torch.full((count,), n) for n, (_, count) in enumerate(sizes)])
+    starts = torch.tensor([0, 33, 53, 55, 57, 59, 61])
+    out = torch.full((2, len(q), 32), NAN, device=device)
+    where = [each.to(device) for each in (positions, slots, starts)]
+    names = ("positions", "slots", "starts")
+    how: dict[str, Any] = {"block_tables": cache.tables, "scale": SCALE, "block": 64}
+    how |= dict(zip(names, where, strict=True))
+    attend_prefill(cache.pages, q, out=out[0], **how)
+    for _ in range(2):
+        attend_prefill(cache.pages, q, out=out[1], scratch=scratch, **how)
+        assert not scratch.arrived.any()
+    torch.testing.assert_close(out[1], out[0], rtol=1e-2, atol=1e-2)
+    assert not torch.equal(out[1], out[0]), "the sums are divided"
 
 
 @pytest.mark.gpu

@@ -53,8 +53,9 @@ SPLIT_PAGES: int = _TUNING["split_pages"]
 
 _SPLIT_ROWS = 64
 
-_MAX_CHUNKS = 8
-"""Chunks of a launch that share a compiled kernel. More chunks compile another kernel."""
+MAX_CHUNKS = 8
+"""Maximum chunks in a launch."""
+_CHUNKS = tl.constexpr(MAX_CHUNKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class PrefillScratch:
     @classmethod
     def empty(cls, num_heads: int, head_dim: int, device: torch.device) -> PrefillScratch:
         """Allocate buffers for consecutive launches with up to `SPLIT_TOKENS` tokens."""
-        programs = num_heads * _num_programs(SPLIT_TOKENS // _SPLIT_ROWS, SPLITS, _MAX_CHUNKS)
+        programs = num_heads * _num_programs(SPLIT_TOKENS // _SPLIT_ROWS, SPLITS, MAX_CHUNKS)
         rows = programs * _SPLIT_ROWS
         return cls(
             torch.empty(rows * head_dim, device=device),
@@ -117,7 +118,7 @@ class _QueryRows(NamedTuple):
 class _PrefillBlock(NamedTuple):
     """A program's tokens ``first .. stop`` of a chunk, and its split of their context.
 
-    It computes up to R tokens. ``program`` counts from the last program with tokens. It is negative
+    It computes up to R tokens. ``program`` is the index in the order of tokens and splits, negative
     without tokens. A split has ``num_pages`` pages.
     """
 
@@ -270,22 +271,22 @@ def _find_block(
     SPLIT_PAGES: tl.constexpr,
     R: tl.constexpr,
     L: tl.constexpr,
-    CHUNKS: tl.constexpr,
 ):
     """Return this program's block and split.
 
     Blocks have R tokens. Every chunk begins with a new block. Without chunks, all tokens are a
-    chunk. Long contexts have up to SPLITS programs per block, fewer for more blocks.
+    chunk. Long contexts have up to SPLITS programs per block, fewer for more blocks. Padding counts
+    as context of the last chunk.
     """
-    chunk = tl.arange(0, CHUNKS)
+    chunk = tl.arange(0, _CHUNKS)
     is_chunk = chunk < num_chunks
     first = tl.load(starts + chunk, mask=is_chunk, other=0).to(tl.int32)
     first = tl.where(is_chunk | (chunk == 0), first, num_tokens)
     stop = tl.load(starts + chunk + 1, mask=is_chunk, other=0).to(tl.int32)
     stop = tl.where(is_chunk, stop, num_tokens)
     num_blocks = tl.cdiv(stop - first, R)
-    num_splits = tl.full([CHUNKS], 1, tl.int32)
-    num_pages = tl.full([CHUNKS], 0, tl.int32)
+    num_splits = tl.full([_CHUNKS], 1, tl.int32)
+    num_pages = tl.full([_CHUNKS], 0, tl.int32)
     if SPLITS > 1:
         start = tl.load(positions + first, mask=first < stop, other=0).to(tl.int32)
         length = tl.maximum(start, 0) + stop - first
@@ -310,22 +311,20 @@ def _find_block(
 def _load_queries(
     q,
     positions,
+    ends,
     first_token,
     token,
-    num_tokens,
     inside,
     is_token,
     WORK: tl.constexpr,
     WINDOW: tl.constexpr,
-    ENDS: tl.constexpr,
 ):
     """Load a block's queries at ``q [R, E]`` and its positions."""
     position = tl.load(positions + token, mask=is_token, other=-1).to(tl.int32)
     values = tl.load(q, mask=inside & (position >= 0)[:, None], other=0.0).to(WORK)
     last = position
-    if ENDS:
-        end = tl.load(positions + num_tokens + token, mask=is_token, other=0)
-        last = end.to(tl.int32) - 1
+    if ends is not None:
+        last = tl.load(ends + token, mask=is_token, other=0).to(tl.int32) - 1
     # Positions are consecutive: the block's first position, and the oldest position of its
     # windows.
     lowest = tl.load(positions + first_token).to(tl.int32)
@@ -360,6 +359,7 @@ def _attend_prefill_kernel(
     q,
     out,
     positions,
+    ends,
     slots,
     num_tokens,
     starts,
@@ -382,20 +382,15 @@ def _attend_prefill_kernel(
     WINDOW: tl.constexpr,
     LAYOUT: tl.constexpr,
     CHAINED: tl.constexpr,
-    ENDS: tl.constexpr,
-    CHUNKS: tl.constexpr,
 ):
     """Program (i, h) computes head h for up to R tokens of a chunk, over a split of the context.
 
-    Program 0 has the last tokens, which take longest. With ``ENDS``, the ends of all rows follow
-    their positions.
+    Program 0 has the last tokens, which take longest.
     """
     release_dependents(CHAINED)
     h = tl.program_id(1)
     # No kernel of the step writes the starts and positions.
-    block = _find_block(
-        starts, positions, num_chunks, num_tokens, SPLITS, SPLIT_PAGES, R, LAYOUT.L, CHUNKS
-    )
+    block = _find_block(starts, positions, num_chunks, num_tokens, SPLITS, SPLIT_PAGES, R, LAYOUT.L)
     if block.program < 0:
         return
     first_token, d = block.first.to(tl.int64), tl.arange(0, LAYOUT.E)[None, :]
@@ -406,7 +401,7 @@ def _attend_prefill_kernel(
     wait_for_inputs(CHAINED)
     dtype: tl.constexpr = tl.bfloat16 if LAYOUT.BFP8 else values.dtype.element_ty
     rows = _load_queries(
-        q + here, positions, first_token, token, num_tokens, inside, is_token, dtype, WINDOW, ENDS
+        q + here, positions, ends, first_token, token, inside, is_token, dtype, WINDOW
     )
     table = tables + tl.load(slots + first_token) * table_width
     cache = _PagedKV(PagePointers(values, exponents), table, h // (H // LAYOUT.G))
@@ -454,8 +449,8 @@ def attend_prefill(
         slots: int64 ``[T]``, equal in a chunk.
         block_tables: Page tables, int32 ``[S, M]``.
         starts: Ascending starts of P chunks and their end T, int64 ``[P + 1]``. None: a chunk.
-        block: Tokens per program: 64 or 128. 0: by the token count.
-        scratch: Buffers for long context splits. None, or a sliding window: no splits.
+        block: 64 for short chunks. Else the token count selects the tokens of a program.
+        scratch: Buffers for long context splits, which depend on all chunks. None: no splits.
         sinks: A further score per head, float32 ``[H]``. None: none.
         ends: Position after the last visible position, int64 ``[T]``, ascending. None: causal.
     """
@@ -463,16 +458,16 @@ def attend_prefill(
     assert q.is_contiguous() and out.stride(1) == 1 and pages.head_dim == head_dim
     tile = _tile(min(num_tokens, _MAX_SMALL_M if block == 64 else num_tokens), pages)
     num_chunks = 0 if starts is None else len(starts) - 1
-    fits = num_tokens <= SPLIT_TOKENS and num_chunks <= _MAX_CHUNKS and tile["R"] == _SPLIT_ROWS
+    assert num_chunks <= MAX_CHUNKS
+    fits = num_tokens <= SPLIT_TOKENS and tile["R"] == _SPLIT_ROWS
     splits = SPLITS if scratch is not None and not window and fits else 1
     sizes = {"SPLITS": splits, "SPLIT_PAGES": SPLIT_PAGES, "H": num_heads, "WINDOW": window}
-    chunks = max(_MAX_CHUNKS, triton.next_power_of_2(num_chunks))
-    sizes |= {"CHUNKS": chunks, "ENDS": ends is not None}
     num_programs = _num_programs(cdiv(num_tokens, tile["R"]), splits, num_chunks)
     _attend_prefill_kernel[(num_programs, num_heads)](
         q,
         out,
-        positions if ends is None else torch.cat((positions, ends)),
+        positions,
+        ends,
         slots,
         num_tokens,
         positions if starts is None else starts,

@@ -128,7 +128,7 @@ def scale_rows(
 
     Args:
         out: ``[M, N]``, bfloat16 or float32. Rows may have gaps.
-        found: float32 ``[M, N]``.
+        found: float32 or bfloat16 ``[M, N]``. It may be ``out``.
         x_scales: float32 ``[M, 1]``.
         scales: float32 ``[N, 1]``.
         bias: float32 ``[N]``.

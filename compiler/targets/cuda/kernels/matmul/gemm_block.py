@@ -38,8 +38,8 @@ _MOST_CUT: int = _TUNING["max_cut_rows"]
 _MIN_SPLIT: int = _TUNING["min_split_rows"]
 # Row tiles of a small weight whose K is not split above `_MOST_CUT` rows.
 _LEAST_WHOLE: int = _TUNING["min_whole_tiles"]
-# Weights with this number of values run up to `_MAX_LARGE` tokens in several launches. For other
-# sizes above `MAX_TOKENS`, cuBLAS with dequantized weights is as fast.
+# Weights with this number of values run up to `_MAX_LARGE` tokens in several launches, in bfp8 and
+# bfp4. For other sizes above `MAX_TOKENS`, cuBLAS with dequantized weights is as fast.
 _MIN_LARGE: int = _TUNING["min_large_values"]
 _MAX_LARGE: int = _TUNING["max_large_rows"]
 _MOST_PLACES = 576  # MAX_TOKENS in whole blocks
@@ -328,7 +328,7 @@ CODED_SOURCE = nvrtc.KernelSource(
 def rows_of(packed: PackedWeight, *, same_bits: bool = True) -> range:
     """Return the token counts for this kernel: measured faster on an H200.
 
-    Above :func:`splits_of`, the measurement without ``same_bits`` is from an H100.
+    Above :func:`splits_of`, the minimum without ``same_bits`` is from an H100.
     """
     like = LIKE.get(packed.format, packed.format)
     if like not in TILE_BYTES or packed.num_experts > 1 or packed.num_columns % 4:
@@ -347,7 +347,7 @@ def rows_of(packed: PackedWeight, *, same_bits: bool = True) -> range:
 
 
 def launches_of(num_tokens: int) -> list[slice]:
-    """Return the tokens of each launch: whole 128 tokens, and as even as possible."""
+    """Return the tokens of each launch: equal sizes of whole 128 tokens, then the rest."""
     count = -(-num_tokens // MAX_TOKENS)
     size = -(-num_tokens // (128 * count)) * 128
     return [slice(at, min(at + size, num_tokens)) for at in range(0, num_tokens, size)]
@@ -373,7 +373,7 @@ def linear(
     feeds: int = 0,
     alone: bool = False,
 ) -> None:
-    """Run :func:`.gemv.linear` for ``x [M, K]`` with M in :func:`rows_of`.
+    """Run :func:`.gemv.linear` for ``x [M, K]`` with up to `MAX_TOKENS` rows.
 
     The bits are equal, unless ``way`` is `SplitTileConfig` or leaves K unsplit. ``x`` is bfloat16,
     or fp32 with ``norm`` (weight fp32, eps).
