@@ -272,6 +272,6 @@ def runs(
             "mixed",
             count,
             lambda n=count, s=starts, r=decoding: steps.prefill(
-                rows_of(n + 8), logit_rows=last, starts=s, block=64, decoding=r
+                rows_of(n + 8), logit_rows=last, starts=s, is_short=True, decoding=r
             ),
         )

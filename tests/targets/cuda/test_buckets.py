@@ -23,7 +23,7 @@ from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, Pa
 from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import EVERY_DRAWING
 from tilewright.compiler.targets.cuda.state.pages import PAGE
-from tilewright.compiler.targets.cuda.state.ragged import LONG_BLOCK, num_rows_of
+from tilewright.compiler.targets.cuda.state.ragged import num_rows_of
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.steps.routes import PART_TOKENS
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
@@ -60,7 +60,7 @@ class Unrun:
     def prefill(self, rows: Any, *, logit_rows: torch.Tensor, **how: Any) -> None:
         assert bool((rows.positions < 0).all()) and len(logit_rows) == 1
         if "starts" in how:
-            assert how["block"] == LONG_BLOCK and how["starts"][-1] == len(rows.tokens)
+            assert how["starts"][-1] == len(rows.tokens)
             self.together.append(how["starts"].tolist())
         else:
             self.prompts.append((len(rows.tokens), how["from_start"]))

@@ -50,7 +50,7 @@ def limits_of(**limits: Any) -> Capabilities:
 def test_each_chunk_begins_at_a_multiple_of_the_alignment() -> None:
     chunks = [chunk(4, 0, 65), chunk(2, 128, 3, chooses=False), chunk(7, 9, 64)]
     found = join(chunks, CPU, alignment=64)
-    assert found.block == 64
+    assert found.is_short
     assert found.starts.tolist() == [0, 128, 192, 256]
     assert found.last.tolist() == [64, 255]
     rows = found.rows
@@ -60,7 +60,7 @@ def test_each_chunk_begins_at_a_multiple_of_the_alignment() -> None:
     assert rows.slots.view(4, 64).tolist() == [[slot] * 64 for slot in (4, 4, 2, 7)]
     assert rows.tokens[[0, 64, 65, 128, 255]].tolist() == [1, 65, 0, 1, 64]
     found = join([chunk(0, 0, 600), chunk(1, 0, 500)], CPU, alignment=64)
-    assert found.block == 128 and found.starts.tolist() == [0, 640, 1152]
+    assert not found.is_short and found.starts.tolist() == [0, 640, 1152]
     found = join(chunks, CPU, alignment=1)
     assert found.starts.tolist() == [0, 65, 68, 144] and found.last.tolist() == [64, 131]
     assert found.rows.positions[64:70].tolist() == [64, 128, 129, 130, 9, 10]

@@ -15,7 +15,6 @@ from tilewright.compiler.targets.cuda.graphs.capture import DecodeBucket, Prompt
 from tilewright.compiler.targets.cuda.graphs.draft_bucket import DraftBucket
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, Passes
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
-from tilewright.compiler.targets.cuda.state.ragged import LONG_BLOCK
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner
@@ -163,11 +162,11 @@ class Buckets:
 
     def _run_together(self, longest: int, last: Tensor) -> None:
         """Run two chunks in a batch without a graph."""
-        half = longest // 2 // LONG_BLOCK * LONG_BLOCK
+        half = longest // 256 * 128
         if half:
             starts = torch.tensor((0, half, 2 * half)).to(self._steps.device)
             rows = TokenBatch.padding(2 * half, self._steps.device)
-            self._steps.prefill(rows, logit_rows=last, starts=starts, block=LONG_BLOCK)
+            self._steps.prefill(rows, logit_rows=last, starts=starts)
 
     def _prepare_masks(self) -> None:
         """Run the kernel that masks logits, to compile it."""

@@ -93,7 +93,7 @@ class MixedBatchRunner:
             ragged.rows,
             logit_rows=ragged.last if ends else None,
             starts=ragged.starts,
-            block=ragged.block,
+            is_short=ragged.is_short,
             decoding=ragged.decoding,
         )
         self._state.keep(chunks)

@@ -14,7 +14,7 @@ import torch
 
 from tilewright.compiler.targets.cuda.graphs.capture import Bucket, CapturedGraph
 from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingFilters, make_choice
-from tilewright.compiler.targets.cuda.state.ragged import SHORT_BLOCK, lay_out
+from tilewright.compiler.targets.cuda.state.ragged import lay_out
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send_into
 from tilewright.compiler.targets.cuda.state.snapshot_positions import NO_MARKS, Marks
 from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
@@ -203,7 +203,7 @@ class BatchBucket(Bucket):
             made.rows,
             logit_rows=made.wanted,
             starts=made.starts,
-            block=SHORT_BLOCK,
+            is_short=True,
             decoding=made.decoding,
         )
         assert logits is not None

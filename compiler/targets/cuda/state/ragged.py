@@ -15,13 +15,8 @@ from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
 from tilewright.compiler.targets.interface.capabilities import Capabilities
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 
-SHORT_BLOCK, LONG_BLOCK = 64, 128
-"""Rows per program in prefill attention. All belong to the same sequence."""
-
-LONG_PIECE = 512
-"""Mean chunk length for long blocks, which read keys less often. Shorter chunks would waste
-rows.
-"""
+_LONG = 512
+"""Mean length of long chunks: attention reads keys less often with more rows per program."""
 
 _ALIGNED = 16
 """Row count alignment. Kernels are compiled for the alignment of their arguments."""
@@ -33,14 +28,14 @@ class Ragged:
 
     Attributes:
         rows: Tokens, positions and slots of the rows.
-        block: Rows per program in attention.
+        is_short: Whether the chunks are short.
         starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``.
         last: Rows with logits, int64 ``[R]``: decode rows, then the last rows of finished prompts.
         decoding: Decode rows after all chunks. Their tokens are on the device.
     """
 
     rows: TokenBatch
-    block: int
+    is_short: bool
     starts: Tensor
     last: Tensor
     decoding: slice
@@ -110,7 +105,6 @@ def join(
     ``positions``.
     """
     mean = sum(len(chunk.tokens) for chunk in chunks) / len(chunks)
-    block = LONG_BLOCK if mean >= LONG_PIECE else SHORT_BLOCK
     first = -(-num_rows_of(chunks, alignment) // _ALIGNED) * _ALIGNED
     decoding = slice(first, first + len(slots))
     staged = np.zeros((4, -(-decoding.stop // _ALIGNED) * _ALIGNED), dtype=np.int64)
@@ -122,7 +116,8 @@ def join(
     where = np.array([*starts, *range(decoding.start, decoding.stop), *last], dtype=np.int64)
     sent = send(where, device)
     count = len(starts)
-    return Ragged(TokenBatch(*send(staged, device)), block, sent[:count], sent[count:], decoding)
+    batch = TokenBatch(*send(staged, device))
+    return Ragged(batch, mean < _LONG, sent[:count], sent[count:], decoding)
 
 
 def lay_out(

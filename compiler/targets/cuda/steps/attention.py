@@ -223,11 +223,11 @@ class AttentionRunner:
         *,
         from_start: bool,
         starts: Tensor | None,
-        block: int,
+        is_short: bool,
         only_stores: bool = False,
     ) -> None:
         """Run T prompt tokens. See :meth:`.runner.StepRunner.prefill` for ``from_start``,
-        ``starts`` and ``block``.
+        ``starts`` and ``is_short``.
 
         ``only_stores``: Store keys and values without attention.
         """
@@ -265,7 +265,7 @@ class AttentionRunner:
             positions=rows.positions,
             slots=rows.slots,
             starts=starts,
-            block=block,
+            is_short=is_short,
             scratch=self._prompt_scratch,
             ends=rows.ends,
             **bound.given,

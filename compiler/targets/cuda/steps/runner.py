@@ -240,7 +240,7 @@ class StepRunner:
         logit_rows: Tensor | None,
         from_start: bool = False,
         starts: Tensor | None = None,
-        block: int = 0,
+        is_short: bool = False,
         decoding: slice = slice(0, 0),
     ) -> Tensor | None:
         """Run prefill chunks, and possibly decode rows. Return this rank's logits ``[R, V]``.
@@ -251,10 +251,10 @@ class StepRunner:
             from_start: Whether the first token is at position 0. Padding is at the end only.
             starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``, with
                 padding at a chunk's end. A delta rule or a convolution needs multiples of 64.
-            block: 64 for short chunks, see :func:`.prefill_triton.attend_prefill`.
+            is_short: Whether chunks are short, see :func:`.prefill_triton.attend_prefill`.
             decoding: Decode rows after all chunks. Only their attention differs.
         """
-        logits = self._prefill(rows, logit_rows, from_start, starts, block, decoding)
+        logits = self._prefill(rows, logit_rows, from_start, starts, is_short, decoding)
         if self.group is not None:
             self.group.exchange.end_step()
         return logits
@@ -263,7 +263,7 @@ class StepRunner:
         """Run T prompt tokens as `prefill` does. Return `pool_rows` for their final hidden
         states.
         """
-        pooled = self._prefill(rows, None, from_start, None, 0, slice(0, 0), pools=True)
+        pooled = self._prefill(rows, None, from_start, None, False, slice(0, 0), pools=True)
         if self.group is not None:
             self.group.exchange.end_step()
         assert pooled is not None, "the plan gathers no rows"
@@ -287,7 +287,7 @@ class StepRunner:
         logit_rows: Tensor | None,
         from_start: bool,
         starts: Tensor | None,
-        block: int,
+        is_short: bool,
         decoding: slice,
         *,
         pools: bool = False,
@@ -318,10 +318,14 @@ class StepRunner:
                 )
                 torch.index_select(x, 0, logit_rows, out=step.view(op.out))
             elif isinstance(op, AttentionOp | DeltaRuleOp | Convolve) and is_mixed:
-                self._run_mixed(op, step, rows, kernels, starts, block, decoding)
+                self._run_mixed(op, step, rows, kernels, starts, is_short, decoding)
             elif isinstance(op, AttentionOp):
                 is_end = logit_rows is None and last is not None and op is last.instruction
-                how: dict[str, Any] = {"starts": starts, "block": block, "only_stores": is_end}
+                how: dict[str, Any] = {
+                    "starts": starts,
+                    "is_short": is_short,
+                    "only_stores": is_end,
+                }
                 kernels.attention.prompt(op, step, rows, from_start=from_start, **how)
             elif isinstance(op, DeltaRuleOp | Convolve):
                 self._mixers.run(op, step, rows, decodes=False, starts=starts)
@@ -361,7 +365,7 @@ class StepRunner:
         rows: TokenBatch,
         kernels: _Kernels,
         starts: Tensor | None,
-        block: int,
+        is_short: bool,
         decoding: slice,
     ) -> None:
         """Run a mixer for the chunks and the decode rows concurrently. Their slots differ."""
@@ -369,7 +373,7 @@ class StepRunner:
             (step.part(part), rows.part(part)) for part in (slice(0, decoding.start), decoding)
         )
         if isinstance(each, AttentionOp):
-            how: dict[str, Any] = {"starts": starts, "block": block}
+            how: dict[str, Any] = {"starts": starts, "is_short": is_short}
             prompts = partial(kernels.attention.prompt, each, *first, from_start=False, **how)
             decode = partial(kernels.attention.decode, each, *second, reach=None, captured=False)
         else:

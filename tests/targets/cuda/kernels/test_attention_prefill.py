@@ -50,7 +50,7 @@ def check(
     num_padding: int = 0,
     window: int = 0,
     dtype: torch.dtype = torch.float32,
-    block: int = 0,
+    is_short: bool = False,
     scratch: PrefillScratch | None = None,
     image: tuple[int, int] | None = None,
 ) -> None:
@@ -75,7 +75,7 @@ def check(
         block_tables=cache.tables,
         scale=SCALE,
         window=window,
-        block=block,
+        is_short=is_short,
         scratch=scratch,
         ends=ends,
     )
@@ -185,7 +185,7 @@ def test_programs_share_a_long_context(
             start=start,
             num_tokens=num_tokens,
             num_padding=num_padding,
-            block=64,
+            is_short=True,
             scratch=scratch,
         )
     assert not scratch.arrived.any()
@@ -196,12 +196,12 @@ SHORT = [(0, 70), (130, 1), (64, 33), (0, 64), (3, 40)]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "block", "has_scratch"),
-    [(SHORT, 64, False), (SHORT, 64, True), ([*SHORT, (0, 600)], 128, False)],
+    ("sizes", "is_short", "has_scratch"),
+    [(SHORT, True, False), (SHORT, True, True), ([*SHORT, (0, 600)], False, False)],
 )
 def test_chunks_begin_at_any_row(
     sizes: list[tuple[int, int]],
-    block: int,
+    is_short: bool,
     has_scratch: bool,
     paged: Callable[..., Any],
     device: torch.device,
@@ -225,12 +225,12 @@ def test_chunks_begin_at_any_row(
         positions[rows] = torch.arange(first, first + count)
         slots[rows] = slot
         at = {"positions": positions[rows], "slots": slots[rows], "out": want[rows]}
-        attend_prefill(cache.pages, q[rows].contiguous(), **at, block=block, **how)
+        attend_prefill(cache.pages, q[rows].contiguous(), **at, is_short=is_short, **how)
         starts.append(rows.stop)
     begins = torch.tensor([*starts[:-1], len(q), len(q)], device=device)
     at = {"positions": positions, "slots": slots, "out": out, "starts": begins}
     for _ in range(2):
-        attend_prefill(cache.pages, q, **at, block=block, **how)
+        attend_prefill(cache.pages, q, **at, is_short=is_short, **how)
     assert out[:num_rows].isfinite().all() and torch.equal(out[:num_rows], want[:num_rows])
     assert not out[num_rows:].any()
     assert scratch is None or not scratch.arrived.any()
@@ -251,7 +251,7 @@ def test_chunks_divide_the_programs_of_long_contexts(
     out = torch.full((2, len(q), 32), NAN, device=device)
     where = [each.to(device) for each in (positions, slots, starts)]
     names = ("positions", "slots", "starts")
-    how: dict[str, Any] = {"block_tables": cache.tables, "scale": SCALE, "block": 64}
+    how: dict[str, Any] = {"block_tables": cache.tables, "scale": SCALE, "is_short": True}
     how |= dict(zip(names, where, strict=True))
     attend_prefill(cache.pages, q, out=out[0], **how)
     for _ in range(2):
@@ -270,7 +270,7 @@ def test_programs_share_a_long_context_on_the_device(
     size: dict[str, Any] = {"heads": (8, 2), "head_dim": 128, "start": start}
     size |= {"num_tokens": 200, "num_padding": 56}
     for _ in range(3):
-        check(paged, device, kind="bf16", **size, block=64, scratch=scratch)
+        check(paged, device, kind="bf16", **size, is_short=True, scratch=scratch)
     assert not scratch.arrived.any()
 
 

@@ -432,7 +432,7 @@ def attend_prefill(
     scale: float,
     window: int = 0,
     starts: torch.Tensor | None = None,
-    block: int = 0,
+    is_short: bool = False,
     scratch: PrefillScratch | None = None,
     sinks: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
@@ -449,14 +449,14 @@ def attend_prefill(
         slots: int64 ``[T]``, equal in a chunk.
         block_tables: Page tables, int32 ``[S, M]``.
         starts: Ascending starts of P chunks and their end T, int64 ``[P + 1]``. None: a chunk.
-        block: 64 for short chunks. Else the token count selects the tokens of a program.
+        is_short: Use small programs. Else the token count selects their size.
         scratch: Buffers for long context splits, which depend on all chunks. None: no splits.
         sinks: A further score per head, float32 ``[H]``. None: none.
         ends: Position after the last visible position, int64 ``[T]``, ascending. None: causal.
     """
     num_tokens, num_heads, head_dim = q.shape
     assert q.is_contiguous() and out.stride(1) == 1 and pages.head_dim == head_dim
-    tile = _tile(min(num_tokens, _MAX_SMALL_M if block == 64 else num_tokens), pages)
+    tile = _tile(min(num_tokens, _MAX_SMALL_M if is_short else num_tokens), pages)
     num_chunks = 0 if starts is None else len(starts) - 1
     assert num_chunks <= MAX_CHUNKS
     fits = num_tokens <= SPLIT_TOKENS and tile["R"] == _SPLIT_ROWS
