@@ -191,8 +191,7 @@ class CudaExecutable(Executable):
     def _read_prompts(self, chunks: Sequence[PrefillChunk]) -> None:
         """Run the draft layer for a prefill."""
         if self._layer is not None:
-            alignment = self._buckets.alignment
-            self._layer.read_prompts(chunks, alignment, is_skipped=self._runs_alone)
+            self._layer.read_prompts(chunks, self._buckets.alignment, is_skipped=self._runs_alone)
 
     def _propose(self, step: Step) -> StepOutput:
         assert self._layer is not None and not (step.decode or step.prompts)

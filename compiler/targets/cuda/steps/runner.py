@@ -321,12 +321,8 @@ class StepRunner:
                 self._run_mixed(op, step, rows, kernels, starts, is_short, decoding)
             elif isinstance(op, AttentionOp):
                 is_end = logit_rows is None and last is not None and op is last.instruction
-                how: dict[str, Any] = {
-                    "starts": starts,
-                    "is_short": is_short,
-                    "only_stores": is_end,
-                }
-                kernels.attention.prompt(op, step, rows, from_start=from_start, **how)
+                attend = partial(kernels.attention.prompt, starts=starts, is_short=is_short)
+                attend(op, step, rows, from_start=from_start, only_stores=is_end)
             elif isinstance(op, DeltaRuleOp | Convolve):
                 self._mixers.run(op, step, rows, decodes=False, starts=starts)
             elif isinstance(op, Mixer):
@@ -373,8 +369,8 @@ class StepRunner:
             (step.part(part), rows.part(part)) for part in (slice(0, decoding.start), decoding)
         )
         if isinstance(each, AttentionOp):
-            how: dict[str, Any] = {"starts": starts, "is_short": is_short}
-            prompts = partial(kernels.attention.prompt, each, *first, from_start=False, **how)
+            attend = partial(kernels.attention.prompt, starts=starts, is_short=is_short)
+            prompts = partial(attend, each, *first, from_start=False)
             decode = partial(kernels.attention.decode, each, *second, reach=None, captured=False)
         else:
             prompts = partial(self._mixers.run, each, *first, decodes=False, starts=starts)
