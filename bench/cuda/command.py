@@ -219,7 +219,7 @@ class _Session:
         self.screen.print(text, style=style, soft_wrap=True)
 
     def print_report(self) -> None:
-        """Print the table of measured rows, and the missed rows."""
+        """Print the measured rows, and the missed rows."""
         rows = [self.found[row.name] for row in self.choices.rows if row.name in self.found]
         if rows:
             metrics = dict.fromkeys(METRICS[each.row.metric] for each in self.found.values())

@@ -1,24 +1,25 @@
-"""Kernels of a step by GPU time, and host time of a step of the CUDA target."""
+"""A step's kernels by GPU time, and its host time, on the CUDA target."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tilewright.compiler.sampling.params import SamplingParams
 from tilewright.compiler.targets.interface.base import Executable
 from tilewright.evaluate.measure.timing import OFFLINE, TimedRequest
+from tilewright.evaluate.report.table import Table
 from tilewright.runtime.loop import EngineLoop
 from tilewright.runtime.scheduling.request_state import RequestState
 
-_PROMPT, _STEPS, _PROFILED, _MAX_KERNELS = 100, 150, 16, 25
+_PROMPT, _STEPS, _PROFILED, _MAX_KERNELS, _MAX_NAME = 100, 150, 16, 25, 60
 _SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
 
 
 def profile(executable: Executable, jobs: Sequence[TimedRequest], *, is_decode: bool) -> str:
-    """Return a table of the kernels of decode steps, or of a prompt, from torch's profiler."""
+    """Return a decode step's or a prompt's kernels by time, from torch's profiler."""
     import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
@@ -40,8 +41,38 @@ def profile(executable: Executable, jobs: Sequence[TimedRequest], *, is_decode: 
             torch.cuda.synchronize()
     for request in requests:
         loop.cancel(request)
-    rows = recorded.key_averages()
-    return rows.table(sort_by="self_device_time_total", row_limit=_MAX_KERNELS)
+    spans = [
+        (each.name, each.time_range.start, each.time_range.end)
+        for each in recorded.events() or ()
+        if not has_gpu or each.device_type.name == "CUDA"
+    ]
+    return by_kernel(spans)
+
+
+def by_kernel(spans: Iterable[tuple[str, float, float]]) -> str:
+    """Return kernels by time, from names, starts and ends in microseconds.
+
+    A dependent launch starts early and then waits. Therefore a kernel's time starts when all
+    earlier kernels have ended. The total is the GPU's busy time.
+    """
+    counts, times, busy_until = dict[str, int](), dict[str, float](), 0.0
+    for name, start, end in sorted(spans, key=lambda span: span[2]):
+        counts[name] = counts.get(name, 0) + 1
+        times[name] = times.get(name, 0.0) + end - max(start, busy_until)
+        busy_until = end
+    total = sum(times.values()) or 1.0
+    names = sorted(times, key=lambda name: -times[name])[:_MAX_KERNELS]
+    rows = (
+        (
+            name[:_MAX_NAME].replace("|", "/"),
+            f"{counts[name]:,}",
+            f"{times[name] / counts[name]:,.1f}",
+            f"{times[name] / 1000:,.2f}",
+            f"{100 * times[name] / total:.1f}",
+        )
+        for name in names
+    )
+    return Table.of(("kernel", "launches", "us a launch", "ms", "%"), rows).markdown()
 
 
 def host_times(executable: Executable, num_slots: int, *, samples: bool = True) -> Iterator[str]:

@@ -195,6 +195,16 @@ def test_profiles_come_after_all_timed_runs(capfd: pytest.CaptureFixture[str]) -
     assert "first: kernels by GPU time" in out
 
 
+def test_a_kernel_counts_from_the_end_of_the_kernels_before_it() -> None:
+    """The second kernel starts early and waits. The third starts after a gap."""
+    spans = [("b", 2.0, 14.0), ("a", 0.0, 10.0), ("a", 20.0, 26.0)]
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in step_times.by_kernel(spans).splitlines()[2:]
+    ]
+    assert lines == [["a", "2", "8.0", "0.02", "80.0"], ["b", "1", "4.0", "0.00", "20.0"]]
+
+
 def test_host_times_are_of_both_samplings(capfd: pytest.CaptureFixture[str]) -> None:
     asked = dataclasses.replace(choices([tiny("two", batch=2)]), shows_host_time=True)
     assert bench(asked, measured=CEILINGS) == 0
