@@ -163,6 +163,13 @@ SOURCE = nvrtc.KernelSource(Path("some.cu"), ("some",))
 CUBIN = nvrtc._cubin
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_min_shared_limits_the_blocks_of_a_multiprocessor(count: int) -> None:
+    """A multiprocessor has 228 KB and reserves 1 KB per block."""
+    each = nvrtc.min_shared(count) + 1024
+    assert (228 << 10) // each == count and each - 16 <= (228 << 10) // (count + 1)
+
+
 def test_kernels_are_loaded_into_the_device_that_asks(driver: Driver) -> None:
     """Regardless of the current device."""
     for index in (1, 0, 3):

@@ -21,6 +21,17 @@ from tilewright.utils.files import cache_dir, replace_file
 
 MOST_SHARED = 227 * 1024
 """Maximum shared memory of a block in bytes, static and dynamic."""
+_RESERVED = 1024  # bytes per block. A multiprocessor has this more than a block may have.
+
+
+def min_shared(max_blocks: int) -> int:
+    """Return the dynamic shared memory in bytes that limits a multiprocessor to ``max_blocks``
+    blocks.
+
+    Blocks start on multiprocessors with free memory, while the previous kernel ends. Without a
+    limit, some multiprocessors would have more blocks than others.
+    """
+    return (MOST_SHARED + _RESERVED) // (max_blocks + 1) - _RESERVED + 16
 
 
 _PLACE_OF = """

@@ -1,4 +1,4 @@
-"""Kernels of moe_small.cu, and the memory of a block.
+"""Kernels of moe_small.cu, and a block's memory.
 
 Excludes launches. Legend: T tokens, K experts for a token.
 """
@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv import MOST_SHARED, STEP_BYTES, X_PADDING
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.packed_weight import (
@@ -26,8 +27,8 @@ MOST_TILES = 32
 _TILE_BYTES = 8 * 2 + 4  # pairs and the expert
 
 DEPTHS = {kind: tuple(each) for kind, each in tuning()["experts"]["few_depths"].items()}
-"""Steps of 128 columns in flight, in a warp of a matmul and of a sum. With one token and the sizes
-in Qwen3.5-35B-A3B, a block of each fits on one multiprocessor.
+"""Steps of 128 columns in flight per warp, for a matmul and for a sum. With a token and the sizes
+in Qwen3.5-35B-A3B, a block from both fits on a multiprocessor.
 """
 
 PATH = Path(__file__).with_name("moe_small.cu")
@@ -55,8 +56,8 @@ def num_warps(format_name: str, *, is_sum: bool) -> int:
 def depth_of(
     packed: PackedWeight, shared: PackedWeight | None, *, num_tokens: int, top_k: int, is_sum: bool
 ) -> int:
-    """Return the steps in flight for a matmul, with the shared expert if there is one. 0: there is
-    no kernel for it.
+    """Return the steps in flight for a matmul, with the shared expert if present. 0: no kernel
+    fits.
     """
     if num_tokens > MAX_TOKENS or num_tokens * top_k > MOST_TILES:
         return 0
@@ -70,8 +71,8 @@ def depth_of(
 def takes_choice(
     products: Sequence[tuple[PackedWeight, PackedWeight | None]], num_experts: int, top_k: int
 ) -> bool:
-    """Return whether a matmul and a sum select one token's experts from ``num_experts`` on all
-    ranks, each with its shared expert.
+    """Return whether a matmul and a sum, with shared experts, select a token's experts from
+    ``num_experts`` on all ranks.
     """
     sizes = {"num_tokens": 1, "top_k": top_k}
     return num_experts <= MOST_CHOSEN_AMONG and all(
@@ -89,10 +90,13 @@ def room(
     is_sum: bool,
     depth: int,
 ) -> int:
-    """Return the shared memory in a block in bytes."""
+    """Return a block's shared memory in bytes. A matmul has a block per multiprocessor, and the
+    sum's blocks fit next to them.
+    """
     ring = num_warps(packed.format, is_sum=is_sum) * depth * STEP_BYTES[packed.format]
     steps = max(each.num_column_tiles for each in (packed, shared) if each is not None)
     rows = num_tokens * (top_k + (shared is not None)) if is_sum else num_tokens
     x_bytes = rows * (steps * TILE_COLUMNS + X_PADDING) * 2
     products = rows * TILE_ROWS * 4 + MOST_TILES * 4 if is_sum else 0
-    return ring + x_bytes + products + MOST_TILES * _TILE_BYTES + 4
+    used = ring + x_bytes + products + MOST_TILES * _TILE_BYTES + 4
+    return used if is_sum else max(used, nvrtc.min_shared(1))

@@ -339,11 +339,10 @@ def _launch_gemv(
 ) -> None:
     """Launch the resident blocks. Each block processes row tiles in turn."""
     num_blocks = walk.blocks_each * num_processors(weight.data.device)
-    at = nvrtc.Launch(
-        (min(weight.num_row_tiles, num_blocks), 1, 1),
-        _NUM_THREADS,
-        walk.shared_bytes(weight.format, weight.num_column_tiles),
-    )
+    shared = walk.shared_bytes(weight.format, weight.num_column_tiles)
+    if not walk.groups:  # measured for a single token only
+        shared = max(shared, nvrtc.min_shared(walk.blocks_each))
+    at = nvrtc.Launch((min(weight.num_row_tiles, num_blocks), 1, 1), _NUM_THREADS, shared)
     arguments: MatmulParams | _Leaving = product
     if normed is not None:
         assert normed.dtype == torch.bfloat16 and normed.data_ptr() % 8 == 0
