@@ -81,6 +81,7 @@ def test_tiles_are_large_where_experts_have_many_pairs() -> None:
     (_, blocks) = experts_of(precision_of("bfp8"), INTERPRETER)
     sizes = [each._tile_size(64 * 12, 12) for each in (dense, exact, blocks)]
     assert sizes == [128, 8, 64] and dense._tile_size(64 * 12 - 1, 12) == 64
+    assert [dense._tile_size(16 * 12 + more, 12) for more in (0, 1)] == [32, 64]
 
 
 def test_tiles_go_by_the_pairs_of_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -131,7 +132,8 @@ class ExpertsRunner:
         inside = self._find_inside(apart) if fits else set()
         self._close = _behind_products(apart)
         self._is_bf16 = all(spec.kind == "bf16" for spec in products)
-        self._linear = gemm_experts.expert_linear if self._is_blocks else expert_linear
+        triton_linear = partial(expert_linear, has_copy_engine=gpu.has_copy_engine)
+        self._linear = gemm_experts.expert_linear if self._is_blocks else triton_linear
         if self._is_blocks:
             nvrtc.load(device, gemm_experts.SOURCE)
         routes = [each for each in plan.instructions if isinstance(each, TopKRouteOp)]

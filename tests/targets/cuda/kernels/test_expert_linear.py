@@ -13,6 +13,7 @@ from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
     DECODE_PAIRS,
     MOST_PAIRS,
     PREFILL_PAIRS,
+    SHORT_PAIRS,
     Tiling,
     expert_linear,
     sum_experts,
@@ -26,8 +27,9 @@ NAN = float("nan")
 KINDS = ["bf16", "bfp8", "bfp4", "mxfp4"]
 NUM_EXPERTS = 5
 TILINGS = (
-    (PREFILL_PAIRS, None),
-    (PREFILL_PAIRS, Tiling(128, 64, 8, 6)),
+    *((pairs, None) for pairs in (SHORT_PAIRS, PREFILL_PAIRS)),
+    *((pairs, Tiling(128, 64, 4, 3)) for pairs in (SHORT_PAIRS, PREFILL_PAIRS)),
+    *((pairs, Tiling(128, 64, 4, 4)) for pairs in (SHORT_PAIRS, PREFILL_PAIRS)),
     (PREFILL_PAIRS, Tiling(256, 64, 8, 4)),
     (MOST_PAIRS, Tiling(128, 64, 8, 3)),
     (MOST_PAIRS, Tiling(128, 64, 8, 6)),
@@ -155,15 +157,17 @@ def test_all_exponents_of_mxfp4(num_tokens: int, tile_size: int, device: torch.d
     torch.testing.assert_close(out.double(), want, rtol=2e-6, atol=2e-3, equal_nan=True)
 
 
+@pytest.mark.parametrize("tile_size", [SHORT_PAIRS, PREFILL_PAIRS, MOST_PAIRS])
 @pytest.mark.parametrize("own", [False, True])
-def test_large_tiles(own: bool, device: torch.device) -> None:
-    """Of 128 pairs, full and not, by programs of 256 rows, the last of which is cut; of a width
-    that is no whole step.
+def test_copied_tiles(own: bool, tile_size: int, device: torch.device) -> None:
+    """Tiles of pairs are full and not. The last program has a part of its rows, and the width is no
+    whole step.
     """
     held, experts = weight("bf16", (300, 200), device), choice(170, 4, device)
     x = torch.randn(170, 800 if own else 200, device=device).bfloat16()
     out = torch.full((170, 4 * 300), NAN, device=device)
-    expert_linear(out, x, held, grouped(experts, MOST_PAIRS), top_k=4)
+    groups = grouped(experts, tile_size)
+    expert_linear(out, x, held, groups, top_k=4, has_copy_engine=True)
     want = expected(x.view(170, -1, 200).expand(-1, 4, -1), held, experts)
     got = out.unflatten(1, (4, -1)).double()
     torch.testing.assert_close(got, want, rtol=2e-6, atol=8e-6, equal_nan=True)

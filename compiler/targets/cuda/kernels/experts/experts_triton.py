@@ -45,8 +45,11 @@ from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_ROWS, Pa
 _TUNING = tuning()["experts"]["triton"]
 DECODE_PAIRS: int = _TUNING["few_pairs"]
 """Pairs in a tile in decode: the minimum for tensor cores."""
+SHORT_PAIRS: int = _TUNING["short_pairs"]
+"""Pairs in a tile for bfloat16 weights if experts have a mean up to :data:`MAX_SHORT_MEAN`."""
+MAX_SHORT_MEAN: int = _TUNING["max_short_mean"]
 PREFILL_PAIRS: int = _TUNING["many_pairs"]
-"""Pairs in a tile in prefill. On an H200, smaller tiles are slower for any number of pairs."""
+"""Pairs in a tile in prefill."""
 MOST_PAIRS: int = _TUNING["most_pairs"]
 """Pairs in a tile for bfloat16 weights if experts have a mean of :data:`PREFILL_PAIRS` or more. The
 L2 bandwidth suffices for these large programs.
@@ -220,6 +223,7 @@ def expert_linear(
     finish: Finish = PLAIN,
     shared: Shared | None = None,
     is_early: bool = False,
+    has_copy_engine: bool = False,
 ) -> None:
     """Multiply each token with its K experts' weights, with float32 sums.
 
@@ -235,15 +239,17 @@ def expert_linear(
         finish: Biases, and the bound of SwiGLU.
         shared: The shared expert, for up to ``groups.tile_size`` tokens, tiled with segments.
         is_early: Read ``groups`` before the wait, after a launch with segments and these groups.
+        has_copy_engine: Whether the default tile sizes may use TMA.
     """
     num_rows = result_rows(out, packed, top_k, swiglu=swiglu)
     assert out.shape[0] == x.shape[0] and out.stride(1) == 1 == x.stride(1)
-    tiling = tiling or tiling_of(packed, groups.tile_size, x.dtype)
+    how = groups.tile_size, x.dtype
+    tiling = tiling or tiling_of(packed, *how, has_copy_engine=has_copy_engine)
     assert packed.kind == "bf16" or not tiling.columns
     padded_rows = packed.num_row_tiles * TILE_ROWS
     grid = (cdiv(padded_rows, tiling.rows), groups.tiles.shape[1])
-    how: dict[str, Any] = {"num_rows": num_rows, "top_k": top_k}
-    arguments = _arguments(out, x, packed, groups, **how, finish=finish)
+    sizes: dict[str, Any] = {"num_rows": num_rows, "top_k": top_k}
+    arguments = _arguments(out, x, packed, groups, **sizes, finish=finish)
     if tiling.is_cut:
         arguments |= {"SEGMENTS": tiling.num_warps, "STAGES": tiling.num_stages, "EARLY": is_early}
         cut_linear(grid[1], arguments, packed, shared)
@@ -305,16 +311,20 @@ def _arguments(
     }
 
 
-def tiling_of(packed: PackedWeight, tile_size: int, operand: torch.dtype) -> Tiling:
+def tiling_of(
+    packed: PackedWeight, tile_size: int, operand: torch.dtype, *, has_copy_engine: bool
+) -> Tiling:
     """Return the tile sizes for a matmul, tuned on an H200."""
-    is_long = packed.num_column_tiles >= 8
+    is_long, is_bf16 = packed.num_column_tiles >= 8, operand == torch.bfloat16
     if tile_size == DECODE_PAIRS:
         small = "cut" if packed.kind == "bf16" else "cut_blocks"
         name = "exact" if operand == torch.float32 else "cut_long" if is_long else small
     elif packed.kind != "bf16":
         name = "blocks"
-    elif tile_size == MOST_PAIRS and operand == torch.bfloat16:
+    elif tile_size == MOST_PAIRS and is_bf16:
         name = "most"
+    elif has_copy_engine and is_bf16:
+        name = "copied_long" if is_long else "copied"
     else:
         name = "many_long" if is_long else "many"
     return Tiling(*_TUNING["tilings"][name])

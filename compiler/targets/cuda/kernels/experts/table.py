@@ -21,8 +21,10 @@ from tilewright.compiler.targets.cuda.kernels.experts import route as native_rou
 from tilewright.compiler.targets.cuda.kernels.experts import router as native_router
 from tilewright.compiler.targets.cuda.kernels.experts.experts_triton import (
     DECODE_PAIRS,
+    MAX_SHORT_MEAN,
     MOST_PAIRS,
     PREFILL_PAIRS,
+    SHORT_PAIRS,
 )
 
 BLOCKS = "gemm_experts.cu"
@@ -124,5 +126,7 @@ def tile_size(num_pairs: int, num_experts: int, *, site: ExpertsSite, is_bf16: b
     """Return the pairs per tile for a prompt. ``num_experts`` counts all ranks."""
     if site.arithmetic == EXACT:  # in float32 there are no registers for large tiles
         return DECODE_PAIRS
+    if is_bf16 and num_pairs <= MAX_SHORT_MEAN * num_experts:
+        return SHORT_PAIRS
     is_most = is_bf16 and num_pairs >= PREFILL_PAIRS * num_experts
     return MOST_PAIRS if is_most and site.gpu.has_copy_engine else PREFILL_PAIRS
