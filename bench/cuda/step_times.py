@@ -52,14 +52,19 @@ def profile(executable: Executable, jobs: Sequence[TimedRequest], *, is_decode: 
 def by_kernel(spans: Iterable[tuple[str, float, float]]) -> str:
     """Return kernels by time, from names, starts and ends in microseconds.
 
-    A dependent launch starts early and then waits. Therefore a kernel's time starts when all
-    earlier kernels have ended. The total is the GPU's busy time.
+    A dependent launch starts early and then waits. Therefore a kernel has only the time in which no
+    earlier kernel ran, in the order of their ends. The total is the GPU's busy time.
     """
-    counts, times, busy_until = dict[str, int](), dict[str, float](), 0.0
+    counts, times, covered = dict[str, int](), dict[str, float](), list[tuple[float, float]]()
     for name, start, end in sorted(spans, key=lambda span: span[2]):
+        first, own = start, end - start
+        while covered and covered[-1][1] > start:
+            begin, until = covered.pop()
+            own -= until - max(begin, start)
+            first = min(first, begin)
+        covered.append((first, end))
         counts[name] = counts.get(name, 0) + 1
-        times[name] = times.get(name, 0.0) + end - max(start, busy_until)
-        busy_until = end
+        times[name] = times.get(name, 0.0) + own
     total = sum(times.values()) or 1.0
     names = sorted(times, key=lambda name: -times[name])[:_MAX_KERNELS]
     rows = (

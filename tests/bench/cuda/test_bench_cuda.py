@@ -195,14 +195,18 @@ def test_profiles_come_after_all_timed_runs(capfd: pytest.CaptureFixture[str]) -
     assert "first: kernels by GPU time" in out
 
 
-def test_a_kernel_counts_from_the_end_of_the_kernels_before_it() -> None:
-    """The second kernel starts early and waits. The third starts after a gap."""
-    spans = [("b", 2.0, 14.0), ("a", 0.0, 10.0), ("a", 20.0, 26.0)]
-    lines = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in step_times.by_kernel(spans).splitlines()[2:]
+def test_a_kernel_has_the_time_in_which_no_earlier_kernel_ran() -> None:
+    """The second kernel starts early and waits. The third starts after a gap. A kernel on another
+    stream is inside it. The times add up to the busy time.
+    """
+    spans = [("b", 2.0, 14.0), ("a", 0.0, 10.0), ("a", 20.0, 40.0), ("c", 24.0, 27.0)]
+    lines = step_times.by_kernel(spans).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert cells == [
+        ["a", "2", "13.5", "0.03", "79.4"],
+        ["b", "1", "4.0", "0.00", "11.8"],
+        ["c", "1", "3.0", "0.00", "8.8"],
     ]
-    assert lines == [["a", "2", "8.0", "0.02", "80.0"], ["b", "1", "4.0", "0.00", "20.0"]]
 
 
 def test_host_times_are_of_both_samplings(capfd: pytest.CaptureFixture[str]) -> None:
