@@ -35,9 +35,7 @@ def test_the_kernels_that_are_taken_are_made() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_of_one_token_s_sum_fits_beside_one_of_the_product(kind: str) -> None:
-    """A multiprocessor has 228 KB and reserves a part for each block. Two blocks of the product do
-    not fit, which would leave a block of the sum without a place.
-    """
+    """A multiprocessor has 228 KB and reserves a part for each block."""
     up, shared_up = empty(kind, 1024, 2048, 256), empty(kind, 1024, 2048)
     down, shared_down = empty(kind, 2048, 512, 256), empty(kind, 2048, 512)
     total = 0
@@ -45,11 +43,36 @@ def test_a_block_of_one_token_s_sum_fits_beside_one_of_the_product(kind: str) ->
         how = {"num_tokens": 1, "top_k": 8, "is_sum": bool(is_sum)}
         depth = moe_small.depth_of(*pair, **how)
         assert depth
-        if not is_sum:
-            own = moe_small.room(*pair, **how, depth=depth) + 1024
-            assert 2 * own > nvrtc.MOST_SHARED + 1024
-        total += moe_small.room(*pair, **how, depth=depth) + 1024
+        used = moe_small.room(*pair, **how, depth=depth)
+        total += (used if is_sum else moe_small.launch_bytes(up, used, 132)) + 1024
     assert total <= nvrtc.MOST_SHARED + 1024
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+@pytest.mark.parametrize(
+    ("fmt", "hidden", "inner", "top_k"),
+    [
+        ("bf16", 2048, 512, 8),
+        ("bfp4", 2048, 512, 8),
+        ("mxfp4", 2880, 2880, 4),
+        ("bfp4", 4096, 1536, 8),
+    ],
+)
+def test_two_blocks_of_the_product_share_no_multiprocessor_with_a_small_sum(
+    fmt: str, hidden: int, inner: int, top_k: int, num_tokens: int
+) -> None:
+    """Each multiprocessor then has a place for the sum. Large sums have more blocks than places."""
+    up, down = empty(fmt, 2 * inner, hidden, 256), empty(fmt, hidden, inner, 256)
+    sizes = {"num_tokens": num_tokens, "top_k": top_k}
+    depths = moe_small.DEPTHS[fmt]
+    used = moe_small.room(up, None, **sizes, is_sum=False, depth=depths[0])
+    taken = moe_small.launch_bytes(up, used, 132)
+    of_sum = moe_small.room(down, None, **sizes, is_sum=True, depth=depths[1])
+    assert max(taken, of_sum) <= gemv.MOST_SHARED
+    if hidden > 132 * 16:
+        assert taken == used
+    else:
+        assert 2 * (taken + 1024) > (228 << 10) >= taken + of_sum + 2048
 
 
 def test_what_few_tokens_kernels_take() -> None:

@@ -298,7 +298,8 @@ def _launch(
             num_tokens, num_experts = choice.logits.shape
             assert num_tokens == 1 and num_experts <= moe_small.MOST_CHOSEN_AMONG
             given.route = arguments_of(choice, arguments.top_k)
-        room = moe_small.room(packed, along, **sizes, is_sum=is_sum, depth=small_depth)
+        used = moe_small.room(packed, along, **sizes, is_sum=is_sum, depth=small_depth)
+        room = used if is_sum else moe_small.launch_bytes(packed, used, num_blocks)
         assert room <= MOST_SHARED
         num_threads = 32 * moe_small.num_warps(packed.format, is_sum=is_sum)
         at = nvrtc.Launch(blocks, num_threads, room)

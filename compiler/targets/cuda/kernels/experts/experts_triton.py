@@ -246,8 +246,7 @@ def expert_linear(
     how = groups.tile_size, x.dtype
     tiling = tiling or tiling_of(packed, *how, has_copy_engine=has_copy_engine)
     assert packed.kind == "bf16" or not tiling.columns
-    padded_rows = packed.num_row_tiles * TILE_ROWS
-    grid = (cdiv(padded_rows, tiling.rows), groups.tiles.shape[1])
+    grid = (cdiv(packed.num_row_tiles * TILE_ROWS, tiling.rows), groups.tiles.shape[1])
     sizes: dict[str, Any] = {"num_rows": num_rows, "top_k": top_k}
     arguments = _arguments(out, x, packed, groups, **sizes, finish=finish)
     if tiling.is_cut:
@@ -257,13 +256,7 @@ def expert_linear(
     assert shared is None
     sizes = {"ROWS": tiling.rows, "num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
     if tiling.columns:
-        _expert_linear_large_kernel[grid](
-            weights=TensorDescriptor.from_tensor(packed.data, [tiling.rows, tiling.columns]),
-            packed_rows=padded_rows,
-            STEPS=packed.data.shape[1] // tiling.columns,
-            COLUMNS=tiling.columns,
-            **arguments | sizes,
-        )
+        _launch_copied(grid, arguments | sizes, packed, tiling)
         return
     _expert_linear_kernel[grid](
         data_ptr=packed.data,
@@ -273,6 +266,19 @@ def expert_linear(
         KIND=packed.kind,
         STEPS=packed.num_column_tiles,
         **arguments | sizes,
+    )
+
+
+def _launch_copied(
+    grid: tuple[int, int], arguments: dict[str, Any], packed: PackedWeight, tiling: Tiling
+) -> None:
+    """Launch the kernel with TMA."""
+    _expert_linear_large_kernel[grid](
+        weights=TensorDescriptor.from_tensor(packed.data, [tiling.rows, tiling.columns]),
+        packed_rows=packed.num_row_tiles * TILE_ROWS,
+        STEPS=packed.data.shape[1] // tiling.columns,
+        COLUMNS=tiling.columns,
+        **arguments,
     )
 
 

@@ -28,7 +28,7 @@ _TILE_BYTES = 8 * 2 + 4  # pairs and the expert
 
 DEPTHS = {kind: tuple(each) for kind, each in tuning()["experts"]["few_depths"].items()}
 """Steps of 128 columns in flight per warp, for a matmul and for a sum. With a token and the sizes
-in Qwen3.5-35B-A3B, a block from both fits on a multiprocessor.
+in Qwen3.5-35B-A3B, a matmul's block and a sum's block fit on a multiprocessor.
 """
 
 PATH = Path(__file__).with_name("moe_small.cu")
@@ -71,8 +71,8 @@ def depth_of(
 def takes_choice(
     products: Sequence[tuple[PackedWeight, PackedWeight | None]], num_experts: int, top_k: int
 ) -> bool:
-    """Return whether a matmul and a sum, with shared experts, select a token's experts from
-    ``num_experts`` on all ranks.
+    """Return whether a matmul and a sum, with optional shared experts, select a token's experts
+    from ``num_experts`` on all ranks.
     """
     sizes = {"num_tokens": 1, "top_k": top_k}
     return num_experts <= MOST_CHOSEN_AMONG and all(
@@ -90,13 +90,21 @@ def room(
     is_sum: bool,
     depth: int,
 ) -> int:
-    """Return a block's shared memory in bytes. A matmul has a block per multiprocessor, and the
-    sum's blocks fit next to them.
-    """
+    """Return a block's shared memory in bytes."""
     ring = num_warps(packed.format, is_sum=is_sum) * depth * STEP_BYTES[packed.format]
     steps = max(each.num_column_tiles for each in (packed, shared) if each is not None)
     rows = num_tokens * (top_k + (shared is not None)) if is_sum else num_tokens
     x_bytes = rows * (steps * TILE_COLUMNS + X_PADDING) * 2
     products = rows * TILE_ROWS * 4 + MOST_TILES * 4 if is_sum else 0
-    used = ring + x_bytes + products + MOST_TILES * _TILE_BYTES + 4
-    return used if is_sum else max(used, nvrtc.min_shared(1))
+    return ring + x_bytes + products + MOST_TILES * _TILE_BYTES + 4
+
+
+def launch_bytes(packed: PackedWeight, used: int, num_blocks: int) -> int:
+    """Return the shared memory for a matmul's launch with ``num_blocks``, a block per
+    multiprocessor.
+
+    If the sum has no more blocks, two matmul blocks on a multiprocessor would leave a sum's block
+    without a place. Larger sums are not measured.
+    """
+    is_small = packed.num_columns <= TILE_ROWS * num_blocks
+    return max(used, nvrtc.min_shared(1)) if is_small else used

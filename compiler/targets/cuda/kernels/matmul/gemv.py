@@ -111,6 +111,12 @@ class Walk:
             x_bytes = self.groups * 8 * (x_bytes + 2 * x_padding(kind))
         return x_bytes + 8 * self.depth * STEP_BYTES[kind]
 
+    def launch_bytes(self, used: int) -> int:
+        """Return `shared_bytes`, and for a single token enough for no further blocks on a
+        multiprocessor.
+        """
+        return used if self.groups else max(used, nvrtc.min_shared(self.blocks_each))
+
     def has_room(self, kind: str, num_steps: int) -> bool:
         """Return whether the blocks fit a multiprocessor. It reserves 1 KB per block."""
         fixed = max(1, self.groups * 8) * 1024 + 1024  # for sums of slices, and for the norm
@@ -339,9 +345,7 @@ def _launch_gemv(
 ) -> None:
     """Launch the resident blocks. Each block processes row tiles in turn."""
     num_blocks = walk.blocks_each * num_processors(weight.data.device)
-    shared = walk.shared_bytes(weight.format, weight.num_column_tiles)
-    if not walk.groups:  # measured for a single token only
-        shared = max(shared, nvrtc.min_shared(walk.blocks_each))
+    shared = walk.launch_bytes(walk.shared_bytes(weight.format, weight.num_column_tiles))
     at = nvrtc.Launch((min(weight.num_row_tiles, num_blocks), 1, 1), _NUM_THREADS, shared)
     arguments: MatmulParams | _Leaving = product
     if normed is not None:
