@@ -21,7 +21,8 @@ from tilewright.utils.files import cache_dir, replace_file
 
 MOST_SHARED = 227 * 1024
 """Maximum shared memory of a block in bytes, static and dynamic."""
-_RESERVED = 1024  # bytes per block. A multiprocessor has this more than a block may have.
+RESERVED = 1024
+"""Bytes that a multiprocessor reserves per block. It has so much more than a block may have."""
 
 
 def min_shared(max_blocks: int) -> int:
@@ -31,7 +32,7 @@ def min_shared(max_blocks: int) -> int:
     Blocks start on multiprocessors with free memory, while the previous kernel ends. Without a
     limit, some multiprocessors would have more blocks than others.
     """
-    return (MOST_SHARED + _RESERVED) // (max_blocks + 1) - _RESERVED + 16
+    return (MOST_SHARED + RESERVED) // (max_blocks + 1) - RESERVED + 16
 
 
 _PLACE_OF = """

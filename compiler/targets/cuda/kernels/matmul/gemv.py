@@ -105,23 +105,19 @@ class Walk:
         )
 
     def shared_bytes(self, kind: str, num_steps: int) -> int:
-        """Return a block's dynamic shared memory, for ``num_steps`` steps of x."""
-        x_bytes = num_steps * 256
-        if self.groups:
-            x_bytes = self.groups * 8 * (x_bytes + 2 * x_padding(kind))
-        return x_bytes + 8 * self.depth * STEP_BYTES[kind]
-
-    def launch_bytes(self, used: int) -> int:
-        """Return `shared_bytes`, and for a single token enough for no further blocks on a
-        multiprocessor.
+        """Return a block's dynamic shared memory, for ``num_steps`` steps of x. With a single
+        token, it leaves a multiprocessor no memory for a further block.
         """
-        return used if self.groups else max(used, nvrtc.min_shared(self.blocks_each))
+        x_bytes, ring = num_steps * 256, 8 * self.depth * STEP_BYTES[kind]
+        if self.groups:
+            return self.groups * 8 * (x_bytes + 2 * x_padding(kind)) + ring
+        return max(x_bytes + ring, nvrtc.min_shared(self.blocks_each))
 
     def has_room(self, kind: str, num_steps: int) -> bool:
-        """Return whether the blocks fit a multiprocessor. It reserves 1 KB per block."""
+        """Return whether the blocks fit a multiprocessor."""
         fixed = max(1, self.groups * 8) * 1024 + 1024  # for sums of slices, and for the norm
-        each = self.shared_bytes(kind, num_steps) + fixed + 1024
-        return self.blocks_each * each <= nvrtc.MOST_SHARED + 1024
+        each = self.shared_bytes(kind, num_steps) + fixed + nvrtc.RESERVED
+        return self.blocks_each * each <= nvrtc.MOST_SHARED + nvrtc.RESERVED
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +341,7 @@ def _launch_gemv(
 ) -> None:
     """Launch the resident blocks. Each block processes row tiles in turn."""
     num_blocks = walk.blocks_each * num_processors(weight.data.device)
-    shared = walk.launch_bytes(walk.shared_bytes(weight.format, weight.num_column_tiles))
+    shared = walk.shared_bytes(weight.format, weight.num_column_tiles)
     at = nvrtc.Launch((min(weight.num_row_tiles, num_blocks), 1, 1), _NUM_THREADS, shared)
     arguments: MatmulParams | _Leaving = product
     if normed is not None:
