@@ -30,6 +30,7 @@ TILINGS = (
     *((pairs, None) for pairs in (SHORT_PAIRS, PREFILL_PAIRS)),
     *((pairs, Tiling(128, 64, 4, 3)) for pairs in (SHORT_PAIRS, PREFILL_PAIRS)),
     *((pairs, Tiling(128, 64, 4, 4)) for pairs in (SHORT_PAIRS, PREFILL_PAIRS)),
+    (PREFILL_PAIRS, Tiling(128, 64, 8, 6)),
     (PREFILL_PAIRS, Tiling(256, 64, 8, 4)),
     (MOST_PAIRS, Tiling(128, 64, 8, 3)),
     (MOST_PAIRS, Tiling(128, 64, 8, 6)),
