@@ -19,7 +19,7 @@ _SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
 
 
 def profile(executable: Executable, jobs: Sequence[TimedRequest], *, is_decode: bool) -> str:
-    """Return a decode step's or a prompt's kernels by time, from torch's profiler."""
+    """Return kernels by time from torch's profiler, for `_PROFILED` decode steps or a prompt."""
     import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record

@@ -243,12 +243,11 @@ def expert_linear(
     """
     num_rows = result_rows(out, packed, top_k, swiglu=swiglu)
     assert out.shape[0] == x.shape[0] and out.stride(1) == 1 == x.stride(1)
-    how = groups.tile_size, x.dtype
-    tiling = tiling or tiling_of(packed, *how, has_copy_engine=has_copy_engine)
+    tiling = tiling or tiling_of(packed, groups.tile_size, x.dtype, has_copy_engine=has_copy_engine)
     assert packed.kind == "bf16" or not tiling.columns
     grid = (cdiv(packed.num_row_tiles * TILE_ROWS, tiling.rows), groups.tiles.shape[1])
-    sizes: dict[str, Any] = {"num_rows": num_rows, "top_k": top_k}
-    arguments = _arguments(out, x, packed, groups, **sizes, finish=finish)
+    how: dict[str, Any] = {"num_rows": num_rows, "top_k": top_k}
+    arguments = _arguments(out, x, packed, groups, **how, finish=finish)
     if tiling.is_cut:
         arguments |= {"SEGMENTS": tiling.num_warps, "STAGES": tiling.num_stages, "EARLY": is_early}
         cut_linear(grid[1], arguments, packed, shared)
