@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.targets.cpu.native.native_checks import native
+from tests.targets.cpu.resident import collected, resident_bytes
 from tests.targets.test_conformance import EXACT, assert_near
 from tests.tiny import compiled, precision_of, prefill, random_tokens, step, take_slot, tiny_model
 from tilewright.compiler.formats import get_format
@@ -79,11 +80,13 @@ def test_what_windows_have_passed_is_given_back(windows: tuple[int, int]) -> Non
     expected = prefill(compiled(model, precision=precision_of("fp32"), **made), tokens[:1300])
     assert_near(prefill(executable, tokens[:1300], [1200, 50])[-1:], expected[-1:], EXACT)
     slot, other = take_slot(executable), take_slot(executable)
-    before = _resident()
-    step(executable, [(slot, tokens[:count], 0)])
+    with collected():
+        before = resident_bytes()
+        step(executable, [(slot, tokens[:count], 0)])
+        grown = resident_bytes() - before
     held = sum(2 * 4 * 64 * 4 * (each + 1024 if each else count) for each in windows)
     assert held <= executable.memory().state < 1.01 * held
-    assert 0.8 * held < _resident() - before < held + (3 << 20)
+    assert 0.8 * held < grown < held + (3 << 20)
     executable.step(Step(edits=(CopyState(slot, other, count - 500),)))
     again = step(executable, [(other, tokens[count - 500 : count + 1], count - 500)])
     assert torch.equal(step(executable, [(slot, tokens[count : count + 1], count)])[-1], again[-1])
@@ -93,11 +96,6 @@ def test_what_windows_have_passed_is_given_back(windows: tuple[int, int]) -> Non
     assert not executable.capabilities.can_cut(count, count - 2000)
     step(executable, [(slot, tokens[:1300], 0)])
     executable.close()
-
-
-def _resident() -> int:
-    """Return this process's resident bytes."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
 
 
 @pytest.mark.parametrize(

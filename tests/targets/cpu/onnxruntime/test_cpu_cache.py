@@ -5,13 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.targets.cpu.resident import PAGES, collected, resident_bytes
 from tests.tiny import compiled, leave_slot, prefill, random_tokens, step, take_slot, tiny_model
 from tilewright.compiler.targets.cpu.onnxruntime.cache import SlotCaches, SlotStates, padded_length
 from tilewright.compiler.targets.cpu.onnxruntime.emitter import CacheSpec, SequenceState
@@ -78,28 +78,18 @@ def test_a_released_slot_reads_as_zeros_and_its_neighbours_stay() -> None:
     assert (view(caches, 1, 0) == 2.0).all()
 
 
-STATUS = Path("/proc/self/status")
-
-
-def resident_bytes() -> int:
-    """Private memory that the kernel holds for this process (Linux)."""
-    for line in STATUS.read_text(encoding="utf-8").splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no RssAnon")
-
-
-@pytest.mark.skipif(not STATUS.exists(), reason="needs Linux")
+@pytest.mark.skipif(not PAGES.exists(), reason="needs Linux")
 def test_pages_go_back_to_the_system() -> None:
-    before = resident_bytes()
-    caches = SlotCaches(SPECS, 4, padded_length(SPECS, 20_000))
-    slot_bytes = sum(view(caches, 0, index).nbytes for index in range(4))
-    assert resident_bytes() - before < slot_bytes / 4, "reserving touches no memory"
-    for index in range(4):
-        view(caches, 2, index)[:] = 1.0
-    assert resident_bytes() - before > slot_bytes * 3 / 4
-    caches.release(2)
-    assert resident_bytes() - before < slot_bytes / 4
+    with collected():
+        before = resident_bytes()
+        caches = SlotCaches(SPECS, 4, padded_length(SPECS, 20_000))
+        slot_bytes = sum(view(caches, 0, index).nbytes for index in range(4))
+        assert resident_bytes() - before < slot_bytes / 4, "reserving touches no memory"
+        for index in range(4):
+            view(caches, 2, index)[:] = 1.0
+        assert resident_bytes() - before > slot_bytes * 3 / 4
+        caches.release(2)
+        assert resident_bytes() - before < slot_bytes / 4
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is reserved otherwise")
