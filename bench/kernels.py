@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import keeper
+from bench.cuda.expert_kernels import biased_experts, expert_layer, random_experts
+from bench.cuda.variant import Launch, Variant
 from tilewright.compiler.devices import check_gpu
 from tilewright.errors import ConfigError, allowed
 from tilewright.evaluate.report.display import decimal
@@ -24,27 +26,6 @@ COLD_BYTES = 240_000_000
 """Bytes in all operands, several times the L2 cache."""
 
 MAX_COPIES = 128
-Launch = Callable[[int], object]
-"""Launches a kernel on the operands with this index."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A kernel for a case.
-
-    Attributes:
-        name: The kernel.
-        launch: Launches it once.
-        num_copies: Number of operand sets.
-        num_bytes: Bytes read by a launch. 0: not known.
-    """
-
-    name: str
-    launch: Launch
-    num_copies: int
-    num_bytes: float = 0.0
-
-
 Build = Callable[[int], Iterator[Variant]]
 """Returns the variants for a row count."""
 
@@ -153,140 +134,6 @@ def _layer(rows: int, *, fmt: str) -> Iterator[Variant]:
         gemv.linear(x, inner, layer["down"], epilogue=gemv.ADD, num_tokens=1)
 
     yield Variant("gemv", launch, len(layers), num_bytes)
-
-
-def _experts(rows: int, *, fmt: str, top_k: int, hidden: int, inner: int) -> Iterator[Variant]:
-    """Routing, gate and up with SwiGLU, down with the weighted sum. 256 experts."""
-    import torch
-
-    from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-    from tilewright.compiler.targets.cuda.kernels.experts import experts, moe_small, route
-    from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import Shared
-    from tilewright.compiler.targets.cuda.weights.experts import place_experts
-    from tilewright.compiler.targets.cuda.weights.packing import hold
-
-    count, num_layers = 256, 12
-    device = torch.device("cuda")
-
-    def make(size: tuple[int, int], *, paired: bool) -> Any:
-        values = torch.randn(count, *size, device="cuda", dtype=torch.bfloat16) / size[1] ** 0.5
-        recipe = WeightRecipe((Segment("w", count * size[0]),), (count, *size), fmt)
-        named: dict[str, Any] = {"paired": paired, "check": lambda *_: None}
-        return place_experts(recipe, fmt, lambda name: values, device, **named)
-
-    up, down = make((2 * inner, hidden), paired=True), make((hidden, inner), paired=False)
-    shared_up = hold(torch.randn(2 * inner, hidden, device="cuda"), fmt, paired=True)
-    shared_down = hold(torch.randn(hidden, inner, device="cuda"), fmt, paired=False)
-    x = torch.randn(rows, hidden, device="cuda").bfloat16()
-    logits = torch.randn(num_layers, rows, count, device="cuda")
-    gate, positions = torch.randn(rows, 1, device="cuda"), torch.zeros(rows, device="cuda").long()
-    between = torch.empty(rows, top_k * inner, device="cuda").bfloat16()
-    shared = torch.empty(rows, inner, device="cuda").bfloat16()
-    out = torch.empty(rows, hidden, device="cuda")
-    tiles = route.Tiles.empty(rows, top_k, count, device)
-    weights = torch.empty(rows, top_k, device="cuda")
-    chosen = torch.empty_like(weights, dtype=torch.int32)
-
-    def layer(at: int, *, steps: tuple[int, int]) -> None:
-        route.route(weights, chosen, logits[at], positions, tiles, renormalise=True)
-        of_up = Shared(x, shared_up, shared)
-        named: dict[str, Any] = {
-            "top_k": top_k,
-            "swiglu": True,
-            "shared": of_up,
-            "small_depth": steps[0],
-        }
-        experts.expert_linear(between, x, up, tiles, **named)
-        of_down = Shared(shared, shared_down)
-        named = {"residual": False, "gate": gate, "shared": of_down, "small_depth": steps[1]}
-        experts.expert_sum(out, between, down, tiles, weights, **named)
-
-    yield Variant("experts.cu", partial(layer, steps=(0, 0)), num_layers)
-    if rows <= moe_small.MAX_TOKENS:
-        yield Variant("moe_small.cu", partial(layer, steps=moe_small.DEPTHS[fmt]), num_layers)
-
-
-def _prompt_kernels() -> Iterator[tuple[str, Callable[..., None], int]]:
-    """Yield the expert matmuls of prompts: name, launcher, pairs in a tile."""
-    from tilewright.compiler.targets.cuda.kernels.experts import experts_triton, gemm_experts
-
-    for pairs in (experts_triton.DECODE_PAIRS, experts_triton.PREFILL_PAIRS):
-        yield "triton", experts_triton.expert_linear, pairs
-    for pairs in gemm_experts.TILE_SIZES:
-        yield "gemm_experts.cu", gemm_experts.expert_linear, pairs
-
-
-def _random_codes(shape: tuple[int, int, int], fmt: str, *, paired: bool) -> Any:
-    """Return packed expert weights with random 4-bit float codes."""
-    import torch
-
-    from tilewright.compiler.formats.scaled_codes import E2M1
-    from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-    from tilewright.compiler.targets.cuda.weights.experts import place_experts
-
-    device = torch.device("cuda")
-    values = torch.tensor(E2M1, device=device, dtype=torch.bfloat16) / 64
-    codes = torch.randint(0, 16, shape, device=device, dtype=torch.uint8)
-    recipe = WeightRecipe((Segment("w", shape[0] * shape[1]),), shape, fmt)
-    named: dict[str, Any] = {"paired": paired, "check": lambda *_: None}
-    return place_experts(recipe, fmt, lambda name: values[codes.int()], device, **named)
-
-
-def _biased_experts(rows: int, *, fmt: str) -> Iterator[Variant]:
-    """Matmuls of gpt-oss 20B with biases and the clamp, as in decode steps and as in prompts. 32
-    experts.
-    """
-    import torch
-
-    from tilewright.compiler.targets.cuda.kernels.experts import (
-        experts,
-        experts_triton,
-        moe_small,
-        route,
-        route_triton,
-    )
-    from tilewright.compiler.targets.cuda.kernels.experts.expert_pairs import Finish
-
-    count, top_k, size, num_layers, device = 32, 4, 2880, 12, torch.device("cuda")
-
-    up, down = (_random_codes((count, n * size, size), fmt, paired=n == 2) for n in (2, 1))
-    first = Finish(torch.randn(count, 2 * size, 1, device=device), 7.0, 1.702)
-    last = Finish(torch.randn(count, size, 1, device=device))
-    x = torch.randn(rows, size, device=device).bfloat16()
-    logits = torch.randn(num_layers, rows, count, device=device)
-    positions = torch.zeros(rows, device=device).long()
-    between = torch.empty(rows, top_k * size, device=device).bfloat16()
-    products, out = torch.empty_like(between), torch.empty(rows, size, device=device)
-    tiles = route.Tiles.empty(min(rows, route.MAX_TOKENS), top_k, count, device)
-    weights, chosen = (
-        torch.empty(rows, top_k, device=device, dtype=t) for t in (torch.float, torch.int)
-    )
-    up_how: dict[str, Any] = {"top_k": top_k, "swiglu": True, "finish": first}
-
-    def layer(at: int, *, steps: tuple[int, int]) -> None:
-        route.route(weights, chosen, logits[at], positions, tiles, renormalise=True)
-        experts.expert_linear(between, x, up, tiles, small_depth=steps[0], **up_how)
-        experts.expert_sum(
-            out, between, down, tiles, weights, residual=False, small_depth=steps[1], finish=last
-        )
-
-    def layer_prompt(at: int, *, linear: Any, groups: Any) -> None:
-        route_triton.route(weights, chosen, logits[at], positions, renormalise=True)
-        route_triton.group(groups, chosen)
-        linear(between, x, up, groups, **up_how)
-        linear(products, between, down, groups, top_k=top_k, finish=last)
-        experts_triton.sum_experts(out, products, weights, chosen, residual=False)
-
-    num_bytes = min(count, rows * top_k) / count * (up.data.nbytes + down.data.nbytes)
-    for name, linear, pairs in _prompt_kernels():
-        groups = route_triton.Groups.empty(rows * top_k, count, pairs, device)
-        call = partial(layer_prompt, linear=linear, groups=groups)
-        yield Variant(f"{name}, {pairs} pairs", call, num_layers, num_bytes)
-    if rows <= route.MAX_TOKENS:
-        yield Variant("experts.cu", partial(layer, steps=(0, 0)), num_layers, num_bytes)
-    if rows <= moe_small.MAX_TOKENS:
-        steps = moe_small.DEPTHS[fmt]
-        yield Variant("moe_small.cu", partial(layer, steps=steps), num_layers, num_bytes)
 
 
 def _delta_step(rows: int, *, key_heads: int, heads: int, dim: int) -> Iterator[Variant]:
@@ -426,10 +273,11 @@ CASES: dict[str, Build] = {
         for position in (230, 2100)
     },
     **{
-        f"experts-{fmt}": partial(_experts, fmt=fmt, top_k=8, hidden=2048, inner=512)
-        for fmt in ("bf16", "bfp8")
+        f"experts-{fmt}": partial(random_experts, fmt=fmt, top_k=8, hidden=2048, inner=512)
+        for fmt in ("bf16", "bfp8", "bfp4")
     },
-    **{f"biased-experts-{fmt}": partial(_biased_experts, fmt=fmt) for fmt in ("bfp8", "mxfp4")},
+    **{f"expert-layer-{fmt}": partial(expert_layer, fmt=fmt) for fmt in ("bf16", "bfp8", "bfp4")},
+    **{f"biased-experts-{fmt}": partial(biased_experts, fmt=fmt) for fmt in ("bfp8", "mxfp4")},
     "delta-step": partial(_delta_step, key_heads=16, heads=32, dim=128),
     **{f"sampling-{size}": partial(_sampling, vocabulary=size) for size in (128_256, 248_320)},
 }

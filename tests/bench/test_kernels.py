@@ -24,7 +24,7 @@ def test_cases_are_found_by_their_beginnings() -> None:
 
 def test_the_list_needs_no_gpu(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "--list", "--cases", "experts"]) == 0
-    assert capfd.readouterr().out.split() == ["experts-bf16", "experts-bfp8"]
+    assert capfd.readouterr().out.split() == ["experts-bf16", "experts-bfp8", "experts-bfp4"]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,9 @@ def test_figures_are_printed_and_kept(
         "matmul-4096x14336-bfp8",
         "attention-8b-bfp8-230",
         "delta-step",
+        "experts-bf16",
         "experts-bfp8",
+        "expert-layer-bf16",
         "sampling-128256",
         "matmul-28672x4096-bf16",
     ],
