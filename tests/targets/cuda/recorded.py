@@ -27,7 +27,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16, gemm_bloc
 from tilewright.compiler.targets.cuda.kernels.matmul.tile_pairs import TileLayout
 from tilewright.compiler.targets.cuda.lowering import lower_to_program
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
+from tilewright.compiler.targets.cuda.state.token_batch import ChunkLayout, TokenBatch
 from tilewright.compiler.targets.cuda.steps import attention as steps_attention
 from tilewright.compiler.targets.cuda.steps import matmul as steps_matmul
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner
@@ -272,6 +272,6 @@ def runs(
             "mixed",
             count,
             lambda n=count, s=starts, r=decoding: steps.prefill(
-                rows_of(n + 8), logit_rows=last, starts=s, is_short=True, decoding=r
+                rows_of(n + 8), logit_rows=last, layout=ChunkLayout(s, True, r)
             ),
         )

@@ -59,9 +59,10 @@ class Unrun:
 
     def prefill(self, rows: Any, *, logit_rows: torch.Tensor, **how: Any) -> None:
         assert bool((rows.positions < 0).all()) and len(logit_rows) == 1
-        if "starts" in how:
-            assert how["starts"][-1] == len(rows.tokens)
-            self.together.append(how["starts"].tolist())
+        if "layout" in how:
+            starts = how["layout"].starts
+            assert starts[-1] == len(rows.tokens)
+            self.together.append(starts.tolist())
         else:
             self.prompts.append((len(rows.tokens), how["from_start"]))
 

@@ -111,9 +111,9 @@ def taken(
     passes: list[int] = []
     run = executable._steps._prefill
 
-    def watched(given: TokenBatch, *rest: Any) -> Tensor | None:
+    def watched(given: TokenBatch, *rest: Any, **options: Any) -> Tensor | None:
         passes.append(int((given.positions >= 0).sum()))
-        return run(given, *rest)
+        return run(given, *rest, **options)
 
     slots = tuple(take_slot(executable, count + 8) for _ in range(rows + 2))
     for slot in slots[2:]:

@@ -50,8 +50,8 @@ def limits_of(**limits: Any) -> Capabilities:
 def test_each_chunk_begins_at_a_multiple_of_the_alignment() -> None:
     chunks = [chunk(4, 0, 65), chunk(2, 128, 3, chooses=False), chunk(7, 9, 64)]
     found = join(chunks, CPU, alignment=64)
-    assert found.is_short
-    assert found.starts.tolist() == [0, 128, 192, 256]
+    assert found.layout.is_short
+    assert found.layout.starts.tolist() == [0, 128, 192, 256]
     assert found.last.tolist() == [64, 255]
     rows = found.rows
     assert rows.positions[[0, 64, 65, 127, 128, 130, 131, 192]].tolist() == (
@@ -60,9 +60,9 @@ def test_each_chunk_begins_at_a_multiple_of_the_alignment() -> None:
     assert rows.slots.view(4, 64).tolist() == [[slot] * 64 for slot in (4, 4, 2, 7)]
     assert rows.tokens[[0, 64, 65, 128, 255]].tolist() == [1, 65, 0, 1, 64]
     found = join([chunk(0, 0, 600), chunk(1, 0, 500)], CPU, alignment=64)
-    assert not found.is_short and found.starts.tolist() == [0, 640, 1152]
+    assert not found.layout.is_short and found.layout.starts.tolist() == [0, 640, 1152]
     found = join(chunks, CPU, alignment=1)
-    assert found.starts.tolist() == [0, 65, 68, 144] and found.last.tolist() == [64, 131]
+    assert found.layout.starts.tolist() == [0, 65, 68, 144] and found.last.tolist() == [64, 131]
     assert found.rows.positions[64:70].tolist() == [64, 128, 129, 130, 9, 10]
     assert found.rows.positions[132:].tolist() == [-1] * 12, "whole pieces of memory"
 
@@ -113,7 +113,8 @@ def test_rows_that_ride_along_lie_behind_the_pieces_and_want_logits_first() -> N
     chunks = [chunk(4, 0, 65), chunk(2, 128, 3, chooses=False)]
     slots = tuple(Slot(number) for number in range(5, 22))
     found = join(chunks, CPU, alignment=64, slots=slots, positions=range(100, 117))
-    assert found.decoding == slice(192, 209) and found.starts.tolist() == [0, 128, 192]
+    assert found.layout.decoding == slice(192, 209)
+    assert found.layout.starts.tolist() == [0, 128, 192]
     assert found.last.tolist() == [*range(192, 209), 64]
     rows = found.rows
     assert len(rows.tokens) == 224, "whole pieces of memory"
@@ -122,9 +123,8 @@ def test_rows_that_ride_along_lie_behind_the_pieces_and_want_logits_first() -> N
     found.take_tokens(torch.arange(30) * 10)
     assert rows.tokens[192:209].tolist() == [10 * slot for slot in slots]
     assert rows.tokens[:65].tolist() == [*range(1, 66)], "the pieces keep theirs"
-    assert join(chunks, CPU, alignment=1, slots=slots, positions=range(100, 117)).decoding == slice(
-        80, 97
-    )
+    found = join(chunks, CPU, alignment=1, slots=slots, positions=range(100, 117))
+    assert found.layout.decoding == slice(80, 97)
 
 
 HYBRID: dict[str, Any] = {**ON_CUDA, "num_layers": 1, "hidden_size": 16, "linear_layers": (True,)}

@@ -16,10 +16,13 @@ from tilewright.compiler.targets.cuda.graphs.draft_bucket import DraftBucket
 from tilewright.compiler.targets.cuda.graphs.mixed_graphs import BatchBucket, Passes
 from tilewright.compiler.targets.cuda.kernels.sampling.mask_logits import forbid
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable
-from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
+from tilewright.compiler.targets.cuda.state.token_batch import ChunkLayout, TokenBatch
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.interface.step import Slot
 from tilewright.compiler.targets.interface.token_masks import num_words
+
+_TILE_TOKENS = 128
+"""Tokens of a cuBLAS tile."""
 
 
 class Buckets:
@@ -112,9 +115,16 @@ class Buckets:
 
     def _batch(self, width: int) -> BatchBucket:
         if width not in self.batches:
-            what = width, dict(self._passes())[width], self._most_pieces(), self.alignment
-            how = self._num_choosable(), self._pool
-            self.batches[width] = BatchBucket(self._steps, self._table, *what, *how)
+            self.batches[width] = BatchBucket(
+                self._steps,
+                self._table,
+                width=width,
+                sizes=dict(self._passes())[width],
+                most=self._most_pieces(),
+                alignment=self.alignment,
+                num_choosable=self._num_choosable(),
+                pool=self._pool,
+            )
         return self.batches[width]
 
     def prepare(self, longest: int, *, runs_long: bool) -> None:
@@ -161,12 +171,12 @@ class Buckets:
             self.drafts(size).prepare()
 
     def _run_together(self, longest: int, last: Tensor) -> None:
-        """Run two chunks in a batch without a graph."""
-        half = longest // 256 * 128
+        """Run two chunks in a batch without a graph. Each has whole tiles."""
+        half = longest // (2 * _TILE_TOKENS) * _TILE_TOKENS
         if half:
             starts = torch.tensor((0, half, 2 * half)).to(self._steps.device)
             rows = TokenBatch.padding(2 * half, self._steps.device)
-            self._steps.prefill(rows, logit_rows=last, starts=starts)
+            self._steps.prefill(rows, logit_rows=last, layout=ChunkLayout(starts))
 
     def _prepare_masks(self) -> None:
         """Run the kernel that masks logits, to compile it."""

@@ -92,9 +92,7 @@ class MixedBatchRunner:
         logits = self._steps.prefill(
             ragged.rows,
             logit_rows=ragged.last if ends else None,
-            starts=ragged.starts,
-            is_short=ragged.is_short,
-            decoding=ragged.decoding,
+            layout=ragged.layout,
         )
         self._state.keep(chunks)
         self.after(chunks)

@@ -17,7 +17,7 @@ from tilewright.compiler.targets.cuda.outputs.sampling_batch import SamplingFilt
 from tilewright.compiler.targets.cuda.state.ragged import lay_out
 from tilewright.compiler.targets.cuda.state.slot_table import SlotTable, send_into
 from tilewright.compiler.targets.cuda.state.snapshot_positions import NO_MARKS, Marks
-from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
+from tilewright.compiler.targets.cuda.state.token_batch import ChunkLayout, TokenBatch
 from tilewright.compiler.targets.cuda.steps.runner import StepRunner
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 
@@ -72,28 +72,24 @@ class _MixedGraph:
         rows: Prefill tokens, then decode rows.
         wanted: Rows with logits.
         at, ends: For each row with logits: its table row and the new token's position.
-        starts: First row by chunk, for up to ``most`` chunks. The last chunk includes the padding.
-            Absent chunks have no rows.
+        layout: Up to ``most`` short chunks, then the decode rows. The last chunk includes the
+            padding. Absent chunks have no rows.
     """
 
     def __init__(
-        self, num_tokens: int, width: int, most: int, alignment: int, device: torch.device
+        self, num_tokens: int, *, width: int, most: int, alignment: int, device: torch.device
     ) -> None:
         self.num_tokens, self.width, self._alignment = num_tokens, width, alignment
         self.captured: CapturedGraph | None = None
         self._sizes = 4 * (num_tokens + width), 3 * width, most + 1
         self._words = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        words, each, self.starts = self._words.split(self._sizes)
+        words, each, starts = self._words.split(self._sizes)
         words = words.view(4, -1)
         words[1], words[3] = -1, -1
         self.rows = TokenBatch(*words)
         self.wanted, self.at, self.ends = each.view(3, width)
-        self.starts[1:] = num_tokens
-
-    @property
-    def decoding(self) -> slice:
-        """The decode rows."""
-        return slice(self.num_tokens, self.num_tokens + self.width)
+        starts[1:] = num_tokens
+        self.layout = ChunkLayout(starts, True, slice(num_tokens, num_tokens + width))
 
     def upload(
         self,
@@ -139,6 +135,7 @@ class BatchBucket(Bucket):
         self,
         steps: StepRunner,
         table: SlotTable,
+        *,
         width: int,
         sizes: Sequence[int],
         most: int,
@@ -188,8 +185,13 @@ class BatchBucket(Bucket):
 
     def _pass(self, num_tokens: int) -> _MixedGraph:
         if num_tokens not in self._passes:
-            sizes = num_tokens, self.width, self._most, self._alignment
-            made = _MixedGraph(*sizes, self._device)
+            made = _MixedGraph(
+                num_tokens,
+                width=self.width,
+                most=self._most,
+                alignment=self._alignment,
+                device=self._device,
+            )
             made.at.fill_(self._table.padding)
             self._passes[num_tokens] = made
             made.captured = self.captured(lambda: self._run(made))
@@ -197,15 +199,9 @@ class BatchBucket(Bucket):
 
     def _run(self, made: _MixedGraph) -> None:
         """Run the forward. Padding rows may read any token, because they have no position."""
-        positions = self._table.tokens
-        torch.index_select(positions, 0, made.at, out=made.rows.tokens[made.decoding])
-        logits = self._steps.prefill(
-            made.rows,
-            logit_rows=made.wanted,
-            starts=made.starts,
-            is_short=True,
-            decoding=made.decoding,
-        )
+        forced = made.rows.tokens[made.layout.decoding]
+        torch.index_select(self._table.tokens, 0, made.at, out=forced)
+        logits = self._steps.prefill(made.rows, logit_rows=made.wanted, layout=made.layout)
         assert logits is not None
         self.logits = logits  # the same memory for all sizes
         self.choice.gather(self._table, made.at)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.state.slot_table import send
 from tilewright.compiler.targets.cuda.state.snapshot_positions import NO_MARKS, Marks, cut
-from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
+from tilewright.compiler.targets.cuda.state.token_batch import ChunkLayout, TokenBatch
 from tilewright.compiler.targets.interface.capabilities import Capabilities
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 
@@ -28,21 +28,17 @@ class Ragged:
 
     Attributes:
         rows: Tokens, positions and slots of the rows.
-        is_short: Whether the chunks are short.
-        starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``.
+        layout: Chunks, and decode rows with tokens on the device.
         last: Rows with logits, int64 ``[R]``: decode rows, then the last rows of finished prompts.
-        decoding: Decode rows after all chunks. Their tokens are on the device.
     """
 
     rows: TokenBatch
-    is_short: bool
-    starts: Tensor
+    layout: ChunkLayout
     last: Tensor
-    decoding: slice
 
     def take_tokens(self, tokens: Tensor) -> None:
         """Copy the decode rows' tokens from ``tokens [S]``, the device table."""
-        among = self.decoding
+        among = self.layout.decoding
         torch.index_select(tokens, 0, self.rows.slots[among], out=self.rows.tokens[among])
 
 
@@ -117,7 +113,8 @@ def join(
     sent = send(where, device)
     count = len(starts)
     batch = TokenBatch(*send(staged, device))
-    return Ragged(batch, mean < _LONG, sent[:count], sent[count:], decoding)
+    layout = ChunkLayout(sent[:count], is_short=mean < _LONG, decoding=decoding)
+    return Ragged(batch, layout, last=sent[count:])
 
 
 def lay_out(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
@@ -72,3 +72,28 @@ class TokenBatch:
         """Return a slice."""
         keeps = None if self.keeps is None else self.keeps[rows]
         return type(self)(self.tokens[rows], self.positions[rows], self.slots[rows], keeps)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLayout:
+    """Prefill chunks and decode rows in a batch. The default is a single chunk.
+
+    Attributes:
+        starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``, with padding
+            at a chunk's end. A delta rule or a convolution needs multiples of 64. None: a single
+            chunk.
+        is_short: Whether chunks are short, see :func:`.prefill_triton.attend_prefill`.
+        decoding: Decode rows after all chunks. Only their mixers differ.
+    """
+
+    starts: Tensor | None = None
+    is_short: bool = False
+    decoding: slice = field(default_factory=lambda: slice(0, 0))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether the batch has decode rows."""
+        return self.decoding.stop > self.decoding.start
+
+
+SINGLE_CHUNK = ChunkLayout()

@@ -35,7 +35,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, G
 from tilewright.compiler.targets.cuda.lowering import has_mixers
 from tilewright.compiler.targets.cuda.state.pages import KVPages
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
+from tilewright.compiler.targets.cuda.state.token_batch import ChunkLayout, TokenBatch
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers
 from tilewright.compiler.targets.cuda.steps.cublas import attend_from_start
 from tilewright.compiler.targets.cuda.weights.stream import Weights
@@ -222,12 +222,10 @@ class AttentionRunner:
         rows: TokenBatch,
         *,
         from_start: bool,
-        starts: Tensor | None,
-        is_short: bool,
+        layout: ChunkLayout,
         only_stores: bool = False,
     ) -> None:
-        """Run T prompt tokens. See :meth:`.runner.StepRunner.prefill` for ``from_start``,
-        ``starts`` and ``is_short``.
+        """Run T prompt tokens. See :meth:`.runner.StepRunner.prefill` for ``from_start``.
 
         ``only_stores``: Store keys and values without attention.
         """
@@ -264,8 +262,8 @@ class AttentionRunner:
             out=step.view(each.out),
             positions=rows.positions,
             slots=rows.slots,
-            starts=starts,
-            is_short=is_short,
+            starts=layout.starts,
+            is_short=layout.is_short,
             scratch=self._prompt_scratch,
             ends=rows.ends,
             **bound.given,

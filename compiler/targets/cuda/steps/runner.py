@@ -24,7 +24,11 @@ from tilewright.compiler.targets.cuda.kernels.matmul.coded_rows import decode_ro
 from tilewright.compiler.targets.cuda.outputs.pooled_states import pool_rows
 from tilewright.compiler.targets.cuda.state.final_states import FinalStates
 from tilewright.compiler.targets.cuda.state.tables import PagedState
-from tilewright.compiler.targets.cuda.state.token_batch import TokenBatch
+from tilewright.compiler.targets.cuda.state.token_batch import (
+    SINGLE_CHUNK,
+    ChunkLayout,
+    TokenBatch,
+)
 from tilewright.compiler.targets.cuda.steps.attention import AttentionRunner
 from tilewright.compiler.targets.cuda.steps.buffers import Buffers, padded
 from tilewright.compiler.targets.cuda.steps.cross_layers import CrossLayers
@@ -239,9 +243,7 @@ class StepRunner:
         *,
         logit_rows: Tensor | None,
         from_start: bool = False,
-        starts: Tensor | None = None,
-        is_short: bool = False,
-        decoding: slice = slice(0, 0),
+        layout: ChunkLayout = SINGLE_CHUNK,
     ) -> Tensor | None:
         """Run prefill chunks, and possibly decode rows. Return this rank's logits ``[R, V]``.
 
@@ -249,12 +251,9 @@ class StepRunner:
             rows: T tokens, from the sequence in ``rows.slots[0]`` or from several sequences.
             logit_rows: Rows with logits.
             from_start: Whether the first token is at position 0. Padding is at the end only.
-            starts: Start index by chunk, then the end of all chunks, int64 ``[P + 1]``, with
-                padding at a chunk's end. A delta rule or a convolution needs multiples of 64.
-            is_short: Whether chunks are short, see :func:`.prefill_triton.attend_prefill`.
-            decoding: Decode rows after all chunks. Only their attention differs.
+            layout: Chunks and decode rows.
         """
-        logits = self._prefill(rows, logit_rows, from_start, starts, is_short, decoding)
+        logits = self._prefill(rows, logit_rows, layout, from_start=from_start)
         if self.group is not None:
             self.group.exchange.end_step()
         return logits
@@ -263,7 +262,7 @@ class StepRunner:
         """Run T prompt tokens as `prefill` does. Return `pool_rows` for their final hidden
         states.
         """
-        pooled = self._prefill(rows, None, from_start, None, False, slice(0, 0), pools=True)
+        pooled = self._prefill(rows, None, SINGLE_CHUNK, from_start=from_start, pools=True)
         if self.group is not None:
             self.group.exchange.end_step()
         assert pooled is not None, "the plan gathers no rows"
@@ -285,16 +284,13 @@ class StepRunner:
         self,
         rows: TokenBatch,
         logit_rows: Tensor | None,
-        from_start: bool,
-        starts: Tensor | None,
-        is_short: bool,
-        decoding: slice,
+        layout: ChunkLayout,
         *,
+        from_start: bool,
         pools: bool = False,
     ) -> Tensor | None:
         step = self._fresh_buffers(len(rows.tokens))
-        is_mixed = decoding.stop > decoding.start
-        is_single = starts is None and not is_mixed
+        is_single = layout.starts is None and not layout.is_mixed
         kernels = self._kernels(is_strict=is_single and self._small is not None)
         last = None if pools else self._mixer_before_selection(rows, logit_rows)
         for op in self._cross.instructions_of(rows):
@@ -306,7 +302,7 @@ class StepRunner:
                     return self._pool_rows(step.view(op.x))
                 if self.final_states is not None:
                     x = step.view(op.x)
-                    self.final_states.keep_prompts(x, self._normed, rows, decoding)
+                    self.final_states.keep_prompts(x, self._normed, rows, layout.decoding)
                 if logit_rows is None:
                     return None
                 x = step.view(op.x)
@@ -317,14 +313,14 @@ class StepRunner:
                     else self._fresh_buffers(len(logit_rows), with_logits=True)
                 )
                 torch.index_select(x, 0, logit_rows, out=step.view(op.out))
-            elif isinstance(op, AttentionOp | DeltaRuleOp | Convolve) and is_mixed:
-                self._run_mixed(op, step, rows, kernels, starts, is_short, decoding)
+            elif isinstance(op, AttentionOp | DeltaRuleOp | Convolve) and layout.is_mixed:
+                self._run_mixed(op, step, rows, layout, kernels)
             elif isinstance(op, AttentionOp):
                 is_end = logit_rows is None and last is not None and op is last.instruction
-                attend = partial(kernels.attention.prompt, starts=starts, is_short=is_short)
-                attend(op, step, rows, from_start=from_start, only_stores=is_end)
+                shape: dict[str, Any] = {"from_start": from_start, "only_stores": is_end}
+                kernels.attention.prompt(op, step, rows, layout=layout, **shape)
             elif isinstance(op, DeltaRuleOp | Convolve):
-                self._mixers.run(op, step, rows, decodes=False, starts=starts)
+                self._mixers.run(op, step, rows, decodes=False, starts=layout.starts)
             elif isinstance(op, Mixer):
                 self._mixers.run(op, step, rows, decodes=False)
             else:
@@ -359,21 +355,20 @@ class StepRunner:
         each: AttentionOp | DeltaRuleOp | Convolve,
         step: Buffers,
         rows: TokenBatch,
+        layout: ChunkLayout,
         kernels: _Kernels,
-        starts: Tensor | None,
-        is_short: bool,
-        decoding: slice,
     ) -> None:
         """Run a mixer for the chunks and the decode rows concurrently. Their slots differ."""
         first, second = (
-            (step.part(part), rows.part(part)) for part in (slice(0, decoding.start), decoding)
+            (step.part(part), rows.part(part))
+            for part in (slice(0, layout.decoding.start), layout.decoding)
         )
         if isinstance(each, AttentionOp):
-            attend = partial(kernels.attention.prompt, starts=starts, is_short=is_short)
-            prompts = partial(attend, each, *first, from_start=False)
+            how: dict[str, Any] = {"from_start": False, "layout": layout}
+            prompts = partial(kernels.attention.prompt, each, *first, **how)
             decode = partial(kernels.attention.decode, each, *second, reach=None, captured=False)
         else:
-            prompts = partial(self._mixers.run, each, *first, decodes=False, starts=starts)
+            prompts = partial(self._mixers.run, each, *first, decodes=False, starts=layout.starts)
             decode = partial(self._mixers.run, each, *second, decodes=True)
         self._beside.run(prompts, decode)
 

@@ -41,6 +41,7 @@ MIN_TOKENS = 65
 
 _SIDE, _WHOLE_TOKENS = 128, 256
 _FIXED_BYTES = 512  # shared memory for barriers
+_ALIGNMENT = 1024  # of a block's chunks, in bytes
 _TUNING = tuning()["matmul"]["many"]
 _MIN_ROWS: int = _TUNING["min_out_features"]
 _MIN_SHARE: float = _TUNING["min_share"]
@@ -97,13 +98,13 @@ class SwiGLUTileConfig:
     @property
     def depth(self) -> int:
         """Return the 128-byte chunks in flight."""
-        room = nvrtc.MOST_SHARED - _FIXED_BYTES - 1024 - self._made_bytes
+        room = nvrtc.MOST_SHARED - _FIXED_BYTES - _ALIGNMENT - self._made_bytes
         return room // self._chunk_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """Return a block's dynamic shared memory: chunks aligned to 1,024 bytes, and results."""
-        return 1024 + self.depth * self._chunk_bytes + self._made_bytes
+        """Return a block's dynamic shared memory: aligned chunks, and results."""
+        return _ALIGNMENT + self.depth * self._chunk_bytes + self._made_bytes
 
     @property
     def _chunk_bytes(self) -> int:
