@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +21,10 @@ from tilewright.compiler.ir.info import COMPUTE, CONSTANT, INPUT, WEIGHT, NodeIn
 from tilewright.compiler.ir.lazy import lazy_modules, module_of, without_stacks
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.precision import GroupedModule
+from tilewright.compiler.repeated_layers import expand, repeated_layers
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+_NUMBER = re.compile(r"_\d+$")  # of a name: a node before may be absent, or a copy
 _GROUPED = {
     torch.ops.aten.linear.default,
     torch.ops.aten.embedding.default,
@@ -73,10 +76,14 @@ def trace(module: TraceableModel) -> fx.GraphModule:
     """
     assert isinstance(module, nn.Module)
     inputs, sizes = _example_inputs(module)
+    export = partial(
+        torch.export.export, module, tuple(inputs.values()), dynamic_shapes=sizes, strict=False
+    )
     with without_stacks(), lazy_modules():
-        exported = torch.export.export(
-            module, tuple(inputs.values()), dynamic_shapes=sizes, strict=False
-        )
+        with repeated_layers(module):
+            exported = export()
+        if not expand(exported.graph):
+            exported = export()
     return _copy_with_info(exported, module, tuple(inputs))
 
 
@@ -127,7 +134,9 @@ def _copy_with_info(
 
     for node in exported.graph.nodes:
         if node.op == "call_function":
-            copies[node] = copy = graph.node_copy(node, lookup)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lookup)
+            name = _NUMBER.sub("", node.name)
+            copies[node] = copy = graph.create_node(node.op, node.target, args, kwargs, name)
             copy.meta = {"val": node.meta.get("val")}
             set_info(copy, _node_facts(node, group_of))
         elif node.op == "output":

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compiler.sampling",),
     ("compiler.ops",),
     ("compiler.ir",),
+    ("compiler.repeated_layers",),
     ("compiler.tracer",),
     ("compiler.passes",),
     ("compiler.targets",),
