@@ -6,6 +6,7 @@ import atexit
 import fcntl
 import gc
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -38,6 +39,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # torch caches traces of operations. This saves time for deep models only, and costs a tenth of a
 # two-layer trace. Child processes inherit the setting.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+
+# pytest captures loggers that do not propagate. torch then describes every traced operation.
+logging.getLogger("torch.__trace").propagate = True
 
 collect_seldom()  # as the command does
 
