@@ -104,11 +104,9 @@ def repeated_layers(module: nn.Module) -> Iterator[None]:
     strings, functions, dataclasses and their sequences equals no other layer. Layers with modules
     from outside `_PURE`, with hooks, or of a model that has a module twice, are always traced.
     """
-    layers = _Layers()
-    wrapped = [(name, layer) for name, layer in _listed(module) if _is_pure(layer)]
-    names = [[*module.named_modules(remove_duplicate=once)] for once in (True, False)]
-    if len(names[0]) != len(names[1]):  # torch then traces with proxies of modules
-        wrapped = []
+    layers, wrapped = _Layers(), []
+    if not _has_module_twice(module):  # torch traces such a model with proxies of its modules
+        wrapped = [(name, layer) for name, layer in _listed(module) if _is_pure(layer)]
     try:
         for name, layer in wrapped:
             vars(layer)["forward"] = layers.wrap(name, layer)
@@ -197,7 +195,7 @@ def _copy(repeat: fx.Node, layer: _LayerNodes) -> None:
             copies[node] = copy = repeat.graph.node_copy(node, lambda old: copies.get(old, old))
             stack = node.meta.get("nn_module_stack", {}).items()
             moved = {key: (_moved(path, first, name), rest) for key, (path, rest) in stack}
-            copy.meta = {**node.meta, "nn_module_stack": moved}
+            copy.meta["nn_module_stack"] = moved
     for user in list(repeat.users):  # an item of the results
         output = layer.outputs[user.args[1]]
         user.replace_all_uses_with(copies.get(output, output))
@@ -216,6 +214,11 @@ def _listed(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         members = child.named_children() if isinstance(child, nn.ModuleList) else _listed(child)
         yield from ((f"{name}.{inner}", layer) for inner, layer in members)
+
+
+def _has_module_twice(module: nn.Module) -> bool:
+    num_paths = sum(1 for _ in module.named_modules(remove_duplicate=False))
+    return num_paths > sum(1 for _ in module.modules())
 
 
 def _is_pure(layer: nn.Module) -> bool:

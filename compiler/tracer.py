@@ -24,7 +24,7 @@ from tilewright.compiler.precision import GroupedModule
 from tilewright.compiler.repeated_layers import expand, repeated_layers
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
-_NUMBER = re.compile(r"_\d+$")  # of a name: a node before may be absent, or a copy
+_NUMBER = re.compile(r"_\d+$")  # of a node's name. The copy of the graph numbers names anew.
 _GROUPED = {
     torch.ops.aten.linear.default,
     torch.ops.aten.embedding.default,

@@ -63,6 +63,14 @@ class Context:
     x: Tensor
 
 
+GIVEN: list[Tensor] = []
+
+
+def given() -> Tensor:
+    """Return the sum of the called layer's input."""
+    return GIVEN[-1]
+
+
 class Layer(nn.Module):
     """Returns two results."""
 
@@ -70,7 +78,8 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8, bias=False, device="meta")
         self.register_buffer("size", torch.ones(1, dtype=torch.int64, device="meta"))
-        self.factor, self.uses_size, self.context = 1.0, False, Context
+        self.factor, self.uses_size = 1.0, False
+        self.context: Any = None
         for name, value in attributes.items():
             setattr(self, name, value)
 
@@ -80,9 +89,10 @@ class Layer(nn.Module):
             y = y * self.get_buffer("size").item()
         if isinstance(other, list):
             other = other[0].sum()
-        context = self.context if isinstance(self.context, Context) else other
-        if context is not None:
-            y = y + (context.x if isinstance(context, Context) else context)
+        if self.context is given:
+            y = y + given()
+        if other is not None:
+            y = y + (other.x if isinstance(other, Context) else other)
         return x + y, y.unflatten(1, (2, 4)).transpose(1, 2)
 
 
@@ -107,6 +117,7 @@ class Model(nn.Module):
             layer.factor = layer.factor + 1.0 if argument == "factor" else layer.factor
             weight = self.get_parameter("layers.0.linear.weight")
             others = {"last": last, "first": first, "context": Context(first), "weight": [weight]}
+            GIVEN[:] = [x.sum()]
             x, last = layer(x, other=others.get(argument))
             last = last.transpose(1, 2).view(-1, 8)
         return x + last
@@ -146,9 +157,14 @@ def test_layers_and_calls_that_differ_are_traced(
 
 
 @pytest.mark.usefixtures("_toys_are_pure")
-def test_layers_that_read_values_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "attributes", [{"uses_size": True}, {"context": given}], ids=["values", "tensors"]
+)
+def test_layers_that_read_values_or_other_tensors_are_traced(
+    attributes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The trace with a repeated layer is discarded."""
-    layers = [Layer(uses_size=True), Layer(uses_size=True)]
+    layers = [Layer(**attributes), Layer(**attributes)]
     check_equal(monkeypatch, Model(layers, CALLS[:2]), 1)
 
 
