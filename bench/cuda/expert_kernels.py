@@ -81,11 +81,11 @@ def random_experts(
     out = torch.empty(rows, hidden, device=device)
     tiles = route.Tiles.empty(min(rows, route.MAX_TOKENS), top_k, count, device)
     weights = torch.empty(rows, top_k, device=device)
-    chosen = torch.empty_like(weights, dtype=torch.int32)
+    selected = torch.empty_like(weights, dtype=torch.int32)
     of_up, of_down = Shared(x, shared_up, shared), Shared(shared, shared_down)
 
     def decode(at: int, *, steps: tuple[int, int]) -> None:
-        route.route(weights, chosen, logits[at], positions, tiles, renormalise=True)
+        route.route(weights, selected, logits[at], positions, tiles, renormalise=True)
         named: dict[str, Any] = {"top_k": top_k, "swiglu": True, "shared": of_up}
         experts.expert_linear(between, x, up, tiles, small_depth=steps[0], **named)
         named = {"residual": False, "gate": gate, "shared": of_down, "small_depth": steps[1]}
@@ -127,10 +127,8 @@ def expert_layer(rows: int, *, fmt: str) -> Iterator[Variant]:
     shared = torch.empty(1, inner, device=device).bfloat16()
     logits = torch.empty(num_layers, 1, count + 1, device=device)
     positions = torch.zeros(1, device=device).long()
-    tiles, weights = (
-        route.Tiles.empty(1, top_k, count, device),
-        torch.empty(1, top_k, device=device),
-    )
+    tiles = route.Tiles.empty(1, top_k, count, device)
+    weights = torch.empty(1, top_k, device=device)
     of_up, of_down = Shared(normed, shared_up, shared), Shared(shared, shared_down)
 
     def launch(at: int) -> None:
@@ -182,7 +180,7 @@ class _Prompt:
         first, last = self.finish or (PLAIN, PLAIN)
         rows, num_experts, device = len(self.x), self.up.num_experts, self.x.device
         weights = torch.empty(rows, self.top_k, device=device)
-        chosen = torch.empty_like(weights, dtype=torch.int32)
+        selected = torch.empty_like(weights, dtype=torch.int32)
         products = torch.empty(rows, self.top_k * self.out.shape[1], device=device).bfloat16()
         sizes = [experts_triton.DECODE_PAIRS, experts_triton.PREFILL_PAIRS]
         if fmt == "bf16":
@@ -194,11 +192,11 @@ class _Prompt:
 
         def layer(at: int, *, linear: Any, groups: Any) -> None:
             logits, top_k = self.logits[at], {"top_k": self.top_k}
-            route_triton.route(weights, chosen, logits, self.positions, renormalise=True)
-            route_triton.group(groups, chosen)
+            route_triton.route(weights, selected, logits, self.positions, renormalise=True)
+            route_triton.group(groups, selected)
             linear(self.between, self.x, self.up, groups, swiglu=True, finish=first, **top_k)
             linear(products, self.between, self.down, groups, finish=last, **top_k)
-            experts_triton.sum_experts(self.out, products, weights, chosen, residual=False)
+            experts_triton.sum_experts(self.out, products, weights, selected, residual=False)
 
         for name, linear, size in kinds:
             groups = route_triton.Groups.empty(rows * self.top_k, num_experts, size, device)
@@ -225,13 +223,13 @@ def biased_experts(rows: int, *, fmt: str) -> Iterator[Variant]:
     between = torch.empty(rows, top_k * size, device=device).bfloat16()
     out = torch.empty(rows, size, device=device)
     tiles = route.Tiles.empty(min(rows, route.MAX_TOKENS), top_k, count, device)
-    weights, chosen = (
+    weights, selected = (
         torch.empty(rows, top_k, device=device, dtype=t) for t in (torch.float, torch.int)
     )
     up_how: dict[str, Any] = {"top_k": top_k, "swiglu": True, "finish": first}
 
     def layer(at: int, *, steps: tuple[int, int]) -> None:
-        route.route(weights, chosen, logits[at], positions, tiles, renormalise=True)
+        route.route(weights, selected, logits[at], positions, tiles, renormalise=True)
         experts.expert_linear(between, x, up, tiles, small_depth=steps[0], **up_how)
         experts.expert_sum(
             out, between, down, tiles, weights, residual=False, small_depth=steps[1], finish=last

@@ -199,8 +199,8 @@ class BatchBucket(Bucket):
 
     def _run(self, made: _MixedGraph) -> None:
         """Run the forward. Padding rows may read any token, because they have no position."""
-        forced = made.rows.tokens[made.layout.decoding]
-        torch.index_select(self._table.tokens, 0, made.at, out=forced)
+        tokens = made.rows.tokens[made.layout.decoding]
+        torch.index_select(self._table.tokens, 0, made.at, out=tokens)
         logits = self._steps.prefill(made.rows, logit_rows=made.wanted, layout=made.layout)
         assert logits is not None
         self.logits = logits  # the same memory for all sizes

@@ -317,8 +317,8 @@ class StepRunner:
                 self._run_mixed(op, step, rows, layout, kernels)
             elif isinstance(op, AttentionOp):
                 is_end = logit_rows is None and last is not None and op is last.instruction
-                shape: dict[str, Any] = {"from_start": from_start, "only_stores": is_end}
-                kernels.attention.prompt(op, step, rows, layout=layout, **shape)
+                attend = partial(kernels.attention.prompt, op, step, rows, layout=layout)
+                attend(from_start=from_start, only_stores=is_end)
             elif isinstance(op, DeltaRuleOp | Convolve):
                 self._mixers.run(op, step, rows, decodes=False, starts=layout.starts)
             elif isinstance(op, Mixer):
@@ -364,8 +364,8 @@ class StepRunner:
             for part in (slice(0, layout.decoding.start), layout.decoding)
         )
         if isinstance(each, AttentionOp):
-            how: dict[str, Any] = {"from_start": False, "layout": layout}
-            prompts = partial(kernels.attention.prompt, each, *first, **how)
+            attend = partial(kernels.attention.prompt, each, *first, layout=layout)
+            prompts = partial(attend, from_start=False)
             decode = partial(kernels.attention.decode, each, *second, reach=None, captured=False)
         else:
             prompts = partial(self._mixers.run, each, *first, decodes=False, starts=layout.starts)
