@@ -177,6 +177,10 @@ class AttentionRunner:
         """Return whether a prompt of this length uses another kernel from its first position."""
         return any(each.prompt.at(num_tokens) == CUDNN for each in self._bound.values())
 
+    def arranges(self, each: AttentionOp) -> bool:
+        """Return whether the decode kernel can write the next matmul's x."""
+        return bool(self._bound[id(each)].splits)
+
     def decode(
         self,
         each: AttentionOp,
@@ -186,9 +190,12 @@ class AttentionRunner:
         reach: int | None,
         captured: bool,
         has_drafts: bool = False,
+        arranged: native_attention.ArrangedOutput | None = None,
     ) -> None:
         """Run a token for each of B sequences with up to ``reach`` pages. None: any number. See
         :meth:`.runner.StepRunner.decode` for ``captured`` and ``has_drafts``.
+
+        ``arranged``: Output in place of the step's buffer, if :meth:`arranges`.
         """
         bound, qkv = self._bound[id(each)], step.view(each.qkv)
         self._add_offsets(each, qkv, rows)
@@ -200,7 +207,7 @@ class AttentionRunner:
             bound.attend,
             bound.pages,
             qkv,
-            out=step.view(each.out),
+            out=step.view(each.out) if arranged is None else arranged,
             positions=rows.positions,
             slots=rows.slots,
             inv_freq=bound.inv_freq,

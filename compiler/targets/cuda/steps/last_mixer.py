@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from tilewright.compiler.targets.cuda.steps.plan_readers import views_read_by, views_written_by
 from tilewright.compiler.targets.program.instructions import (
     AddGatedOp,
-    AllReduceAdd,
     AttentionOp,
     BufferView,
     Convolve,
@@ -17,8 +16,6 @@ from tilewright.compiler.targets.program.instructions import (
     Instruction,
     KernelProgram,
 )
-
-_OUTPUTS = ("out", "normed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +48,13 @@ def last_mixer_of(program: KernelProgram) -> LastMixer | None:
     views: dict[BufferView, None] = {}
     written: list[BufferView] = []
     for instruction in later:
-        reads = _views_read_by(instruction)
+        reads = views_read_by(instruction)
         views |= dict.fromkeys(v for v in reads if not any(_covers(w, v) for w in written))
-        outputs = (getattr(instruction, name, None) for name in _OUTPUTS)
-        written += [view for view in outputs if view is not None]
+        written += views_written_by(instruction)
     strides = {(view.buffer, view.stride or view.width) for view in views}
     if not views or len(strides) > len({buffer for buffer, _ in strides}):
         return None
     return LastMixer(program.instructions[start], tuple(views))
-
-
-def _views_read_by(instruction: Instruction) -> Iterator[BufferView]:
-    """Yield the views that an instruction reads. Sums also read their output."""
-    adds = isinstance(instruction, AllReduceAdd) or getattr(instruction, "residual", False)
-    for field in fields(instruction):
-        value = getattr(instruction, field.name)
-        if field.name in _OUTPUTS and not (adds and field.name == "out"):
-            continue
-        for view in value if isinstance(value, tuple) else (value,):
-            if isinstance(view, BufferView):
-                yield view
 
 
 def _covers(written: BufferView, view: BufferView) -> bool:

@@ -11,6 +11,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.kernels.attention.attention import ArrangedOutput
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, STRICT, Gpu
 from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rms_norm
@@ -290,14 +291,32 @@ class MatmulOps:
         """Return the output buffer and its slice count. If `gemm_block.cu` is the only reader, the
         output uses its layout. Otherwise the slices are 0.
         """
-        reader = self._reader_of(each)
+        num_places = self._feed(self._reader_of(each), num_rows, decodes)
+        return (self._fed, num_places) if num_places else (out, 0)
+
+    def arranged_for(self, each: AttentionOp, num_rows: int) -> ArrangedOutput | None:
+        """Return the output of a decode step's attention if `gemm_block.cu` is its only reader.
+
+        That matmul must run next.
+        """
+        reader = self._readers.get(id(each))
+        num_places = self._feed(reader, num_rows, decodes=True)
+        if reader is None or not num_places:
+            return None
+        is_coded = self._weights.weight_of(reader).format in gemv.CODED
+        return ArrangedOutput(self._fed, num_places, is_coded)
+
+    def _feed(self, reader: LinearOp | None, num_rows: int, decodes: bool) -> int:
+        """Return the places of the next matmul's input in the layout of `BLOCK`. 0: another
+        layout.
+        """
         if reader is None:
-            return out, 0
+            return 0
         bound = self._bound(reader, decodes)
         if bound.unaligned.at(num_rows) != BLOCK or num_rows > gemm_block.MAX_TOKENS:
-            return out, 0
+            return 0
         self._is_fed = True
-        return self._fed, gemm_block.num_places(self._way(bound.packed, num_rows), num_rows)
+        return gemm_block.num_places(self._way(bound.packed, num_rows), num_rows)
 
     def _native_product(
         self,

@@ -4,31 +4,76 @@ norm is made for whom. Knows no kernels.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from itertools import pairwise
+from typing import TypeGuard
 
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_COLUMNS
 from tilewright.compiler.targets.program.instructions import (
+    AllReduceAdd,
     AttentionOp,
+    BufferView,
     DeltaRuleOp,
+    Instruction,
     KernelProgram,
     LinearOp,
     NormOp,
 )
 
+_OUTPUTS = ("out", "normed")
+
 
 def readers_of(plan: KernelProgram) -> dict[int, LinearOp]:
-    """By identity, products of gate and up in whole tiles with the product behind that reads them;
-    nothing else does, for what is behind writes the buffer again first.
+    """Return the next matmul by the identity of attention, or of a gate and up matmul, if only this
+    matmul reads the result. The result has whole tiles.
     """
     found = {}
-    for each, reader in pairwise(plan.instructions):
-        if not isinstance(each, LinearOp) or not isinstance(reader, LinearOp):
+    for index, (each, reader) in enumerate(pairwise(plan.instructions)):
+        if not isinstance(reader, LinearOp) or not _can_feed(each):
             continue
-        if each.swiglu and not each.group.startswith("shared"):  # those may run along with experts
-            width = each.weight.shape[0] // 2
-            if reader.x == each.out and reader.norm is None and width % TILE_COLUMNS == 0:
-                found[id(each)] = reader
+        is_whole = reader.x.width % TILE_COLUMNS == 0 and reader.norm is None
+        later = plan.instructions[index + 2 :]
+        if is_whole and reader.x == each.out and not _is_read(reader.x, later):
+            found[id(each)] = reader
     return found
+
+
+def _can_feed(each: Instruction) -> TypeGuard[AttentionOp | LinearOp]:
+    if isinstance(each, LinearOp):
+        # Shared experts may run along with experts.
+        return each.swiglu and not each.group.startswith("shared")
+    return isinstance(each, AttentionOp)
+
+
+def _is_read(view: BufferView, later: Sequence[Instruction]) -> bool:
+    """Return whether instructions read a buffer before they write it."""
+    for each in later:
+        if any(other.buffer == view.buffer for other in views_read_by(each)):
+            return True
+        if any(other.buffer == view.buffer for other in views_written_by(each)):
+            return False
+    return False
+
+
+def views_read_by(each: Instruction) -> Iterator[BufferView]:
+    """Yield the views that an instruction reads. Sums also read their output."""
+    adds = isinstance(each, AllReduceAdd) or getattr(each, "residual", False)
+    for field in fields(each):
+        value = getattr(each, field.name)
+        if field.name in _OUTPUTS and not (adds and field.name == "out"):
+            continue
+        for view in value if isinstance(value, tuple) else (value,):
+            if isinstance(view, BufferView):
+                yield view
+
+
+def views_written_by(each: Instruction) -> Iterator[BufferView]:
+    """Yield the views that an instruction writes."""
+    for name in _OUTPUTS:
+        view = getattr(each, name, None)
+        if view is not None:
+            yield view
 
 
 def mixers_behind(plan: KernelProgram) -> dict[int, AttentionOp | DeltaRuleOp]:

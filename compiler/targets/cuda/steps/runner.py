@@ -76,6 +76,13 @@ class _Kernels:
     attention: AttentionRunner
     is_strict: bool
 
+    def attend(self, each: AttentionOp, step: Buffers, rows: TokenBatch, **how: Any) -> None:
+        """Run a decode step's attention, into the next matmul's x where possible."""
+        arranged = None
+        if self.attention.arranges(each):
+            arranged = self.products.arranged_for(each, len(rows.tokens))
+        self.attention.decode(each, step, rows, arranged=arranged, **how)
+
 
 class StepRunner:
     """A program with its weights and state. CUDA graphs can capture every method.
@@ -212,7 +219,7 @@ class StepRunner:
                     break
                 step.alias(each.out, each.x)
             elif isinstance(each, AttentionOp):
-                kernels.attention.decode(
+                kernels.attend(
                     each, step, rows, reach=reach, captured=captured, has_drafts=has_drafts
                 )
             elif isinstance(each, Mixer):

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from tests.targets.cuda.decode_step import SCALE, DecodeStep, rounded
+from tests.targets.cuda.kernels.test_gemv import weight
 from tilewright.compiler.targets.cuda.kernels.attention import attention as native_attention
 from tilewright.compiler.targets.cuda.kernels.attention.split import (
     SplitKV,
     choose_share,
     reaches_of,
 )
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block, gemv
 from tilewright.compiler.targets.cuda.state.pages import PAGE
 
 NAN = float("nan")
@@ -100,6 +102,42 @@ def test_against_float64(
     got = step.run()
     step.check(got)
     assert torch.equal(got, step.run(early=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_pages", [16, 48])
+@pytest.mark.parametrize("weight_kind", ["bfp8", "q40"])
+@pytest.mark.parametrize(
+    ("kind", "heads", "head_dim"),
+    [("bf16", (4, 2), 64), ("bf16", (8, 1), 96), ("bfp8", (32, 8), 128), ("bf16", (16, 2), 256)],
+)
+def test_the_next_matmul_reads_the_output(
+    kind: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    weight_kind: str,
+    num_pages: int,
+    paged: Callable[..., Any],
+    device: torch.device,
+) -> None:
+    """The matmul gets the bits of the rows, after one group of splits or several."""
+    positions = [*CONTEXTS, 64 * num_pages - 1, -1]
+    how: dict[str, Any] = {"kind": kind, "heads": heads, "head_dim": head_dim}
+    step = Step(paged, device, positions=positions, num_pages=num_pages, **how)
+    count, width = len(positions), heads[0] * head_dim
+    held = weight(weight_kind, (256, width), device, paired=False)
+    arranged = gemm_block.scratch(width, device).fill_(0xFF)
+    num_places = gemm_block.num_places(gemm_block.choose_way(held, count), count)
+    x = torch.full((count, width), NAN, dtype=torch.bfloat16, device=device)
+    is_coded = held.format in gemv.CODED
+    for out in (x, native_attention.ArrangedOutput(arranged, num_places, is_coded)):
+        arguments = step.arguments(list(range(count)))
+        native_attention.attend_decode(step.cache.pages, step.qkv, out=out, **arguments)
+    want, found = torch.full((2, count, 256), NAN, device=device)
+    how = {"epilogue": gemv.STORE, "arranged": arranged}
+    gemm_block.linear(found, x, held, is_there=True, **how)
+    gemm_block.linear(want, x, held, **how)
+    assert torch.equal(found, want) and bool(want.isfinite().all())
 
 
 @pytest.mark.gpu

@@ -63,7 +63,7 @@ def warp(tmp_path_factory: pytest.TempPathFactory) -> Warp:
     """Return a function that runs a warp on the bytes of shared memory."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
-    names, path = ("tiles.cuh", "finish.cuh"), gemv.coded_source().path
+    names, path = ("tiles.cuh", "arrange.cuh", "finish.cuh"), gemv.coded_source().path
     files = [Path(__file__).with_name("warp.h"), *(nvrtc.header_path(path, name) for name in names)]
     text = "\n".join(file.read_text() for file in files)
     source = tmp_path_factory.mktemp("warp") / "warp.cpp"

@@ -14,7 +14,8 @@
 // with half the heads each, because the L1 cache for pages needs the remaining shared memory.
 
 #include "attention_pages.cuh"
-#ifndef GENERATED  // engines have bfloat16 pages only
+#ifndef GENERATED  // engines have bfloat16 pages and plain rows only
+#include "arrange.cuh"
 #include "attention_bfp8.cuh"
 #endif
 
@@ -25,7 +26,7 @@ template <int D> constexpr int TURNS = PARTS<D>;  // turns in which warps store 
 
 struct Attend {
   const Value *qkv;          // [B, (H + 2 G) D]
-  u16 *out;                  // bf16 [B, out_stride]
+  u16 *out;                  // bf16 [B, out_stride], or the next matmul's x: see `put`
   const i64 *positions, *slots;
   const Page *tables;        // [S, table_width]
   const Turn *inv_freq;  // [half], or cosines [half] and sines for each position
@@ -36,6 +37,7 @@ struct Attend {
   int num_groups, num_joined;  // num_joined: blocks in a cluster, a power of two
   int group_splits;  // maximum; a multiple of num_joined
   int short_pages;  // maximum pages for a single group
+  int num_places, is_coded;  // of the next matmul's x, 0 for rows
   float scale;  // multiplied by log2(e)
 };
 
@@ -170,10 +172,20 @@ __device__ __forceinline__ Plan plan_of(const Attend &p, int position, int group
   return plan;
 }
 
-__device__ __forceinline__ void finish(u16 *out, float4 acc, float total) {
+// Write four channels of the block's row.
+__device__ __forceinline__ void put(const Attend &p, int channel, uint2 four) {
+#ifndef GENERATED
+  if (p.num_places) {
+    arrange_four(p.out, p.num_places, blockIdx.y, channel, p.is_coded, four);
+    return;
+  }
+#endif
+  *(uint2 *)(p.out + (i64)blockIdx.y * p.out_stride + channel) = four;
+}
+__device__ __forceinline__ void finish(const Attend &p, int channel, float4 acc, float total) {
   const float scale = 1.0f / total;
-  *(uint2 *)out = make_uint2(pack2(acc.x * scale, acc.y * scale),
-                             pack2(acc.z * scale, acc.w * scale));
+  put(p, channel, make_uint2(pack2(acc.x * scale, acc.y * scale),
+                             pack2(acc.z * scale, acc.w * scale)));
 }
 
 // Add the sums of up to COUNT splits or warps in order. `stats` returns peak and total, and `sums`
@@ -198,12 +210,12 @@ __device__ __forceinline__ float4 add_up(float2 &all, int count, Stats stats, Su
   }
   return acc;
 }
-// Combine a group's splits in order, into `out` or, with several groups, into scratch. Return
-// whether this block combines the groups.
+// Combine a group's splits in order, into the output from `channel` or, with several groups, into
+// scratch. Return whether this block combines the groups.
 template <int F, int D, int NH>
 __device__ __forceinline__ bool combine_splits(const Attend &p, Shared<F, D, NH> &s,
                                                const float *sums, const Plan &plan, int num_heads,
-                                               u16 *out, i64 place) {
+                                               int channel, i64 place) {
   const int num_splits = plan.in_group - plan.group * p.group_splits;
   const bool is_whole = plan.used <= p.group_splits;
   for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>) {
@@ -215,7 +227,7 @@ __device__ __forceinline__ bool combine_splits(const Attend &p, Shared<F, D, NH>
           all, num_splits, [&](int j) { return s.stats[j][head]; },
           [&](int j) { return *(const float4 *)(sums + (j * num_heads * (D / 4) + i) * 4); });
     if (is_whole) {
-      finish(out + i * 4, acc, all.y);
+      finish(p, channel + i * 4, acc, all.y);
       continue;
     }
     const i64 at = (place * p.num_groups + plan.group) * num_heads;
@@ -233,8 +245,8 @@ __device__ __forceinline__ bool combine_splits(const Attend &p, Shared<F, D, NH>
   return s.is_last;
 }
 template <int D, int NUM_THREADS>
-__device__ __forceinline__ void combine_groups(const Attend &p, int used, int num_heads, u16 *out,
-                                               i64 place) {
+__device__ __forceinline__ void combine_groups(const Attend &p, int used, int num_heads,
+                                               int channel, i64 place) {
   const int num_groups = (used + p.group_splits - 1) / p.group_splits;
   for (int i = threadIdx.x; i < num_heads * (D / 4); i += NUM_THREADS) {
     const i64 first = place * p.num_groups * num_heads;
@@ -248,7 +260,7 @@ __device__ __forceinline__ void combine_groups(const Attend &p, int used, int nu
       total += weight * read_float(totals + j * num_heads);
       add(acc, weight, read_floats(partial + (i64)j * num_heads * D));
     }
-    finish(out + i * 4, acc, total);
+    finish(p, channel + i * 4, acc, total);
   }
 }
 
@@ -309,13 +321,13 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
     cluster_arrive();
   }
   const Plan plan = plan_of(p, position, group);
-  u16 *out = p.out + (i64)b * p.out_stride + kv_head * num_heads * D;
+  const int first_out = kv_head * num_heads * D;
   if (plan.split >= plan.in_group) {
     if (is_joined) cluster_wait();
     if (position >= 0 || group > 0 || !is_first) return false;
     if (p.early) wait_for_inputs();
     for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>)
-      *(uint2 *)(out + i * 4) = make_uint2(0, 0);
+      put(p, first_out + i * 4, make_uint2(0, 0));
     return false;
   }
   // Earlier kernels wrote everything read before the wait: the pages of earlier positions.
@@ -421,8 +433,8 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   if (!is_first) return more;
   if (beyond > 0) wait_bytes(&s.received);
   const i64 place = (i64)b * p.num_kv_heads + kv_head;
-  if (combine_splits<F, D, NH>(p, s, sums, plan, num_heads, out, place))
-    combine_groups<D, THREADS<D>>(p, plan.used, num_heads, out, place);
+  if (combine_splits<F, D, NH>(p, s, sums, plan, num_heads, first_out, place))
+    combine_groups<D, THREADS<D>>(p, plan.used, num_heads, first_out, place);
   return more;
 }
 

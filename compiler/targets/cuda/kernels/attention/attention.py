@@ -7,6 +7,7 @@ heads, G key/value heads, D head size, S slots, M pages of a slot.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ class _AttentionParams(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("num_kv_heads", "half", "window", "interleaved")),
         *((name, ctypes.c_int) for name in ("early", "num_groups", "num_joined")),
         *((name, ctypes.c_int) for name in ("group_splits", "short_pages")),
+        *((name, ctypes.c_int) for name in ("num_places", "is_coded")),
         ("scale", ctypes.c_float),
     )
 
@@ -67,6 +69,7 @@ SOURCE = nvrtc.KernelSource(
     + _SMALL_M_NAMES,
     headers=(
         "primitives.cuh",
+        "arrange.cuh",
         "attention_primitives.cuh",
         "attention_pages.cuh",
         "attention_bfp8.cuh",
@@ -78,11 +81,26 @@ SOURCE = nvrtc.KernelSource(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class ArrangedOutput:
+    """Memory for attention's result as the next matmul's x.
+
+    Attributes:
+        data: From :func:`.gemm_block.scratch`.
+        num_places: See :func:`.gemm_block.num_places`.
+        is_coded: Whether the weight has tiles of codes.
+    """
+
+    data: torch.Tensor
+    num_places: int
+    is_coded: bool
+
+
 def attend_decode(
     pages: KVPages,
     qkv: torch.Tensor,
     *,
-    out: torch.Tensor,
+    out: torch.Tensor | ArrangedOutput,
     positions: torch.Tensor,
     slots: torch.Tensor,
     block_tables: torch.Tensor,
@@ -97,8 +115,9 @@ def attend_decode(
 ) -> None:
     """Run decode attention with the arguments of :func:`.decode_triton.attend_decode`.
 
-    `.table.why_no_cpp` names unsupported operands. ``out`` must be bf16 with rows aligned to 8
-    bytes. Matmuls over bfp8 use float16: a block 2^20 times smaller than its neighbors becomes 0.
+    `.table.why_no_cpp` names unsupported operands. A tensor ``out`` must be bf16 with rows aligned
+    to 8 bytes. Matmuls over bfp8 use float16: a block 2^20 times smaller than its neighbors becomes
+    0.
 
     Args:
         share: The KV split. A :class:`Spread` that does not fit the GPU becomes a :class:`SplitKV`
@@ -109,13 +128,13 @@ def attend_decode(
         # One group implies a short context, regardless of the table's width.
         num_pages = SHORT_PAGES if share and share.num_groups == 1 else block_tables.shape[1]
         share = choose_share(num_rows, pages.num_kv_heads, num_pages, pages.head_dim)
-    _check_operands(pages, qkv, out, (positions, slots, block_tables), inv_freq)
+    _check_operands(pages, qkv, (positions, slots, block_tables), inv_freq)
     parts = num_rows * num_heads * share.num_groups if share.num_groups > 1 else 0
     assert scratch.peaks.numel() >= parts and scratch.partial.numel() >= parts * pages.head_dim
     arguments = _AttentionParams(
+        **_output(out, num_rows, num_heads * pages.head_dim),
         **_page_arguments(pages, block_tables),
         qkv=qkv.data_ptr(),
-        out=out.data_ptr(),
         positions=positions.data_ptr(),
         slots=slots.data_ptr(),
         **_rotation(inv_freq, interleaved),
@@ -123,7 +142,6 @@ def attend_decode(
         peaks=scratch.peaks.data_ptr(),
         totals=scratch.totals.data_ptr(),
         arrived=scratch.arrived.data_ptr(),
-        out_stride=out.stride(0),
         group_heads=heads,
         window=window,
         early=early,
@@ -131,6 +149,18 @@ def attend_decode(
         scale=scale * LOG2_E,
     )
     _launch(pages, arguments, num_rows, share)
+
+
+def _output(out: torch.Tensor | ArrangedOutput, num_rows: int, num_columns: int) -> dict[str, int]:
+    """Return the output's fields."""
+    if isinstance(out, ArrangedOutput):
+        assert num_rows <= out.num_places and num_columns % 128 == 0
+        assert out.data.numel() >= out.num_places * num_columns * 2
+        found = {"out": out.data.data_ptr(), "num_places": out.num_places}
+        return {**found, "is_coded": out.is_coded}
+    assert out.dtype == torch.bfloat16 and out.data_ptr() % 8 == 0
+    assert out.stride(1) == 1 and out.stride(0) % 4 == 0
+    return {"out": out.data_ptr(), "out_stride": out.stride(0)}
 
 
 def _splits(share: SplitKV | Spread) -> dict[str, int]:
@@ -210,7 +240,6 @@ def _fits(share: Spread, pages: KVPages, num_rows: int, group_heads: int) -> boo
 def _check_operands(
     pages: KVPages,
     qkv: torch.Tensor,
-    out: torch.Tensor,
     where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     inv_freq: torch.Tensor,
 ) -> None:
@@ -219,10 +248,9 @@ def _check_operands(
     assert positions.dtype == slots.dtype == torch.int64
     assert pages.values.is_contiguous() and block_tables.is_contiguous() and qkv.is_contiguous()
     assert pages.exponents is None or pages.exponents.is_contiguous()
-    assert qkv.dtype == inv_freq.dtype == torch.float32 and out.dtype == torch.bfloat16
+    assert qkv.dtype == inv_freq.dtype == torch.float32
     assert block_tables.dtype == torch.int32 and 2 * inv_freq.shape[0] <= pages.head_dim
     assert qkv.data_ptr() % 16 == 0 and pages.values.data_ptr() % 16 == 0
-    assert out.stride(1) == 1 and out.stride(0) % 4 == 0 and out.data_ptr() % 8 == 0
 
 
 def _small_m_bytes(head_dim: int, num_splits: int) -> int:

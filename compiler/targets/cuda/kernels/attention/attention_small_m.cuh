@@ -212,9 +212,7 @@ template <int F, int D> struct Spread {
       }
     }
   }
-  __device__ __forceinline__ u16 *heads_out() const {
-    return p.out + (i64)blockIdx.y * p.out_stride + kv_head * p.group_heads * D;
-  }
+  __device__ __forceinline__ int first_out() const { return kv_head * p.group_heads * D; }
   // Expect the sums of `num_splits` splits from the cluster.
   __device__ __forceinline__ void expect(int num_splits) const {
     if (threadIdx.x == 0)
@@ -251,7 +249,7 @@ template <int F, int D> struct Spread {
             [&](int j) { return from[j * WARPS * ITEMS<D>]; });
       const int channel = blockIdx.x * OWN<D> + i % N * 4;
       if (is_whole) {
-        finish(heads_out() + head * D + channel, acc, all.y);
+        finish(p, first_out() + head * D + channel, acc, all.y);
         continue;
       }
       const i64 place = (i64)blockIdx.y * p.num_kv_heads + kv_head;
@@ -380,13 +378,13 @@ template <int F, int D> struct Spread {
     }
     __syncthreads();
     if (s.is_last)
-      combine_groups<D, SPREAD_THREADS<D>>(p, cut.used, p.group_heads, heads_out(), place);
+      combine_groups<D, SPREAD_THREADS<D>>(p, cut.used, p.group_heads, first_out(), place);
   }
   __device__ __forceinline__ void attend_none() const {
     if (blockIdx.x > 0 || blockIdx.z >= p.num_kv_heads) return;
     if (p.early) wait_for_inputs();
     for (int i = threadIdx.x; i < p.group_heads * (D / 4); i += SPREAD_THREADS<D>)
-      *(uint2 *)(heads_out() + i * 4) = make_uint2(0, 0);
+      put(p, first_out() + i * 4, make_uint2(0, 0));
   }
 };
 

@@ -1,14 +1,8 @@
 // Epilogues for several tokens.
 #pragma once
 
+#include "arrange.cuh"
 #include "tiles.cuh"
-
-constexpr int CHUNK = 64, CHUNK_BYTES = 128;  // columns of x that lie together, and a token's bytes
-
-// A column's piece in its chunk; see `arrange` in gemm_block.cu.
-template <bool CODED> __device__ __forceinline__ int piece_of(int column) {
-  return CODED ? (column >> 3 & 4) + (column >> 1 & 3) : column >> 1 & 7;
-}
 
 // What becomes of a lane's sums: rows g and g + 8 of a tile, tokens `token` + 8 m and one on. What is
 // added to is read before anything is written.

@@ -53,8 +53,8 @@ SOURCE = nvrtc.KernelSource(
     Path(__file__).with_name("router.cu"),
     tuple(f"router_{eights}" for eights in _EIGHTS),
     headers=(
-        *("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "finish.cuh", "gemm_bf16.cuh"),
-        *("route_choose.cuh", "route_sort.cuh"),
+        *("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "arrange.cuh", "finish.cuh"),
+        *("gemm_bf16.cuh", "route_choose.cuh", "route_sort.cuh"),
     ),
     structures=(
         ("TensorMap", gemm_bf16.TensorMap),

@@ -206,6 +206,7 @@ SOURCE = nvrtc.KernelSource(
         "primitives.cuh",
         "matrix_unit.cuh",
         "tiles.cuh",
+        "arrange.cuh",
         "finish.cuh",
         "norm.cuh",
         "gemm_bf16.cuh",

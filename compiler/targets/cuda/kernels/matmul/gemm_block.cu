@@ -47,13 +47,8 @@ struct ArrangeNorm {
 extern "C" __global__ void __launch_bounds__(256) arrange_norm(const ArrangeNorm p) {
   release_dependents();
   const int place = blockIdx.x;
-  u8 *to = p.out + (size_t)place * CHUNK_BYTES;
   auto put = [&](int at, uint2 four) {
-    const int t = at >> (p.is_coded ? 3 : 4) & 3;
-    const int piece = p.is_coded ? piece_of<true>(at) : piece_of<false>(at);
-    u8 *chunk = to + (size_t)(at / CHUNK) * p.num_places * CHUNK_BYTES + 4 * t;
-    *(u32 *)(chunk + (piece ^ (place & 7)) * 16) = four.x;
-    *(u32 *)(chunk + ((piece | 1) ^ (place & 7)) * 16) = four.y;
+    arrange_four(p.out, p.num_places, place, at, p.is_coded, four);
   };
   normalise_by(p.x + (size_t)place * p.x_stride, p.norm, p.num_columns, p.padded, p.eps, put);
 }

@@ -295,6 +295,7 @@ SOURCE = nvrtc.KernelSource(
         "primitives.cuh",
         "matrix_unit.cuh",
         "tiles.cuh",
+        "arrange.cuh",
         "finish.cuh",
         "norm.cuh",
         "gemm_block.cuh",

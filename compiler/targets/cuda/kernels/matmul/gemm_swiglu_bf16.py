@@ -132,7 +132,10 @@ SOURCE = nvrtc.KernelSource(
             for columns in (1, 2)
         }
     ),
-    headers=("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "finish.cuh", "gemm_bf16.cuh"),
+    headers=(
+        *("primitives.cuh", "matrix_unit.cuh", "tiles.cuh", "arrange.cuh", "finish.cuh"),
+        "gemm_bf16.cuh",
+    ),
     structures=(("TensorMap", TensorMap), ("Product", MatmulParams), ("GemmSwiGLU", _GemmSwiGLU)),
 )
 
