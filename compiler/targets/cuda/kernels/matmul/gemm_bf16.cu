@@ -14,7 +14,7 @@ struct NormCodes {
 };
 
 // Write a token's norm, rounded to bfloat16, as codes with a power of two. A block per token.
-extern "C" __global__ void __launch_bounds__(256, 5) norm_codes(const NormCodes p) {
+extern "C" __global__ void __launch_bounds__(256) norm_codes(const NormCodes p) {
   __shared__ u32 each[8];
   uint2 values[8];
   release_dependents();

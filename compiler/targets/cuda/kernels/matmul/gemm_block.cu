@@ -44,7 +44,7 @@ struct ArrangeNorm {
 };
 
 // Write the norm of x in the same layout, with a block per token. `padded` columns are whole tiles.
-extern "C" __global__ void __launch_bounds__(256, 5) arrange_norm(const ArrangeNorm p) {
+extern "C" __global__ void __launch_bounds__(256) arrange_norm(const ArrangeNorm p) {
   release_dependents();
   const int place = blockIdx.x;
   auto put = [&](int at, uint2 four) {
