@@ -177,9 +177,9 @@ class AttentionRunner:
         """Return whether a prompt of this length uses another kernel from its first position."""
         return any(each.prompt.at(num_tokens) == CUDNN for each in self._bound.values())
 
-    def arranges(self, each: AttentionOp) -> bool:
+    def arranges(self, op: AttentionOp) -> bool:
         """Return whether the decode kernel can write the next matmul's x."""
-        return bool(self._bound[id(each)].splits)
+        return bool(self._bound[id(op)].splits)
 
     def decode(
         self,

@@ -294,12 +294,12 @@ class MatmulOps:
         num_places = self._feed(self._reader_of(each), num_rows, decodes)
         return (self._fed, num_places) if num_places else (out, 0)
 
-    def arranged_for(self, each: AttentionOp, num_rows: int) -> ArrangedOutput | None:
+    def arranged_for(self, attention: AttentionOp, num_rows: int) -> ArrangedOutput | None:
         """Return the output of a decode step's attention if `gemm_block.cu` is its only reader.
 
         That matmul must run next.
         """
-        reader = self._readers.get(id(each))
+        reader = self._readers.get(id(attention))
         num_places = self._feed(reader, num_rows, decodes=True)
         if reader is None or not num_places:
             return None

@@ -1,5 +1,6 @@
-"""What lies beside a plan's products: who reads them alone, what mixes positions next, and which
-norm is made for whom. Knows no kernels.
+"""Readers of a program's values: the next matmul, the next mixer, and the matmul after a norm.
+
+Excludes kernels.
 """
 
 from __future__ import annotations
@@ -24,43 +25,43 @@ from tilewright.compiler.targets.program.instructions import (
 _OUTPUTS = ("out", "normed")
 
 
-def readers_of(plan: KernelProgram) -> dict[int, LinearOp]:
+def readers_of(program: KernelProgram) -> dict[int, LinearOp]:
     """Return the next matmul by the identity of attention, or of a gate and up matmul, if only this
     matmul reads the result. The result has whole tiles.
     """
     found = {}
-    for index, (each, reader) in enumerate(pairwise(plan.instructions)):
-        if not isinstance(reader, LinearOp) or not _can_feed(each):
+    for index, (op, reader) in enumerate(pairwise(program.instructions)):
+        if not isinstance(reader, LinearOp) or not _can_feed(op):
             continue
         is_whole = reader.x.width % TILE_COLUMNS == 0 and reader.norm is None
-        later = plan.instructions[index + 2 :]
-        if is_whole and reader.x == each.out and not _is_read(reader.x, later):
-            found[id(each)] = reader
+        later = program.instructions[index + 2 :]
+        if is_whole and reader.x == op.out and not _is_read(reader.x, later):
+            found[id(op)] = reader
     return found
 
 
-def _can_feed(each: Instruction) -> TypeGuard[AttentionOp | LinearOp]:
-    if isinstance(each, LinearOp):
+def _can_feed(op: Instruction) -> TypeGuard[AttentionOp | LinearOp]:
+    if isinstance(op, LinearOp):
         # Shared experts may run along with experts.
-        return each.swiglu and not each.group.startswith("shared")
-    return isinstance(each, AttentionOp)
+        return op.swiglu and not op.group.startswith("shared")
+    return isinstance(op, AttentionOp)
 
 
 def _is_read(view: BufferView, later: Sequence[Instruction]) -> bool:
     """Return whether instructions read a buffer before they write it."""
-    for each in later:
-        if any(other.buffer == view.buffer for other in views_read_by(each)):
+    for op in later:
+        if any(other.buffer == view.buffer for other in views_read_by(op)):
             return True
-        if any(other.buffer == view.buffer for other in views_written_by(each)):
+        if any(other.buffer == view.buffer for other in views_written_by(op)):
             return False
     return False
 
 
-def views_read_by(each: Instruction) -> Iterator[BufferView]:
+def views_read_by(op: Instruction) -> Iterator[BufferView]:
     """Yield the views that an instruction reads. Sums also read their output."""
-    adds = isinstance(each, AllReduceAdd) or getattr(each, "residual", False)
-    for field in fields(each):
-        value = getattr(each, field.name)
+    adds = isinstance(op, AllReduceAdd) or getattr(op, "residual", False)
+    for field in fields(op):
+        value = getattr(op, field.name)
         if field.name in _OUTPUTS and not (adds and field.name == "out"):
             continue
         for view in value if isinstance(value, tuple) else (value,):
@@ -68,33 +69,33 @@ def views_read_by(each: Instruction) -> Iterator[BufferView]:
                 yield view
 
 
-def views_written_by(each: Instruction) -> Iterator[BufferView]:
+def views_written_by(op: Instruction) -> Iterator[BufferView]:
     """Yield the views that an instruction writes."""
     for name in _OUTPUTS:
-        view = getattr(each, name, None)
+        view = getattr(op, name, None)
         if view is not None:
             yield view
 
 
-def mixers_behind(plan: KernelProgram) -> dict[int, AttentionOp | DeltaRuleOp]:
-    """By identity, the last products before attention or linear attention, with that."""
+def mixers_behind(program: KernelProgram) -> dict[int, AttentionOp | DeltaRuleOp]:
+    """Return attention or linear attention by the identity of the last matmul before it."""
     found, last = {}, None
-    for each in plan.instructions:
-        if isinstance(each, LinearOp):
-            last = each
-        elif isinstance(each, AttentionOp | DeltaRuleOp) and last is not None:
-            found[id(last)] = each
+    for op in program.instructions:
+        if isinstance(op, LinearOp):
+            last = op
+        elif isinstance(op, AttentionOp | DeltaRuleOp) and last is not None:
+            found[id(last)] = op
     return found
 
 
-def norms_before(plan: KernelProgram) -> list[tuple[NormOp, LinearOp]]:
-    """Norms with the product right behind that reads them; what it writes is neither the norm nor
-    the norm's x.
+def norms_before(program: KernelProgram) -> list[tuple[NormOp, LinearOp]]:
+    """Return the norms with the next matmul as reader. The matmul writes neither the norm nor the
+    norm's x.
     """
     found = []
-    for norm, each in pairwise(plan.instructions):
-        if isinstance(norm, NormOp) and isinstance(each, LinearOp) and each.x == norm.out:
-            buffers = {norm.x.buffer, norm.out.buffer, each.out.buffer}
-            if each.norm is None and not each.residual and len(buffers) == 3:
-                found.append((norm, each))
+    for norm, matmul in pairwise(program.instructions):
+        if isinstance(norm, NormOp) and isinstance(matmul, LinearOp) and matmul.x == norm.out:
+            buffers = {norm.x.buffer, norm.out.buffer, matmul.out.buffer}
+            if matmul.norm is None and not matmul.residual and len(buffers) == 3:
+                found.append((norm, matmul))
     return found

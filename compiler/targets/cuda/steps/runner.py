@@ -76,12 +76,12 @@ class _Kernels:
     attention: AttentionRunner
     is_strict: bool
 
-    def attend(self, each: AttentionOp, step: Buffers, rows: TokenBatch, **how: Any) -> None:
+    def attend(self, op: AttentionOp, step: Buffers, rows: TokenBatch, **how: Any) -> None:
         """Run a decode step's attention, into the next matmul's x where possible."""
         arranged = None
-        if self.attention.arranges(each):
-            arranged = self.products.arranged_for(each, len(rows.tokens))
-        self.attention.decode(each, step, rows, arranged=arranged, **how)
+        if self.attention.arranges(op):
+            arranged = self.products.arranged_for(op, len(rows.tokens))
+        self.attention.decode(op, step, rows, arranged=arranged, **how)
 
 
 class StepRunner:
