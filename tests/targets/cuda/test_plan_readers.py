@@ -9,6 +9,8 @@ import pytest
 
 from tests.targets.cuda.recorded import FORMATS, plan_of, recorded_gpu, rows_of, steps_of
 from tests.tiny import precision_of
+from tilewright.compiler.targets.cuda.kernels.common import nvrtc
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
 from tilewright.compiler.targets.cuda.steps.plan_readers import readers_of
 from tilewright.compiler.targets.program.instructions import (
     AttentionOp,
@@ -22,7 +24,7 @@ from tilewright.models.shapes import SHAPES
 
 def program_of(kind: str) -> KernelProgram:
     config = {**SHAPES["llama-3.1-8b"], "num_hidden_layers": 2}
-    precision = precision_of(kind, **FORMATS[kind])
+    precision = precision_of(kind, **FORMATS.get(kind, {"kv_cache": "bf16"}))
     return plan_of(config_of_hf(config, where="llama-3.1-8b"), precision)
 
 
@@ -49,23 +51,44 @@ def test_only_the_single_reader_of_whole_tiles_counts() -> None:
     assert not has_reader(attention, other, matmul)
     assert not has_reader(attention, replace(matmul, norm=attention.inv_freq))
     assert not has_reader(attention, replace(matmul, x=matmul.out))
+    assert not has_reader(attention, replace(matmul, swiglu=True))
+    part = replace(attention.out, width=64, stride=attention.out.width)
+    assert not has_reader(attention, matmul, replace(attention, out=part), again)
     assert not has_reader(
         replace(attention, out=replace(attention.out, **narrow)),
         replace(matmul, x=replace(matmul.x, **narrow)),
     )
 
 
-@pytest.mark.parametrize("num_rows", [33, 64, 256])
-def test_no_kernel_arranges_the_output_of_attention(
-    num_rows: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "is_arranged"),
+    [
+        *(("bfp8", count, True) for count in (24, 64, 256, 512)),
+        ("bfp8", 513, False),
+        ("q40", 64, True),
+        ("bf16", 64, False),
+    ],
+)
+def test_the_next_matmul_reads_what_attention_writes(
+    kind: str, num_rows: int, is_arranged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs = {kind: program_of(kind) for kind in ("bfp8", "bf16")}
-    with recorded_gpu(monkeypatch, (9, 0)) as launches:
-        for kind, program in programs.items():
-            steps = steps_of(program, max_rows=256, max_context=1024)
-            launches.clear()
-            steps.decode(rows_of(num_rows), captured=True)
-            assert "gemm_block:arrange" not in launches.kernels
-            assert not steps._kernels(is_strict=False).products._is_fed
-            is_block = any(name.startswith("gemm_block") for name in launches.kernels)
-            assert is_block == (kind == "bfp8")
+    program = program_of(kind)
+    with recorded_gpu(monkeypatch, (9, 0)):
+        steps = steps_of(program, max_rows=1024, max_context=1024)
+        launched: list[tuple[str, nvrtc.KernelSource, Any]] = []
+        monkeypatch.setattr(
+            nvrtc,
+            "launch",
+            lambda source, name, *, arguments, **_: launched.append((name, source, arguments)),
+        )
+        steps.decode(rows_of(num_rows), captured=True)
+    found = [at for at, (name, *_) in enumerate(launched) if name.startswith(("attend", "walk"))]
+    assert len(found) == 2
+    for at in found:
+        attention, (_, source, matmul) = launched[at][2], launched[at + 1]
+        assert bool(attention.num_places) == is_arranged
+        if is_arranged:
+            assert matmul.product.x_stride == attention.num_places
+            assert matmul.product.num_tokens == num_rows
+            is_coded = source is gemm_block.CODED_SOURCE
+            assert bool(attention.is_coded) == is_coded == (kind == "q40")

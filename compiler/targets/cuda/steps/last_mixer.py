@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.compiler.targets.cuda.steps.plan_readers import views_read_by, views_written_by
+from tilewright.compiler.targets.cuda.steps.plan_readers import (
+    covers,
+    views_read_by,
+    views_written_by,
+)
 from tilewright.compiler.targets.program.instructions import (
     AddGatedOp,
     AttentionOp,
@@ -49,16 +53,9 @@ def last_mixer_of(program: KernelProgram) -> LastMixer | None:
     written: list[BufferView] = []
     for instruction in later:
         reads = views_read_by(instruction)
-        views |= dict.fromkeys(v for v in reads if not any(_covers(w, v) for w in written))
+        views |= dict.fromkeys(v for v in reads if not any(covers(w, v) for w in written))
         written += views_written_by(instruction)
     strides = {(view.buffer, view.stride or view.width) for view in views}
     if not views or len(strides) > len({buffer for buffer, _ in strides}):
         return None
     return LastMixer(program.instructions[start], tuple(views))
-
-
-def _covers(written: BufferView, view: BufferView) -> bool:
-    strides = [v.stride or v.width for v in (written, view)]
-    is_same = written.buffer == view.buffer and strides[0] == strides[1]
-    end, last = written.first + written.width, view.first + view.width
-    return is_same and written.first <= view.first and last <= end

@@ -118,7 +118,7 @@ class MatmulOps:
         self._splits = gemm_block_triton.split_scratch(device) if has_splits else None
         self._readers: dict[int, LinearOp] = {}
         self._matmuls: dict[tuple[int, bool], BoundMatmul] = {}
-        self._is_fed = False  # whether the next matmul's input is packed already
+        self._fed_reader: LinearOp | None = None  # the next matmul, if its input is arranged
         self._has_dense = is_native and arithmetic == FAST
         if self._has_dense:
             nvrtc.load(device, gemm_bf16.SOURCE, gemm_swiglu_bf16.SOURCE)
@@ -143,6 +143,8 @@ class MatmulOps:
         """
         bound = self._bound(each, decodes)
         packed, bias, norm, kernel = bound.packed, bound.bias, bound.norm, bound.kernel(out, x)
+        is_expected = self._fed_reader is bound.each and kernel == BLOCK
+        assert self._fed_reader is None or is_expected, "its input is arranged for another matmul"
         if kernel in (E4M3, DENSE_E4M3):
             self._lofi_product(bound, out, x, decodes, is_ours=kernel == DENSE_E4M3)
         elif kernel == SWIGLU:
@@ -221,7 +223,9 @@ class MatmulOps:
         return BoundMatmul(each, packed, bias, norm, codes, values, aligned, unaligned)
 
     def _reader_of(self, op: LinearOp) -> LinearOp | None:
-        """Return the matmul that reads a result in the layout of `BLOCK`, or None."""
+        """Return the matmul that reads a result in the layout of `BLOCK`, or None. A matmul writes
+        the layout of its own format.
+        """
         reader = self._readers.get(id(op))
         if reader is None:
             return None
@@ -267,7 +271,7 @@ class MatmulOps:
         """Multiply in launches of up to `gemm_block.MAX_TOKENS` rows, with the layout of the only
         reader for a single launch.
         """
-        is_there, self._is_fed = self._is_fed, False
+        is_there, self._fed_reader = self._fed_reader is not None, None
         num_rows, launches = len(x), gemm_block.launches_of(len(x))
         out, feeds = self._fed_by(each, out, num_rows, decodes)
         for rows in launches:
@@ -286,20 +290,20 @@ class MatmulOps:
             )
 
     def _fed_by(
-        self, each: LinearOp, out: Tensor, num_rows: int, decodes: bool
+        self, op: LinearOp, out: Tensor, num_rows: int, decodes: bool
     ) -> tuple[Tensor, int]:
-        """Return the output buffer and its slice count. If `gemm_block.cu` is the only reader, the
-        output uses its layout. Otherwise the slices are 0.
+        """Return the output buffer and its places. If `gemm_block.cu` is the only reader, this
+        memory has its layout. Otherwise the places are 0.
         """
-        num_places = self._feed(self._reader_of(each), num_rows, decodes)
+        num_places = self._feed(self._reader_of(op), num_rows, decodes)
         return (self._fed, num_places) if num_places else (out, 0)
 
     def arranged_for(self, attention: AttentionOp, num_rows: int) -> ArrangedOutput | None:
         """Return the output of a decode step's attention if `gemm_block.cu` is its only reader.
 
-        That matmul must run next.
+        This matmul must run next. None: the output has plain rows.
         """
-        reader = self._readers.get(id(attention))
+        reader = self._readers.get(id(attention))  # with any format: attention writes both layouts
         num_places = self._feed(reader, num_rows, decodes=True)
         if reader is None or not num_places:
             return None
@@ -307,15 +311,16 @@ class MatmulOps:
         return ArrangedOutput(self._fed, num_places, is_coded)
 
     def _feed(self, reader: LinearOp | None, num_rows: int, decodes: bool) -> int:
-        """Return the places of the next matmul's input in the layout of `BLOCK`. 0: another
-        layout.
+        """Mark the next matmul's input as arranged for `BLOCK`, and return its places.
+
+        0: the matmul reads rows.
         """
         if reader is None:
             return 0
         bound = self._bound(reader, decodes)
         if bound.unaligned.at(num_rows) != BLOCK or num_rows > gemm_block.MAX_TOKENS:
             return 0
-        self._is_fed = True
+        self._fed_reader = reader
         return gemm_block.num_places(self._way(bound.packed, num_rows), num_rows)
 
     def _native_product(

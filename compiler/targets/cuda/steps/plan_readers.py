@@ -1,6 +1,6 @@
 """Readers of a program's values: the next matmul, the next mixer, and the matmul after a norm.
 
-Excludes kernels.
+Also an instruction's views. Excludes kernels.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _OUTPUTS = ("out", "normed")
 
 
 def readers_of(program: KernelProgram) -> dict[int, LinearOp]:
-    """Return the next matmul by the identity of attention, or of a gate and up matmul, if only this
-    matmul reads the result. The result has whole tiles.
+    """Return the next matmul by the identity of attention, or of a gate and up matmul.
+
+    Only this matmul reads the result, and the result has whole tiles.
     """
     found = {}
     for index, (op, reader) in enumerate(pairwise(program.instructions)):
-        if not isinstance(reader, LinearOp) or not _can_feed(op):
+        if not isinstance(reader, LinearOp) or reader.swiglu or not _can_feed(op):
             continue
         is_whole = reader.x.width % TILE_COLUMNS == 0 and reader.norm is None
         later = program.instructions[index + 2 :]
@@ -52,20 +53,42 @@ def _is_read(view: BufferView, later: Sequence[Instruction]) -> bool:
     for op in later:
         if any(other.buffer == view.buffer for other in views_read_by(op)):
             return True
-        if any(other.buffer == view.buffer for other in views_written_by(op)):
+        if any(_replaces(written, view) for written in views_written_by(op)):
             return False
     return False
 
 
+def _replaces(written: BufferView, view: BufferView) -> bool:
+    is_same_layout = _stride(written) == _stride(view)
+    return covers(written, view) or (written.buffer == view.buffer and not is_same_layout)
+
+
+def covers(written: BufferView, view: BufferView) -> bool:
+    """Return whether a write replaces a view, with equal strides."""
+    is_same = written.buffer == view.buffer and _stride(written) == _stride(view)
+    end, last = written.first + written.width, view.first + view.width
+    return is_same and written.first <= view.first and last <= end
+
+
+def _stride(view: BufferView) -> int:
+    return view.stride or view.width
+
+
 def views_read_by(op: Instruction) -> Iterator[BufferView]:
-    """Yield the views that an instruction reads. Sums also read their output."""
+    """Yield the views that an instruction reads. Sums also read their output.
+
+    Intermediate results of an instruction are excluded.
+    """
     adds = isinstance(op, AllReduceAdd) or getattr(op, "residual", False)
+    convolve = op.convolve if isinstance(op, DeltaRuleOp) else None
+    if convolve is not None:
+        yield from views_read_by(convolve)
     for field in fields(op):
         value = getattr(op, field.name)
         if field.name in _OUTPUTS and not (adds and field.name == "out"):
             continue
         for view in value if isinstance(value, tuple) else (value,):
-            if isinstance(view, BufferView):
+            if isinstance(view, BufferView) and (convolve is None or view != convolve.out):
                 yield view
 
 

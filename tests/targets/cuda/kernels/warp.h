@@ -16,6 +16,9 @@ typedef unsigned char u8;
 struct Index {
   int x;
 };
+struct uint2 {
+  u32 x, y;
+};
 struct float2 {
   float x, y;
 };

@@ -37,7 +37,7 @@ struct Attend {
   int num_groups, num_joined;  // num_joined: blocks in a cluster, a power of two
   int group_splits;  // maximum; a multiple of num_joined
   int short_pages;  // maximum pages for a single group
-  int num_places, is_coded;  // of the next matmul's x, 0 for rows
+  int num_places, is_coded;  // num_places: of the next matmul's x, or 0 if `out` has plain rows
   float scale;  // multiplied by log2(e)
 };
 

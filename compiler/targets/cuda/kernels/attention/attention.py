@@ -156,8 +156,8 @@ def _output(out: torch.Tensor | ArrangedOutput, num_rows: int, num_columns: int)
     if isinstance(out, ArrangedOutput):
         assert num_rows <= out.num_places and num_columns % 128 == 0
         assert out.data.numel() >= out.num_places * num_columns * 2
-        found = {"out": out.data.data_ptr(), "num_places": out.num_places}
-        return {**found, "is_coded": out.is_coded}
+        address, num_places = out.data.data_ptr(), out.num_places
+        return {"out": address, "num_places": num_places, "is_coded": out.is_coded}
     assert out.dtype == torch.bfloat16 and out.data_ptr() % 8 == 0
     assert out.stride(1) == 1 and out.stride(0) % 4 == 0
     return {"out": out.data_ptr(), "out_stride": out.stride(0)}

@@ -10,7 +10,7 @@ template <bool CODED> __device__ __forceinline__ int piece_of(int column) {
   return CODED ? (column >> 3 & 4) + (column >> 1 & 3) : column >> 1 & 7;
 }
 
-// Write a token's values of four columns, from a multiple of 4.
+// Write a token's values of `column` to column + 3. `column` is a multiple of 4.
 __device__ __forceinline__ void arrange_four(void *out, int num_places, int place, int column,
                                              bool is_coded, uint2 four) {
   const int t = column >> (is_coded ? 3 : 4) & 3;
