@@ -28,6 +28,11 @@ class BufferView:
     first: int = 0
     stride: int = 0
 
+    @property
+    def pitch(self) -> int:
+        """Return the distance between rows in columns."""
+        return self.stride or self.width
+
 
 @dataclass(frozen=True, slots=True)
 class EmbedOp:

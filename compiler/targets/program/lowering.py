@@ -256,7 +256,7 @@ class Lowering:
         index: Any = node.args[1]
         whole, sizes = self._places[pieces.args[0]], pieces.args[1]
         first = whole.first + sum(sizes[:index])
-        return BufferView(whole.buffer, sizes[index], first, stride=whole.stride or whole.width)
+        return BufferView(whole.buffer, sizes[index], first, stride=whole.pitch)
 
     def _attend(self, node: Node) -> None:
         given = ops.RopeAttentionArguments.of(node.args)

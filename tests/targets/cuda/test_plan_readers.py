@@ -30,13 +30,14 @@ def program_of(kind: str) -> KernelProgram:
 
 def test_attention_and_gate_and_up_have_a_reader_in_every_layer() -> None:
     program = program_of("bfp8")
-    found = [each for each in program.instructions if id(each) in readers_of(program)]
-    assert [type(each) for each in found] == [AttentionOp, LinearOp] * 2
+    readers = readers_of(program)
+    found = [op for op in program.instructions if id(op) in readers]
+    assert [type(op) for op in found] == [AttentionOp, LinearOp] * 2
 
 
 def test_only_the_single_reader_of_whole_tiles_counts() -> None:
     program = program_of("bfp8")
-    at = next(i for i, each in enumerate(program.instructions) if isinstance(each, AttentionOp))
+    at = next(i for i, op in enumerate(program.instructions) if isinstance(op, AttentionOp))
     attention, matmul, other = program.instructions[at : at + 3]
     assert isinstance(attention, AttentionOp) and isinstance(matmul, LinearOp)
 

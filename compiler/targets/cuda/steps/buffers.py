@@ -22,7 +22,7 @@ def padded(width: int) -> int:
 
 def is_aligned(plan: KernelProgram, place: BufferView, count: int) -> bool:
     """Return whether a view's rows begin at multiples of ``count`` values."""
-    stride = place.stride or place.width
+    stride = place.pitch
     if plan.buffers[place.buffer].role == OPERAND:
         stride = padded(stride)
     return place.first % count == 0 == stride % count
@@ -77,7 +77,7 @@ class Buffers:
         return view
 
     def _lying(self, columns: BufferView, part: slice) -> Tensor:
-        stride = columns.stride or columns.width
+        stride = columns.pitch
         if self._plan.buffers[columns.buffer].role == OPERAND:
             stride = padded(stride)
         rows = self._flat[columns.buffer][: self._num_rows * stride].view(self._num_rows, stride)

@@ -55,7 +55,7 @@ def last_mixer_of(program: KernelProgram) -> LastMixer | None:
         reads = views_read_by(instruction)
         views |= dict.fromkeys(v for v in reads if not any(covers(w, v) for w in written))
         written += views_written_by(instruction)
-    strides = {(view.buffer, view.stride or view.width) for view in views}
+    strides = {(view.buffer, view.pitch) for view in views}
     if not views or len(strides) > len({buffer for buffer, _ in strides}):
         return None
     return LastMixer(program.instructions[start], tuple(views))

@@ -59,19 +59,15 @@ def _is_read(view: BufferView, later: Sequence[Instruction]) -> bool:
 
 
 def _replaces(written: BufferView, view: BufferView) -> bool:
-    is_same_layout = _stride(written) == _stride(view)
-    return covers(written, view) or (written.buffer == view.buffer and not is_same_layout)
+    is_other_layout = written.pitch != view.pitch
+    return written.buffer == view.buffer and (is_other_layout or covers(written, view))
 
 
 def covers(written: BufferView, view: BufferView) -> bool:
-    """Return whether a write replaces a view, with equal strides."""
-    is_same = written.buffer == view.buffer and _stride(written) == _stride(view)
+    """Return whether a write replaces a view, with equal pitches."""
+    is_same = written.buffer == view.buffer and written.pitch == view.pitch
     end, last = written.first + written.width, view.first + view.width
     return is_same and written.first <= view.first and last <= end
-
-
-def _stride(view: BufferView) -> int:
-    return view.stride or view.width
 
 
 def views_read_by(op: Instruction) -> Iterator[BufferView]:

@@ -74,7 +74,7 @@ def joined_routers(plan: KernelProgram, weights: Weights) -> dict[int, LinearOp]
         out, logits = product.out, each.logits
         is_plain = product.norm is None is product.bias
         is_plain = is_plain and not (product.residual or product.swiglu)
-        places = [(one.buffer, one.first, one.stride or one.width) for one in (out, logits)]
+        places = [(one.buffer, one.first, one.pitch) for one in (out, logits)]
         packed = weights.packed(product_of(product))
         if is_plain and places[0] == places[1] and native_router.takes(packed, each.logits.width):
             found[id(each)] = product

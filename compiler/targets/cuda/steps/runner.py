@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.collectives.group import RankGroup
+from tilewright.compiler.targets.cuda.kernels.attention.attention import ArrangedOutput
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.table import EXACT, FAST, STRICT, Gpu
 from tilewright.compiler.targets.cuda.kernels.elementwise.embedding import embed
@@ -76,12 +77,9 @@ class _Kernels:
     attention: AttentionRunner
     is_strict: bool
 
-    def attend(self, op: AttentionOp, step: Buffers, rows: TokenBatch, **how: Any) -> None:
-        """Run a decode step's attention, into the next matmul's x where possible."""
-        arranged = None
-        if self.attention.arranges(op):
-            arranged = self.products.arranged_for(op, len(rows.tokens))
-        self.attention.decode(op, step, rows, arranged=arranged, **how)
+    def arranged_for(self, op: AttentionOp, num_rows: int) -> ArrangedOutput | None:
+        """Return the output of a decode step's attention as the next matmul's x, where possible."""
+        return self.products.arranged_for(op, num_rows) if self.attention.arranges(op) else None
 
 
 class StepRunner:
@@ -219,8 +217,14 @@ class StepRunner:
                     break
                 step.alias(each.out, each.x)
             elif isinstance(each, AttentionOp):
-                kernels.attend(
-                    each, step, rows, reach=reach, captured=captured, has_drafts=has_drafts
+                kernels.attention.decode(
+                    each,
+                    step,
+                    rows,
+                    reach=reach,
+                    captured=captured,
+                    has_drafts=has_drafts,
+                    arranged=kernels.arranged_for(each, num_rows),
                 )
             elif isinstance(each, Mixer):
                 self._mixers.run(each, step, rows, decodes=True, captured=captured)
@@ -324,8 +328,9 @@ class StepRunner:
                 self._run_mixed(op, step, rows, layout, kernels)
             elif isinstance(op, AttentionOp):
                 is_end = logit_rows is None and last is not None and op is last.instruction
-                attend = partial(kernels.attention.prompt, op, step, rows, layout=layout)
-                attend(from_start=from_start, only_stores=is_end)
+                kernels.attention.prompt(
+                    op, step, rows, from_start=from_start, layout=layout, only_stores=is_end
+                )
             elif isinstance(op, DeltaRuleOp | Convolve):
                 self._mixers.run(op, step, rows, decodes=False, starts=layout.starts)
             elif isinstance(op, Mixer):
@@ -359,7 +364,7 @@ class StepRunner:
 
     def _run_mixed(
         self,
-        each: AttentionOp | DeltaRuleOp | Convolve,
+        op: AttentionOp | DeltaRuleOp | Convolve,
         step: Buffers,
         rows: TokenBatch,
         layout: ChunkLayout,
@@ -370,13 +375,12 @@ class StepRunner:
             (step.part(part), rows.part(part))
             for part in (slice(0, layout.decoding.start), layout.decoding)
         )
-        if isinstance(each, AttentionOp):
-            attend = partial(kernels.attention.prompt, each, *first, layout=layout)
-            prompts = partial(attend, from_start=False)
-            decode = partial(kernels.attention.decode, each, *second, reach=None, captured=False)
+        if isinstance(op, AttentionOp):
+            prompts = partial(kernels.attention.prompt, op, *first, from_start=False, layout=layout)
+            decode = partial(kernels.attention.decode, op, *second, reach=None, captured=False)
         else:
-            prompts = partial(self._mixers.run, each, *first, decodes=False, starts=layout.starts)
-            decode = partial(self._mixers.run, each, *second, decodes=True)
+            prompts = partial(self._mixers.run, op, *first, decodes=False, starts=layout.starts)
+            decode = partial(self._mixers.run, op, *second, decodes=True)
         self._beside.run(prompts, decode)
 
     def _run(

@@ -125,18 +125,18 @@ def test_the_next_matmul_reads_the_output(
     how: dict[str, Any] = {"kind": kind, "heads": heads, "head_dim": head_dim}
     step = Step(paged, device, positions=positions, num_pages=num_pages, **how)
     count, width = len(positions), heads[0] * head_dim
-    held = weight(weight_kind, (256, width), device, paired=False)
+    packed = weight(weight_kind, (256, width), device, paired=False)
     arranged = gemm_block.scratch(width, device).fill_(0xFF)
-    num_places = gemm_block.num_places(gemm_block.choose_way(held, count), count)
+    num_places = gemm_block.num_places(gemm_block.choose_way(packed, count), count)
     x = torch.full((count, width), NAN, dtype=torch.bfloat16, device=device)
-    is_coded = held.format in gemv.CODED
+    is_coded = packed.format in gemv.CODED
     for out in (x, native_attention.ArrangedOutput(arranged, num_places, is_coded)):
         arguments = step.arguments(list(range(count)))
         native_attention.attend_decode(step.cache.pages, step.qkv, out=out, **arguments)
     want, found = torch.full((2, count, 256), NAN, device=device)
     how = {"epilogue": gemv.STORE, "arranged": arranged}
-    gemm_block.linear(found, x, held, is_there=True, **how)
-    gemm_block.linear(want, x, held, **how)
+    gemm_block.linear(found, x, packed, is_there=True, **how)
+    gemm_block.linear(want, x, packed, **how)
     assert torch.equal(found, want) and bool(want.isfinite().all())
 
 
