@@ -193,12 +193,12 @@ def with_passes_that_fit(
         return options
     usual = replace(options, max_shared_tokens=USUAL_OF_MIXERS)
     least = work_bytes(plan, usual)
-    room = free_bytes(options, device) - weight_bytes(plan) - least
+    left = free_bytes(options, device) - weight_bytes(plan) - least
     if options.copies != "auto":
-        room -= copy_bytes(plan, kinds_for(options))
+        left -= copy_bytes(plan, kinds_for(options))
     for size in reversed(_passes(plan, options)[-1][1]):
         found = replace(options, max_shared_tokens=size)
-        if _has_room_for(work_bytes(plan, found) - least, plan, options, room):
+        if _has_room_for(work_bytes(plan, found) - least, plan, options, left):
             return found
     return usual
 

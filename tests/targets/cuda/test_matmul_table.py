@@ -26,6 +26,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
 from tilewright.compiler.targets.cuda.kernels.matmul import (
     gemm_bf16,
     gemm_block,
+    gemm_block_e4m3,
     gemm_block_triton,
     gemm_swiglu_bf16,
     gemv,
@@ -69,6 +70,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gemv, "linear", recorded("gemv", shows=("alone",)))
     monkeypatch.setattr(gemm_block, "linear", recorded("block", shows=("way", "alone", "feeds")))
     monkeypatch.setattr(gemm_block_triton, "linear", recorded("block triton"))
+    monkeypatch.setattr(gemm_block_e4m3, "linear", recorded("block e4m3", shows=("alone", "feeds")))
     monkeypatch.setattr(gemm_bf16, "linear", recorded("dense", shows=("alone", "feeds")))
     monkeypatch.setattr(gemm_swiglu_bf16, "swiglu", recorded("swiglu", shows=("alone",)))
     names = {"store_product": "cublas", "add_product": "cublas", "triton_linear": "triton"}
@@ -80,7 +82,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(matmul, function, lambda *_, **__: None)
     monkeypatch.setattr(matmul, "dequantise", recorded("dequantize"))
     monkeypatch.setattr(MatmulOps, "_norm", lambda self, x, norm, decodes: x)
-    monkeypatch.setattr(MatmulOps, "_codes", lambda self, x, norm, decodes: (x, x))
+    monkeypatch.setattr(MatmulOps, "_codes", lambda self, x, *_, **__: (x, x))
     return seen
 
 
@@ -149,6 +151,7 @@ def matmul_of(
     held = PackedWeight(kind, rows, columns, data, each.swiglu)
     weights: Any = SimpleNamespace(weight_of=lambda each: held, bias_of=lambda each: None)
     made = DequantizedCopies.__new__(DequantizedCopies)
+    made.num_lofi = 0
     values = torch.empty(rows, columns, device=META, dtype=torch.bfloat16)
     scales = torch.empty(rows, 1, device=META) if copies == "codes" else None
     made._copies = {product_of(each): DequantizedCopy(values, scales)} if copies else {}

@@ -31,6 +31,7 @@ from tilewright.compiler.targets.cuda.kernels.experts.table import CPP, TRITON
 from tilewright.compiler.targets.cuda.kernels.matmul import (
     gemm_bf16,
     gemm_block,
+    gemm_block_e4m3,
     gemm_block_triton,
     gemv,
 )
@@ -241,11 +242,17 @@ def test_codes_of_large_weights_go_through_our_own_kernels_up_to_64_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gemm_bf16, "num_processors", lambda device: 132)
-    plan, _, products = products_of("bfp4", gpu=HOPPER, copies=Kinds(codes=True), fidelity="lofi")
+    plan, _, products = products_of(
+        "bfp4",
+        gpu=HOPPER,
+        copies=Kinds(codes=True),
+        fidelity="lofi",
+        make=lambda: tiny_model(num_layers=1, hidden_size=64),
+    )
     each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     seen: list[str] = []
     monkeypatch.setattr(
-        gemm_bf16, "linear", lambda out, x, *_, **__: seen.append(f"{type(x).__name__} {len(x)}")
+        gemm_block_e4m3, "linear", lambda _, x, *__, **___: seen.append(f"codes {len(x[0])}")
     )
     monkeypatch.setattr(gemv, "linear", lambda *_, num_tokens, **__: seen.append(f"{num_tokens}"))
     monkeypatch.setattr(
@@ -265,7 +272,7 @@ def test_codes_of_large_weights_go_through_our_own_kernels_up_to_64_rows(
     assert kernels_of(16, 17, 32, 33) == ["16", "block 17", "block 32", "library"]
     monkeypatch.setattr(gemm_bf16, "_MIN_LARGE_TURNS", 0)  # as if the weight were large
     products._matmuls.clear()
-    assert kernels_of(33, 64, 65) == ["BlockCodes 33", "BlockCodes 64", "library"]
+    assert kernels_of(33, 64, 65) == ["codes 33", "codes 64", "library"]
 
 
 @pytest.mark.parametrize(

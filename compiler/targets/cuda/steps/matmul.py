@@ -20,6 +20,7 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.table import CPP, Norm
 from tilewright.compiler.targets.cuda.kernels.matmul import (
     gemm_bf16,
     gemm_block,
+    gemm_block_e4m3,
     gemm_block_triton,
     gemm_swiglu_bf16,
     gemv,
@@ -34,11 +35,11 @@ from tilewright.compiler.targets.cuda.kernels.matmul.gemm_block import (
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv_triton import linear as triton_linear
 from tilewright.compiler.targets.cuda.kernels.matmul.table import (
     BLOCK,
+    BLOCK_E4M3,
     BLOCK_TRITON,
     CODED,
     CUBLAS,
     DENSE,
-    DENSE_E4M3,
     E4M3,
     GEMV,
     SWIGLU,
@@ -122,6 +123,8 @@ class MatmulOps:
         self._has_dense = is_native and arithmetic == FAST
         if self._has_dense:
             nvrtc.load(device, gemm_bf16.SOURCE, gemm_swiglu_bf16.SOURCE)
+            if copies.num_lofi:
+                nvrtc.load(device, gemm_block_e4m3.SOURCE)
         if is_native:
             nvrtc.load(device, gemv.source(), gemm_block.SOURCE)
             if any(weights.weight_of(op).format in gemv.CODED for op in plan.products):
@@ -145,8 +148,8 @@ class MatmulOps:
         packed, bias, norm, kernel = bound.packed, bound.bias, bound.norm, bound.kernel(out, x)
         is_expected = self._fed_reader is bound.each and kernel == BLOCK
         assert self._fed_reader is None or is_expected, "its input is arranged for another matmul"
-        if kernel in (E4M3, DENSE_E4M3):
-            self._lofi_product(bound, out, x, decodes, is_ours=kernel == DENSE_E4M3)
+        if kernel in (E4M3, BLOCK_E4M3):
+            self._lofi_product(bound, out, x, decodes, is_ours=kernel == BLOCK_E4M3)
         elif kernel == SWIGLU:
             x = self._norm(x, norm, decodes)
             weight = packed.data if bound.values is None else bound.values
@@ -375,13 +378,22 @@ class MatmulOps:
     def _lofi_product(
         self, bound: BoundMatmul, out: Tensor, x: Tensor, decodes: bool, *, is_ours: bool
     ) -> None:
-        """Run an e4m3 operand matmul, by `DENSE_E4M3` if ``is_ours``."""
+        """Run an e4m3 operand matmul, by `BLOCK_E4M3` if ``is_ours``."""
         each, packed, bias, copy = bound.each, bound.packed, bound.bias, bound.codes
         assert copy is not None and copy.scales is not None
-        codes, scales = self._codes(x, bound.norm, decodes)
+        codes, scales = self._codes(x, bound.norm, decodes, is_arranged=is_ours)
         if is_ours:
-            operands = gemm_bf16.BlockCodes(copy.values, copy.scales, codes, scales)
-            self._dense_product(each, out, operands, packed, bias, decodes)
+            out, feeds = self._fed_by(each, out, len(x), decodes)
+            gemm_block_e4m3.linear(
+                out,
+                (codes, scales),
+                packed,
+                copy.scales,
+                epilogue=epilogue_of(each),
+                bias=bias,
+                feeds=feeds,
+                alone=self._is_alone(each, packed, len(x)),
+            )
             return
         if not each.swiglu:
             found = codes_product(codes, copy.values, self._one)
@@ -399,7 +411,7 @@ class MatmulOps:
         self,
         each: LinearOp,
         out: Tensor,
-        x: Tensor | gemm_bf16.BlockCodes,
+        x: Tensor,
         packed: PackedWeight,
         bias: Tensor | None,
         decodes: bool,
@@ -416,14 +428,21 @@ class MatmulOps:
         )
 
     def _codes(
-        self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool
+        self,
+        x: Tensor,
+        norm: tuple[Tensor, float] | None,
+        decodes: bool,
+        *,
+        is_arranged: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return e4m3 codes and row scales for x or for its norm."""
+        """Return e4m3 codes and row scales for x or for its norm. ``is_arranged``: in the order of
+        `BLOCK_E4M3`.
+        """
         if norm is None:
-            return round_rows(x)
+            return round_rows(x, is_arranged=is_arranged)
         if self._has_dense and gemv.takes_norm(norm[0].numel()) and gemm_bf16.has_room(x):
-            return gemm_bf16.norm_codes(x, *norm)
-        return round_rows(self._norm(x, norm, decodes))
+            return gemm_block_e4m3.norm_codes(x, *norm, is_arranged=is_arranged)
+        return round_rows(self._norm(x, norm, decodes), is_arranged=is_arranged)
 
     def _library_product(
         self, each: LinearOp, out: Tensor, x: Tensor, packed: PackedWeight, bias: Tensor | None

@@ -16,11 +16,8 @@ from tests.targets.cuda.kernels.test_gemv import (
     tokens,
     weight,
 )
-from tests.targets.cuda.lofi_bounds import check_sums
-from tilewright.compiler.formats import get_format
-from tilewright.compiler.targets.cuda.kernels.matmul import e4m3, gemm_bf16, gemv
-from tilewright.compiler.targets.cuda.kernels.matmul.gemm_bf16 import BlockCodes, DenseTileConfig
-from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI, exact_rows, values
+from tilewright.compiler.targets.cuda.kernels.matmul import gemm_bf16, gemm_block, gemv
+from tilewright.compiler.targets.cuda.kernels.matmul.gemm_bf16 import DenseTileConfig
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 from tilewright.compiler.targets.cuda.weights.packing import unpack
 
@@ -54,9 +51,6 @@ def test_what_it_takes() -> None:
         True,
         False,
     ]
-    assert not gemm_bf16.code_rows_of(shaped("bfp4", 4096, 4096))
-    large = [n in gemm_bf16.code_rows_of(shaped("bfp4", 28672, 4096)) for n in (64, 65)]
-    assert large == [True, False]
     assert 32 not in gemm_bf16.rows_of(shaped("bfp8", 6144, 4096))
     x = torch.zeros(16, 104, dtype=torch.bfloat16)
     assert gemm_bf16.has_room(x[:, :96])
@@ -68,16 +62,10 @@ def test_what_it_takes() -> None:
     rows=st.integers(1, 300_000),
     columns=st.integers(1, 32_768),
     count=st.integers(1, gemm_bf16.MAX_TOKENS),
-    is_codes=st.booleans(),
 )
-def test_what_is_chosen_is_there_and_fits(
-    rows: int, columns: int, count: int, is_codes: bool
-) -> None:
-    held = shaped("bfp4" if is_codes else "bf16", rows, columns)
-    if is_codes and count not in gemm_bf16.code_rows_of(held):
-        return
-    way = gemm_bf16.choose_way(held, count, is_codes=is_codes)
-    assert way.kernel("e4m3" if is_codes else "bf16") in gemm_bf16.SOURCE.names
+def test_what_is_chosen_is_there_and_fits(rows: int, columns: int, count: int) -> None:
+    way = gemm_bf16.choose_way(shaped("bf16", rows, columns), count)
+    assert way.kernel in gemm_bf16.SOURCE.names
     assert count <= 8 * way.eights and way.depth >= 2
     assert way.resident * (way.shared_bytes + 2048) <= gemv.MOST_SHARED + 3072
     assert way.slices == 1 or way.slices * -(-rows // (64 * way.groups)) <= 132
@@ -85,14 +73,12 @@ def test_what_is_chosen_is_there_and_fits(
 
 def test_every_kernel_has_a_product() -> None:
     """Machine code is compiled at model start, so it has no unused kernel."""
-    chosen = {"norm_codes"}
+    chosen = set()
     for size in (*SIZES, (16384, 14336), (128256, 4096)):
         held = shaped("bf16", *size)
         for count in range(9, gemm_bf16.MAX_TOKENS + 1):
             if count in gemm_bf16.rows_of(held):
-                chosen.add(gemm_bf16.choose_way(held, count).kernel("bf16"))
-            if count in gemm_bf16.code_rows_of(held) and count >= LEAST_LOFI:
-                chosen.add(gemm_bf16.choose_way(held, count, is_codes=True).kernel("e4m3"))
+                chosen.add(gemm_bf16.choose_way(held, count).kernel)
     assert set(gemm_bf16.SOURCE.names) == chosen
 
 
@@ -188,16 +174,15 @@ def gpu(device: torch.device) -> torch.device:
     return gpu_of(device, gemm_bf16.SOURCE)
 
 
-def ways_of(kind: str, held: PackedWeight, count: int) -> list[DenseTileConfig]:
+def ways_of(held: PackedWeight, count: int) -> list[DenseTileConfig]:
     """Return all kernels with all possible slices."""
-    found = []
     chunks = -(-2 * held.num_columns // 128)
-    for of, eights, groups in gemm_bf16.MADE:
-        for slices in (1, 2, 4, 8):
-            way = DenseTileConfig(eights, groups, slices)
-            if of == kind and 8 * way.eights >= count and slices <= max(1, chunks // 2):
-                found.append(way)
-    return found
+    return [
+        DenseTileConfig(eights, groups, slices)
+        for eights, groups in gemm_bf16.MADE
+        for slices in (1, 2, 4, 8)
+        if 8 * eights >= count and slices <= max(1, chunks // 2)
+    ]
 
 
 @pytest.mark.gpu
@@ -228,7 +213,7 @@ def test_every_way(size: tuple[int, int], count: int, gpu: torch.device) -> None
     held = weight("bf16", size, gpu, paired=False)
     x = torch.cat([tokens(held, gpu) for _ in range(2)])[:count, : size[1]]
     want = x.double() @ unpack(held).double().T
-    for way in ways_of("bf16", held, count):
+    for way in ways_of(held, count):
         out = torch.full((count, size[0]), NAN, device=gpu)
         gemm_bf16.linear(out, x, held, epilogue=gemv.STORE, way=way)
         torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
@@ -246,68 +231,21 @@ def test_swiglu(size: tuple[int, int], gpu: torch.device) -> None:
         torch.testing.assert_close(out.double(), want[:count], rtol=2**-7, atol=1e-3)
 
 
-def codes_of(size: tuple[int, int], count: int, gpu: torch.device, octaves: int = 48) -> BlockCodes:
-    """Return codes. Weight rows differ by ``octaves``."""
-    dense = torch.randn(size, device=gpu) / size[1] ** 0.5
-    dense *= torch.exp2(torch.arange(float(size[0]), device=gpu) % octaves)[:, None]
-    exact = exact_rows(get_format("bfp4").round_trip(dense))
-    assert exact is not None
-    return BlockCodes(*exact, *e4m3.round_rows(torch.randn(count, size[1], device=gpu)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [(48, 1040), (200, 96), (35, 2048), (34000, 128)])
-def test_products_of_codes(size: tuple[int, int], gpu: torch.device) -> None:
-    """Within the matrix unit's error, for single and several turns."""
-    held = PackedWeight("bfp4", *size, torch.empty(0, device=gpu))
-    for count in (33, 64):
-        codes, bias = codes_of(size, count, gpu), torch.randn(size[0], device=gpu)
-        x, dense = values(codes.x, codes.token_scales), values(codes.weight, codes.row_scales)
-        for way in ways_of("e4m3", held, count):
-            out = torch.full((count, size[0] + 3), NAN, device=gpu)[:, : size[0]]
-            gemm_bf16.linear(out, codes, held, epilogue=gemv.STORE, way=way)
-            check_sums(out, x, dense)
-            total = torch.ones_like(out)
-            gemm_bf16.linear(total, codes, held, epilogue=gemv.ADD, bias=bias, way=way)
-            torch.testing.assert_close(total, out + bias + 1, rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 576, 4096, 8192])
-def test_codes_of_a_norm_are_those_of_its_rows(width: int, gpu: torch.device) -> None:
-    x = torch.randn(33, width + 4, device=gpu)[:, :width] * 3
-    x[1], x[2] = 0.0, x[2] * 2.0**-100
-    norm = torch.rand(width, device=gpu) + 0.5
-    normed = torch.empty(33, width, dtype=torch.bfloat16, device=gpu)
-    gemv.rms_norm(normed, x, norm, eps=1e-5, num_tokens=33)
-    found, wanted = gemm_bf16.norm_codes(x, norm, 1e-5), e4m3.round_rows(normed)
-    assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
-    assert torch.equal(found[1], wanted[1])
-
-
 @pytest.mark.gpu
 def test_what_feeds_a_product_of_blocks(gpu: torch.device) -> None:
-    """The output has the layout of `gemm_block.cu`, for bfloat16 and for codes."""
-    from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
-
+    """The output has the layout of `gemm_block.cu`."""
     held = weight("bf16", (16384, 2048), gpu, paired=True)
     down = weight("bfp8", (4096, 8192), gpu, paired=False)
     x = tokens(held, gpu)[:60]
-    codes = codes_of((16384, 2048), 60, gpu, octaves=1)
     way = gemm_block.choose_way(down, 60)
-    for operands in (x, codes):
-        out = torch.zeros(60, 8192, dtype=torch.bfloat16, device=gpu)
-        gemm_bf16.linear(out, operands, held, epilogue=gemv.SWIGLU)
-        if operands is codes:
-            dense = values(codes.weight, codes.row_scales)
-            wanted = swiglu_of(values(codes.x, codes.token_scales), dense)
-            torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
-        want, fed = torch.zeros(2, 60, 4096, device=gpu)
-        behind = gemm_block.scratch(8192, gpu)
-        how = {"epilogue": gemv.STORE, "arranged": behind, "way": way}
-        gemm_block.linear(want, out, down, **how)
-        behind.fill_(0xFF)
-        places = gemm_block.num_places(way, 60)
-        gemm_bf16.linear(behind, operands, held, epilogue=gemv.SWIGLU, feeds=places)
-        gemm_block.linear(fed, out, down, is_there=True, **how)
-        assert torch.equal(fed, want)
+    out = torch.zeros(60, 8192, dtype=torch.bfloat16, device=gpu)
+    gemm_bf16.linear(out, x, held, epilogue=gemv.SWIGLU)
+    want, fed = torch.zeros(2, 60, 4096, device=gpu)
+    behind = gemm_block.scratch(8192, gpu)
+    how = {"epilogue": gemv.STORE, "arranged": behind, "way": way}
+    gemm_block.linear(want, out, down, **how)
+    behind.fill_(0xFF)
+    places = gemm_block.num_places(way, 60)
+    gemm_bf16.linear(behind, x, held, epilogue=gemv.SWIGLU, feeds=places)
+    gemm_block.linear(fed, out, down, is_there=True, **how)
+    assert torch.equal(fed, want)

@@ -28,6 +28,7 @@ from tilewright.compiler.targets.cuda.kernels.experts import router as native_ro
 from tilewright.compiler.targets.cuda.kernels.matmul import (
     gemm_bf16,
     gemm_block,
+    gemm_block_e4m3,
     gemm_swiglu_bf16,
     gemv,
 )
@@ -45,6 +46,7 @@ SOURCES = [
     native_experts.MOE_SMALL,
     gemm_block.SOURCE,
     gemm_block.CODED_SOURCE,
+    gemm_block_e4m3.SOURCE,
     gemm_bf16.SOURCE,
     gemm_swiglu_bf16.SOURCE,
     all_reduce.SOURCE,

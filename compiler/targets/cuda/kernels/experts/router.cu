@@ -63,7 +63,7 @@ template <int MT> __device__ __forceinline__ void router(const Router &p) {
       const u64 x = operand_at(ring + i * bytes + groups * W_BYTES);
       group_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) multiply_rows<BF16>(acc, w + 2 * k, x + 2 * k, k > 0 || i > 0);
+      for (int k = 0; k < 4; ++k) multiply_rows(acc, w + 2 * k, x + 2 * k, k > 0 || i > 0);
       group_commit();
       group_wait<0>();
     }

@@ -37,6 +37,17 @@ def e4m3_codes(x):
 
 
 @triton.jit
+def position_of(column):
+    """Return a column's position for gemm_block_e4m3.cu.
+
+    In 64 columns, lane t decodes ``16 t .. 16 t + 15``: eight columns, then eight more. In
+    both, even columns come first.
+    """
+    within = (column >> 3 & 1) * 32 + (column & 1) * 16 + (column >> 4 & 3) * 4 + (column >> 1 & 3)
+    return (column & ~63) + within
+
+
+@triton.jit
 def _round_rows_kernel(
     out_ptr,
     scales_ptr,
@@ -44,6 +55,7 @@ def _round_rows_kernel(
     width,
     out_stride,
     x_stride,
+    ARRANGED: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -58,14 +70,16 @@ def _round_rows_kernel(
     scale = (field << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - field) << 23).to(tl.float32, bitcast=True)
     codes = e4m3_codes(x * inverse)
-    tl.store(out_ptr + row * out_stride + channel, codes.to(tl.uint8), mask=inside)
+    at = position_of(channel) if ARRANGED else channel
+    tl.store(out_ptr + row * out_stride + at, codes.to(tl.uint8), mask=inside)
     tl.store(scales_ptr + row, tl.where(largest > 0, scale, 1.0))
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def round_rows(x: Tensor, *, is_arranged: bool = False) -> tuple[Tensor, Tensor]:
     """Return codes ``[M, K]`` and float32 powers of two ``[M, 1]`` for ``x [M, K]``.
 
-    ``x`` is bfloat16 or float32, and may have gaps between rows. The results are new tensors.
+    ``x`` is bfloat16 or float32, and may have gaps between rows. ``is_arranged``: codes are in
+    the order for :mod:`.gemm_block_e4m3`. K then has whole 64 columns. The results are new tensors.
     """
     num_rows, width = x.shape
     assert x.stride(1) == 1
@@ -79,6 +93,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         width,
         codes.stride(0),
         x.stride(0),
+        ARRANGED=is_arranged,
         BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
         **chained(x),

@@ -1,5 +1,5 @@
-// Matmul of 5 to 128 tokens with weight rows. The tensor copy engine loads both into shared memory.
-// The matrix unit reads them there.
+// Matmul of 5 to 128 tokens with bfloat16 weight rows. The tensor copy engine loads both into shared
+// memory. The matrix unit reads them there.
 #pragma once
 
 #include "finish.cuh"
@@ -8,12 +8,11 @@
 struct Dense {
   TensorMap weight, x;  // [N, K] and [M, K], in 128-byte boxes along K
   Product product;      // its operands are not read
-  const float *row_scales, *token_scales;  // for e4m3 codes: [N] and [M], powers of two
-  int num_chunks;                          // 128 bytes of K each
-  int depth;                               // chunks in flight
-  int num_blocks;                          // row blocks
+  int num_chunks;       // 128 bytes of K each
+  int depth;            // chunks in flight
+  int num_blocks;       // row blocks
+  int padding[5];       // to the alignment of maps
 };
-constexpr int E4M3 = 3;  // continues the formats in tiles.cuh; products of codes are exact
 constexpr int MOST_CHUNKS = 12;
 constexpr u64 ONCE = 0x12F0000000000000ull, OFTEN = 0x14F0000000000000ull;  // L2 cache policies
 
@@ -24,13 +23,6 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap &map, int colum
       "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(row),
       "l"(policy) : "memory");
 }
-// Two e4m3 codes, to nearest even.
-__device__ __forceinline__ u32 codes2(float low, float high) {
-  u16 d;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
-  return d;
-}
-
 #define LIST8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define LIST16 LIST8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define LIST32                                                                                    \
@@ -38,51 +30,31 @@ __device__ __forceinline__ u32 codes2(float low, float high) {
 #define LIST64                                                                                    \
   LIST32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "     \
          "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-// Multiply 64 rows with N tokens over 32 bytes of K, from shared memory, into c. `adds`: add to c.
+// Multiply 64 rows with N tokens over 16 columns, from shared memory, into c. `adds`: add to c.
 #define MULTIPLY_ROWS(MT, N, LIST, W, X, A, ...)                                                  \
-  template <int T>                                                                                \
   __device__ __forceinline__ void multiply_rows(float (&c)[MT][4], u64 w, u64 x, u32 adds) {      \
-    if (T == BF16)                                                                                \
-      asm volatile("{.reg .pred adds;\nsetp.ne.u32 adds, %" #A ", 0;\n"                           \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, %" #W    \
-                   ", %" #X ", adds, 1, 1, 0, 0;}"                                                \
-                   : __VA_ARGS__ : "l"(w), "l"(x), "r"(adds));                                    \
-    else                                                                                          \
-      asm volatile("{.reg .pred adds;\nsetp.ne.u32 adds, %" #A ", 0;\n"                           \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" LIST "}, %" #W    \
-                   ", %" #X ", adds, 1, 1;}"                                                      \
-                   : __VA_ARGS__ : "l"(w), "l"(x), "r"(adds));                                    \
+    asm volatile("{.reg .pred adds;\nsetp.ne.u32 adds, %" #A ", 0;\n"                             \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, %" #W      \
+                 ", %" #X ", adds, 1, 1, 0, 0;}"                                                  \
+                 : __VA_ARGS__ : "l"(w), "l"(x), "r"(adds));                                      \
   }
 MULTIPLY_ROWS(2, 16, LIST8, 8, 9, 10, ACC4(0), ACC4(1))
 MULTIPLY_ROWS(4, 32, LIST16, 16, 17, 18, ACC16(0))
 MULTIPLY_ROWS(8, 64, LIST32, 32, 33, 34, ACC16(0), ACC16(4))
 MULTIPLY_ROWS(16, 128, LIST64, 64, 65, 66, ACC16(0), ACC16(4), ACC16(8), ACC16(12))
 
-// Finish a lane's sums. Sums of codes are first multiplied by the row and token scales. Finishing
-// `AT_ONCE` tiles at a time limits the registers.
-template <int T, int MT>
-__device__ __forceinline__ void finish_sums(const Dense &dense, int token, int tile, int g,
+// Finish a lane's sums. Finishing `AT_ONCE` tiles at a time limits the registers.
+template <int MT>
+__device__ __forceinline__ void finish_sums(const Product &p, int token, int tile, int g,
                                             const float (&sums)[MT][4]) {
-  const Product &p = dense.product;
   constexpr int AT_ONCE = MT < 4 ? MT : MT < 16 ? 4 : 2;
-  float top = 1.0f, low = 1.0f;
-  if (T == E4M3) {
-    const int row = tile * 16 + g;
-    top = row < p.num_rows ? dense.row_scales[row] : 0.0f;
-    low = row + 8 < p.num_rows ? dense.row_scales[row + 8] : 0.0f;
-  }
 #pragma unroll
   for (int first = 0; first < MT; first += AT_ONCE) {
     float part[AT_ONCE][4];
 #pragma unroll
     for (int m = 0; m < AT_ONCE; ++m)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        part[m][i] = sums[first + m][i];
-        if (T == BF16) continue;
-        const int own = min(token + 8 * (first + m) + (i & 1), p.num_tokens - 1);
-        part[m][i] *= (i < 2 ? top : low) * dense.token_scales[own];
-      }
+      for (int i = 0; i < 4; ++i) part[m][i] = sums[first + m][i];
     finish_tile<BF16>(p, token + 8 * first, tile, g, part);
     asm volatile("" ::: "memory");
   }
@@ -91,9 +63,9 @@ __device__ __forceinline__ void finish_sums(const Dense &dense, int token, int t
 // Multiply MT * 8 tokens in G groups of four warps, 64 rows per group. A further warp starts the
 // copies. A block processes row blocks without a gap. Or a cluster along z splits K, and its sums
 // are added in order.
-template <int T, int MT, int G> __device__ __forceinline__ void dense(const Dense &dense) {
+template <int MT, int G> __device__ __forceinline__ void dense(const Dense &dense) {
   constexpr u32 W_BYTES = G * 64 * 128, X_BYTES = MT * 8 * 128, BYTES = W_BYTES + X_BYTES;
-  constexpr int TOKENS = MT * 8, UNITS = G * MT, COLUMNS = T == BF16 ? 64 : 128;
+  constexpr int TOKENS = MT * 8, UNITS = G * MT, COLUMNS = 64;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 full[MOST_CHUNKS], empty[MOST_CHUNKS];
   const int lane = threadIdx.x & 31, group = threadIdx.x >> 7, g = lane >> 2, t = lane & 3;
@@ -151,47 +123,24 @@ template <int T, int MT, int G> __device__ __forceinline__ void dense(const Dens
         __syncwarp();
         const u64 w = operand_at(ring + slot * BYTES + group * 8192);
         const u64 x = operand_at(ring + slot * BYTES + W_BYTES);
-        if (T == BF16) {
-          group_fence();
+        group_fence();
 #pragma unroll
-          for (int k = 0; k < 4; ++k) multiply_rows<T>(acc, w + 2 * k, x + 2 * k, k > 0 || step > 0);
-          group_commit();
-          group_wait<1>();
-          if (step && lane == 0) arrive_at(at_empty + 8 * before);
-          before = slot;
-        } else {  // the unit's sums have about 14 bits: add 128 columns, then add in float32
-          float part[MT][4];
-          group_fence();
-#pragma unroll
-          for (int k = 0; k < 4; ++k) multiply_rows<T>(part, w + 2 * k, x + 2 * k, k > 0);
-          group_commit();
-          group_wait<0>();
-          if (lane == 0) arrive_at(at_empty + 8 * slot);
-#pragma unroll
-          for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              asm volatile("" : "+f"(part[m][i])::"memory");
-              acc[m][i] += part[m][i];
-            }
-        }
+        for (int k = 0; k < 4; ++k) multiply_rows(acc, w + 2 * k, x + 2 * k, k > 0 || step > 0);
+        group_commit();
+        group_wait<1>();
+        if (step && lane == 0) arrive_at(at_empty + 8 * before);
+        before = slot;
         if (++slot == depth) slot = 0, parity ^= 1;
       }
-      if (T == BF16) {
-        group_wait<0>();
-        if (lane == 0) arrive_at(at_empty + 8 * before);
+      group_wait<0>();
+      if (lane == 0) arrive_at(at_empty + 8 * before);
 #pragma unroll
-        for (int m = 0; m < MT; ++m)
+      for (int m = 0; m < MT; ++m)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(acc[m][i])::"memory");
-      }
+        for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(acc[m][i])::"memory");
       if (gridDim.z > 1) break;
       wait_for_inputs();  // the previous kernel may write the addend
-      finish_sums<T, MT>(dense, token, tile_of(block), g, acc);
-      if (T == E4M3) {
-#pragma unroll
-        for (int i = 0; i < MT * 4; ++i) acc[i >> 2][i & 3] = 0.0f;
-      }
+      finish_sums(dense.product, token, tile_of(block), g, acc);
     }
   }
   if (gridDim.z == 1) return;
@@ -215,7 +164,7 @@ template <int T, int MT, int G> __device__ __forceinline__ void dense(const Dens
         all[0][0] += v.x, all[0][1] += v.y, all[0][2] += v.z, all[0][3] += v.w;
       }
       const int to = token + unit % MT * 8, of = tile_of(blockIdx.y) + (unit / MT - group) * 4;
-      finish_sums<T, 1>(dense, to, of, g, all);
+      finish_sums(dense.product, to, of, g, all);
     }
   }
   cluster_barrier();  // another block may still read this block's memory

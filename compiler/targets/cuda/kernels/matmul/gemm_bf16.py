@@ -1,4 +1,4 @@
-"""Launcher for gemm_bf16.cu: matmuls of 5 to 128 tokens with bfloat16 or e4m3 weights.
+"""Launcher for gemm_bf16.cu: matmuls of 5 to 128 tokens with bfloat16 weights.
 
 Excludes operand sources.
 """
@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
@@ -23,7 +22,6 @@ from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     room_of,
 )
 from tilewright.compiler.targets.cuda.tuning import tuning
-from tilewright.compiler.targets.cuda.weights.e4m3 import CODES
 from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 MAX_TOKENS = 128
@@ -64,18 +62,8 @@ class Dense(ctypes.Structure):
     _fields_ = (
         *((name, TensorMap) for name in ("weight", "x")),
         ("product", MatmulParams),
-        *((name, ctypes.c_void_p) for name in ("row_scales", "token_scales")),
         *((name, ctypes.c_int) for name in ("num_chunks", "depth", "num_blocks")),
-    )
-
-
-class _NormCodes(ctypes.Structure):
-    """C++ `NormCodes`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "norm", "codes", "scales")),
-        *((name, ctypes.c_int) for name in ("num_columns", "x_stride", "codes_stride")),
-        ("eps", ctypes.c_float),
+        ("padding", ctypes.c_int * 5),
     )
 
 
@@ -95,9 +83,10 @@ class DenseTileConfig:
     slices: int = 1
     resident: int = 1
 
-    def kernel(self, kind: str) -> str:
-        """Return the kernel's name for ``bf16`` or ``e4m3`` operands."""
-        return f"dense_{kind}_{self.eights}_{self.groups}"
+    @property
+    def kernel(self) -> str:
+        """Return the kernel's name."""
+        return f"dense_bf16_{self.eights}_{self.groups}"
 
     @property
     def depth(self) -> int:
@@ -115,27 +104,9 @@ class DenseTileConfig:
         return (GROUP_ROWS * self.groups + 8 * self.eights) * CHUNK_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCodes:
-    """E4m3 operands: a weight ``[N, K]`` and tokens ``[M, K]``, with float32 scales ``[N, 1]``
-    and ``[M, 1]``.
-    """
-
-    weight: Tensor
-    row_scales: Tensor
-    x: Tensor
-    token_scales: Tensor
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-
-def choose_way(packed: PackedWeight, num_tokens: int, *, is_codes: bool = False) -> DenseTileConfig:
-    """Return the tile sizes with the best measured or expected speed.
-
-    ``is_codes`` selects e4m3 operands.
-    """
-    eights = 8 if is_codes else next(each for each in _EIGHTS if num_tokens <= 8 * each)
+def choose_way(packed: PackedWeight, num_tokens: int) -> DenseTileConfig:
+    """Return the tile sizes with the best measured or expected speed."""
+    eights = next(size for size in _EIGHTS if num_tokens <= 8 * size)
     count, turns = num_processors(packed.data.device), _turns(packed)
     if turns > 1:
         if eights < 8:
@@ -165,15 +136,14 @@ def rows_of(packed: PackedWeight) -> range:
     return range(MAX_SMALL_M + 1, (MAX_TOKENS if is_large else _SOME_TOKENS) + 1)
 
 
-def code_rows_of(packed: PackedWeight) -> range:
-    """Return the token counts of e4m3 matmuls for this kernel, with large weights only."""
-    is_large = _turns(packed) >= _MIN_LARGE_TURNS
-    return range(1, _SOME_TOKENS + 1) if is_large else range(0)
+def fills_device(packed: PackedWeight) -> bool:
+    """Return whether a weight's rows fill the device several times."""
+    return _turns(packed) >= _MIN_LARGE_TURNS
 
 
-def num_chunks(num_columns: int, element_size: int = 2) -> int:
+def num_chunks(num_columns: int) -> int:
     """Return the chunks for the columns. The last chunk is padded with zeros."""
-    return -(-num_columns * element_size // CHUNK_BYTES)
+    return -(-num_columns * 2 // CHUNK_BYTES)
 
 
 def has_room(x: Tensor) -> bool:
@@ -189,40 +159,29 @@ def _turns(packed: PackedWeight) -> float:
 _PATH = Path(__file__).with_name("gemm_bf16.cu")
 
 MADE = tuple(
-    (kind, int(eights), int(groups))
-    for kind, eights, groups in re.findall(
-        r"^DENSE\((\w+), \w+, (\d+), (\d+)\)", _PATH.read_text(), re.M
-    )
+    (int(eights), int(groups))
+    for eights, groups in re.findall(r"^DENSE\((\d+), (\d+)\)", _PATH.read_text(), re.M)
 )
-"""Operands (``bf16``, ``e4m3``), eights and groups for the kernels in gemm_bf16.cu."""
+"""Eights and groups for the kernels in gemm_bf16.cu."""
 
 SOURCE = nvrtc.KernelSource(
     _PATH,
-    (
-        *(DenseTileConfig(eights, groups).kernel(kind) for kind, eights, groups in MADE),
-        "norm_codes",
-    ),
+    tuple(DenseTileConfig(eights, groups).kernel for eights, groups in MADE),
     headers=(
         "primitives.cuh",
         "matrix_unit.cuh",
         "tiles.cuh",
         "arrange.cuh",
         "finish.cuh",
-        "norm.cuh",
         "gemm_bf16.cuh",
     ),
-    structures=(
-        ("TensorMap", TensorMap),
-        ("Product", MatmulParams),
-        ("Dense", Dense),
-        ("NormCodes", _NormCodes),
-    ),
+    structures=(("TensorMap", TensorMap), ("Product", MatmulParams), ("Dense", Dense)),
 )
 
 
 def linear(
     out: Tensor,
-    x: Tensor | BlockCodes,
+    x: Tensor,
     packed: PackedWeight,
     *,
     epilogue: int,
@@ -231,27 +190,21 @@ def linear(
     feeds: int = 0,
     alone: bool = False,
 ) -> None:
-    """Run :func:`.gemv.linear` for ``x [M, K]``, bfloat16 or codes, with up to 128 rows.
+    """Run :func:`.gemv.linear` for ``x [M, K]`` in bfloat16, with up to 128 rows.
 
-    Rows are aligned to 16 bytes. With codes, ``packed`` may have any format. ``feeds``: see
-    :func:`.gemm_block.linear`.
+    Rows are aligned to 16 bytes. ``feeds``: see :func:`.gemm_block.linear`.
     """
-    operand, weight = (x, packed.data) if isinstance(x, Tensor) else (x.x, x.weight)
     num_tokens = len(x)
-    way = way or choose_way(packed, num_tokens, is_codes=not isinstance(x, Tensor))
+    way = way or choose_way(packed, num_tokens)
     product = product_arguments(out, packed, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
     product.places, product.alone = feeds, alone
     arguments = Dense(
-        weight=map_of(weight, GROUP_ROWS * way.groups),
-        x=map_of(operand, 8 * way.eights),
+        weight=map_of(packed.data, GROUP_ROWS * way.groups),
+        x=map_of(x, 8 * way.eights),
         product=product,
-        num_chunks=num_chunks(packed.num_columns, weight.element_size()),
+        num_chunks=num_chunks(packed.num_columns),
         depth=way.depth,
     )
-    if not isinstance(x, Tensor):
-        arguments.product.scale.all = 1.0
-        arguments.row_scales = x.row_scales.data_ptr()
-        arguments.token_scales = x.token_scales.data_ptr()
     assert num_tokens <= MAX_TOKENS and way.shared_bytes <= MOST_SHARED and way.depth > 1
     arguments.num_blocks = -(-packed.num_rows // (GROUP_ROWS * way.groups))
     most = way.resident * num_processors(out.device) if way.slices == 1 else arguments.num_blocks
@@ -260,33 +213,7 @@ def linear(
     threads = 128 * way.groups + 32
     assert num_tokens <= 8 * way.eights
     at = nvrtc.Launch(blocks, threads, way.shared_bytes, cluster=(1, 1, way.slices))
-    kernel = way.kernel("bf16" if isinstance(x, Tensor) else "e4m3")
-    nvrtc.launch(SOURCE, kernel, at=at, arguments=arguments)
-
-
-def norm_codes(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return codes and scales for the RMSNorm of ``x [M, K]`` float32, in new memory.
-
-    The norm is rounded to bfloat16, then as in :func:`.e4m3.round_rows`. K must satisfy
-    :func:`.native.takes_norm`.
-    """
-    num_tokens, width = x.shape
-    assert x.dtype == torch.float32 and has_room(x)
-    codes = torch.empty(num_tokens, width, dtype=CODES, device=x.device)
-    scales = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
-    arguments = _NormCodes(
-        x=x.data_ptr(),
-        norm=weight.data_ptr(),
-        codes=codes.data_ptr(),
-        scales=scales.data_ptr(),
-        num_columns=width,
-        x_stride=x.stride(0),
-        codes_stride=width,
-        eps=eps,
-    )
-    at = nvrtc.Launch((num_tokens, 1, 1), 256)
-    nvrtc.launch(SOURCE, "norm_codes", at=at, arguments=arguments)
-    return codes, scales
+    nvrtc.launch(SOURCE, way.kernel, at=at, arguments=arguments)
 
 
 def map_of(rows: Tensor, box_rows: int) -> TensorMap:

@@ -473,14 +473,18 @@ def _launch_split(product: MatmulParams, packed: PackedWeight, way: SplitTileCon
         count = min(count, num_processors(packed.data.device))
     blocks = product.x_stride // (8 * way.eights), count, way.joined
     at = nvrtc.Launch(blocks, 128 * way.groups + 32, shared, cluster=(1, 1, way.joined))
-    weight = _map(packed.data.data_ptr(), *packed.data.shape, way.tiles)
+    weight = tile_map(packed, way.tiles)
     arguments = _GemmSplit(weight=weight, product=product, depth=depth, tiles=way.tiles)
     nvrtc.launch(SOURCE, way.kernel(packed), at=at, arguments=arguments)
 
 
+def tile_map(packed: PackedWeight, tiles: int) -> TensorMap:
+    """Return a tensor map for a packed weight as lines. A box is a step of ``tiles`` tiles."""
+    return _map(packed.data.data_ptr(), *packed.data.shape, tiles)
+
+
 @functools.lru_cache(maxsize=4096)
 def _map(address: int, count: int, steps: int, step_bytes: int, tiles: int) -> TensorMap:
-    """Return a tensor map for a packed weight as lines. A box is a step of ``tiles`` tiles."""
     from cuda.bindings import driver
 
     lines = step_bytes // _LINE

@@ -203,7 +203,7 @@ __device__ __forceinline__ void gemm_swiglu(const GemmSwiGLU &args) {
         group_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          multiply_rows<BF16>(acc, a + 2 * k, b + 2 * k, k > 0 || step > 0);
+          multiply_rows(acc, a + 2 * k, b + 2 * k, k > 0 || step > 0);
         group_commit();
         group_wait<1>();
         if (step && lane < 2) arrive_at_rank(at_empty + 8 * before, lane);

@@ -19,18 +19,19 @@ from tilewright.compiler.targets.cuda.kernels.common.table import (
 from tilewright.compiler.targets.cuda.kernels.matmul import (
     gemm_bf16,
     gemm_block,
+    gemm_block_e4m3,
     gemm_block_triton,
     gemm_swiglu_bf16,
     gemv,
 )
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.coded_tiles import CODED_TILES
-from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI, least_lofi
+from tilewright.compiler.targets.cuda.weights.e4m3 import least_lofi
 from tilewright.compiler.targets.cuda.weights.packed_weight import TILE_BYTES, PackedWeight
 
 GEMV, DENSE, BLOCK, E4M3 = "gemv", "dense", "block", "e4m3"
 CUBLAS, TRITON, CODED = "cublas", "triton", "coded"
-SWIGLU, DENSE_E4M3, BLOCK_TRITON = "swiglu", "dense e4m3", "block triton"
+SWIGLU, BLOCK_E4M3, BLOCK_TRITON = "swiglu", "block e4m3", "block triton"
 
 _BLOCKS = tuple(TILE_BYTES)
 _FORMATS = ("bf16", *_BLOCKS)
@@ -75,8 +76,7 @@ class MatmulSite:
 
 
 def _code_rows(site: MatmulSite) -> range:
-    rows = gemm_bf16.code_rows_of(site.weight)
-    return range(LEAST_LOFI, rows.stop) if site.has_codes else NONE
+    return gemm_block_e4m3.rows_of(site.weight) if site.has_codes else NONE
 
 
 def _library_rows(site: MatmulSite) -> range:
@@ -170,7 +170,7 @@ def _e4m3_rows(site: MatmulSite) -> range:
 
 MATMUL: tuple[TableRow[MatmulSite], ...] = (
     TableRow(SWIGLU, (*_FORMATS, *_CODED), _swiglu_rows, (FAST,), is_cpp=True),
-    TableRow(DENSE_E4M3, ("bfp4",), _code_rows, (FAST,), is_cpp=True),
+    TableRow(BLOCK_E4M3, ("bfp4",), _code_rows, (FAST,), is_cpp=True),
     TableRow(E4M3, ("bfp4",), _e4m3_rows, (EXACT, FAST)),
     TableRow(DENSE, ("bf16",), _dense_rows, (FAST,), is_cpp=True),
     TableRow(CUBLAS, (*_FORMATS, *_CODED), lambda site: EVERY, (EXACT,)),
