@@ -29,6 +29,7 @@ from tilewright.compiler.targets.cuda.kernels.common.table import ADA, FAST, HOP
 from tilewright.compiler.targets.cuda.kernels.experts import experts as native_experts
 from tilewright.compiler.targets.cuda.kernels.experts.table import CPP, TRITON
 from tilewright.compiler.targets.cuda.kernels.matmul import (
+    e4m3,
     gemm_bf16,
     gemm_block,
     gemm_block_e4m3,
@@ -251,17 +252,24 @@ def test_codes_of_large_weights_go_through_our_own_kernels_up_to_64_rows(
     )
     each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     seen: list[str] = []
-    monkeypatch.setattr(
-        gemm_block_e4m3, "linear", lambda _, x, *__, **___: seen.append(f"codes {len(x[0])}")
-    )
+    given: list[torch.Tensor] = []
+
+    def run_codes(
+        _: torch.Tensor, x: tuple[torch.Tensor, torch.Tensor], *args: Any, **__: Any
+    ) -> None:
+        seen.append(f"codes {len(x[0])}")
+        given.extend((*x, args[1]))
+
+    monkeypatch.setattr(gemm_block_e4m3, "linear", run_codes)
     monkeypatch.setattr(gemv, "linear", lambda *_, num_tokens, **__: seen.append(f"{num_tokens}"))
     monkeypatch.setattr(
         gemm_block, "linear", lambda _, x, *__, **___: seen.append(f"block {len(x)}")
     )
-    monkeypatch.setattr(steps_products, "codes_product", lambda x, *_: seen.append("library") or x)
+    library = {"codes_product": lambda x, *_: seen.append("library") or given.append(x)}
+    monkeypatch.setattr(steps_products, "codes_product", library["codes_product"])
     monkeypatch.setattr(steps_products, "scale_rows", lambda *_, **__: None)
     rows, columns = each.weight.shape
-    x = torch.zeros(65, columns, dtype=torch.bfloat16)
+    x = torch.randn(65, columns).bfloat16()
 
     def kernels_of(*counts: int) -> list[str]:
         seen.clear()
@@ -273,6 +281,26 @@ def test_codes_of_large_weights_go_through_our_own_kernels_up_to_64_rows(
     monkeypatch.setattr(gemm_bf16, "_MIN_LARGE_TURNS", 0)  # as if the weight were large
     products._matmuls.clear()
     assert kernels_of(33, 64, 65) == ["codes 33", "codes 64", "library"]
+    given.clear()
+    kernels_of(64, 65)
+    copy = products._bound(each, True).codes
+    assert copy is not None and given[2] is copy.scales
+    for found, count in ((given[0], 64), (given[3], 65)):
+        wanted, scales = e4m3.round_rows(x[:count], is_arranged=count == 64)
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+        assert count == 65 or torch.equal(given[1], scales)
+    normed = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.norm)
+    monkeypatch.setattr(
+        gemm_block_e4m3,
+        "norm_codes",
+        lambda x, *_, is_arranged: seen.append(f"norm {is_arranged}") or (x, x),
+    )
+    rows, columns = normed.weight.shape
+    seen.clear()
+    for count in (64, 65):
+        out = torch.zeros(count, rows)
+        products.run(normed, out, torch.randn(count, columns), decodes=True)
+    assert seen == ["norm True", "codes 64", "norm False", "library"]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from torch import Tensor
 CODES = torch.float8_e4m3fn
 
 LEAST_LOFI = 33
-"""Minimum number of rows for e4m3 operands in lofi matmuls. With fewer rows, reading the block
-format is faster because it has half the bytes.
+"""Minimum number of rows for e4m3 operands in lofi matmuls. With 32 rows, an H200 ran bfloat16
+operands 2 % faster in a whole model.
 """
 
 MAX_BLOCK_TOKENS = 64

@@ -70,7 +70,7 @@ def order_of(columns: int) -> torch.Tensor:
 
 
 def test_codes_are_arranged_in_the_order_of_the_kernel(device: torch.device) -> None:
-    """A lane's 16 columns: the even columns of 8, then the odd columns."""
+    """A lane has even columns, then odd columns."""
     x = torch.randn(3, 192, device=device)
     codes, scales = e4m3.round_rows(x)
     arranged, same = e4m3.round_rows(x, is_arranged=True)
@@ -96,10 +96,15 @@ def lofi_weight(
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [1.0, 2.0**9])
 def test_every_value_is_exact(scale: float, gpu: torch.device) -> None:
-    """All mantissas, with block exponents that differ by 0 to 15: columns of 1 select them."""
+    """All mantissas and all exponents that a copy in e4m3 can have. Unit columns select them.
+
+    With the two smallest exponents, only multiples of two and four are exact.
+    """
     mantissas = torch.arange(16.0, device=gpu).clamp(max=14) - 7
-    exponents = -(torch.arange(384, device=gpu) // 16 % 16)
-    dense = (mantissas.repeat(24) * torch.exp2(exponents.float())).repeat(40, 1) * scale
+    exponents = torch.arange(384, device=gpu) // 16 % 18
+    values_of = mantissas.repeat(24) * torch.exp2(-exponents.float())
+    step = torch.exp2((exponents - 15).clamp(min=0).float()) * torch.exp2(-exponents.float())
+    dense = (values_of / step).trunc().mul(step).repeat(40, 1) * scale
     dense[1::2] *= 2.0**-5
     held = hold(dense, "bfp4", paired=False)
     exact = exact_rows(unpack(held))
@@ -113,9 +118,9 @@ def test_every_value_is_exact(scale: float, gpu: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [(48, 1024), (200, 192), (35, 2048), (34000, 128)])
+@pytest.mark.parametrize("size", [(48, 1024), (200, 192), (34000, 1088), (66000, 1152)])
 def test_products(size: tuple[int, int], gpu: torch.device) -> None:
-    """Within the matrix unit's error, for single and several turns."""
+    """Within the matrix unit's error, for single and several turns. Some outputs are checked."""
     held, weights, weight_scales = lofi_weight(size, gpu, octaves=20)
     order, bias = order_of(size[1]).to(gpu), torch.randn(size[0], device=gpu)
     for count in (33, 64):
@@ -123,7 +128,10 @@ def test_products(size: tuple[int, int], gpu: torch.device) -> None:
         x, codes = values(*e4m3.round_rows(plain)), e4m3.round_rows(plain, is_arranged=True)
         out = torch.full((count, size[0] + 3), NAN, device=gpu)[:, : size[0]]
         gemm_block_e4m3.linear(out, codes, held, weight_scales, epilogue=gemv.STORE)
-        check_sums(out, x[:, order], values(weights, weight_scales)[:, order])
+        some = torch.arange(size[0], device=gpu)
+        some = some[(some < 200) | (some >= size[0] - 200) | (some % 97 == 0)]
+        wanted = values(weights[some], weight_scales[some])[:, order]
+        check_sums(out[:, some], x[:, order], wanted)
         total = torch.ones_like(out)
         gemm_block_e4m3.linear(total, codes, held, weight_scales, epilogue=gemv.ADD, bias=bias)
         torch.testing.assert_close(total, out + bias + 1, rtol=1e-6, atol=0.0)

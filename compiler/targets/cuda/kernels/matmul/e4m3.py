@@ -22,6 +22,8 @@ from tilewright.compiler.targets.cuda.kernels.elementwise.norm import rounded
 from tilewright.compiler.targets.cuda.weights.e4m3 import CODES
 
 _MOST_BLOCK = 1024
+ORDERED = 64
+"""Columns that change places for :mod:`.gemm_block_e4m3`."""
 
 
 @triton.jit
@@ -82,7 +84,7 @@ def round_rows(x: Tensor, *, is_arranged: bool = False) -> tuple[Tensor, Tensor]
     the order for :mod:`.gemm_block_e4m3`. K then has whole 64 columns. The results are new tensors.
     """
     num_rows, width = x.shape
-    assert x.stride(1) == 1
+    assert x.stride(1) == 1 and not (is_arranged and width % ORDERED)
     codes = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     block = block_of(width)

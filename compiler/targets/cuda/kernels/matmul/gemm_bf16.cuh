@@ -23,6 +23,7 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap &map, int colum
       "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(row),
       "l"(policy) : "memory");
 }
+
 #define LIST8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define LIST16 LIST8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define LIST32                                                                                    \

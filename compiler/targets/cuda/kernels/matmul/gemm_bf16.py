@@ -136,8 +136,8 @@ def rows_of(packed: PackedWeight) -> range:
     return range(MAX_SMALL_M + 1, (MAX_TOKENS if is_large else _SOME_TOKENS) + 1)
 
 
-def fills_device(packed: PackedWeight) -> bool:
-    """Return whether a weight's rows fill the device several times."""
+def takes_turns(packed: PackedWeight) -> bool:
+    """Return whether a weight takes several turns on the device."""
     return _turns(packed) >= _MIN_LARGE_TURNS
 
 

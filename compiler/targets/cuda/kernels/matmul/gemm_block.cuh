@@ -404,6 +404,35 @@ __device__ __forceinline__ void copy_tiles(u32 to, const TensorMap &map, int lin
                "r"(line), "r"(tile) : "memory");
 }
 
+// Open the barriers of `depth` stages. `num_warps` warps read a stage.
+__device__ __forceinline__ void open_stages(u32 at_full, u32 at_empty, u32 depth, u32 num_warps) {
+  for (u32 i = 0; i < depth; ++i) {
+    make_barrier(at_full + 8 * i, 1);
+    make_barrier(at_empty + 8 * i, num_warps);
+  }
+  show_barriers();
+}
+// Copy all steps of a block's row blocks in a thread. `weights` and `tokens` start the copies for a
+// stage, and `weights` also announces their bytes.
+template <class Weights, class Tokens>
+__device__ __forceinline__ void copy_stages(u32 at_empty, u32 depth, u32 num_steps, u32 num_blocks,
+                                            Weights weights, Tokens tokens) {
+  // Weights never change, so their copies start before x is ready.
+  const u32 ahead = min(depth, num_steps);
+  for (u32 i = 0; i < ahead; ++i) weights(blockIdx.y, i, i);
+  wait_for_inputs();
+  for (u32 i = 0; i < ahead; ++i) tokens(i, i);
+  u32 slot = ahead == depth ? 0 : ahead, parity = 0, step = ahead;
+  bool is_again = ahead == depth;  // whether the slot had a stage before
+  for (u32 block = blockIdx.y; block < num_blocks; block += gridDim.y, step = 0)
+    for (; step < num_steps; ++step) {
+      if (is_again) wait_turn(at_empty + 8 * slot, parity);
+      weights(block, step, slot);
+      tokens(step, slot);
+      if (++slot == depth) slot = 0, parity ^= is_again, is_again = true;
+    }
+}
+
 // Multiply MT * 8 tokens with up to 4 G row tiles per block. A further warp starts all copies, into
 // `depth` stages with a step's x and weights. A block processes row blocks without a gap. Or a
 // cluster along z splits K, and its sums are added in order.
@@ -424,13 +453,7 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
   const u32 begins = blockIdx.z * p.num_steps / gridDim.z;
   const u32 num_steps = (blockIdx.z + 1) * p.num_steps / gridDim.z - begins;
   auto tile_of = [&](u32 block, u32 at) { return at < taken ? block * taken + at : num_tiles; };
-  if (threadIdx.x == 0) {
-    for (u32 i = 0; i < depth; ++i) {
-      make_barrier(at_full + 8 * i, 1);
-      make_barrier(at_empty + 8 * i, 4 * groups);
-    }
-    show_barriers();
-  }
+  if (threadIdx.x == 0) open_stages(at_full, at_empty, depth, 4 * groups);
   release_beside(p);
   __syncthreads();
   float acc[MT][4] = {};
@@ -449,20 +472,7 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
         copy_bulk(x_ring + slot * X_BYTES, from, X_HALF, at_full + 8 * slot);
         copy_bulk(x_ring + slot * X_BYTES + X_HALF, from + x_chunk, X_HALF, at_full + 8 * slot);
       };
-      // Weights never change, so their copies start before x is ready.
-      const u32 ahead = min(depth, num_steps);
-      for (u32 i = 0; i < ahead; ++i) weights(blockIdx.y, i, i);
-      wait_for_inputs();
-      for (u32 i = 0; i < ahead; ++i) tokens(i, i);
-      u32 slot = ahead == depth ? 0 : ahead, parity = 0, step = ahead;
-      bool is_again = ahead == depth;  // whether the slot had a stage before
-      for (u32 block = blockIdx.y; block < num_blocks; block += gridDim.y, step = 0)
-        for (; step < num_steps; ++step) {
-          if (is_again) wait_turn(at_empty + 8 * slot, parity);
-          weights(block, step, slot);
-          tokens(step, slot);
-          if (++slot == depth) slot = 0, parity ^= is_again, is_again = true;
-        }
+      copy_stages(at_empty, depth, num_steps, num_blocks, weights, tokens);
     }
     __syncwarp();
   } else if (group < groups) {

@@ -45,7 +45,8 @@ _MAX_LARGE: int = _TUNING["max_large_rows"]
 _MOST_PLACES = 576  # MAX_TOKENS in whole blocks
 _MAX_SMALL_TILES: int = _TUNING["many_tiles"]
 _CHUNK = 64
-_MOST_DEPTH = 12
+MAX_DEPTH = 12
+"""Maximum steps in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class BlockTileConfig:
 
     def depth(self, packed: PackedWeight) -> int:
         """Return the 128-column steps in flight."""
-        return min(_MOST_DEPTH, room_of(self.resident) // self._step_bytes(packed))
+        return min(MAX_DEPTH, room_of(self.resident) // self._step_bytes(packed))
 
     def shared_bytes(self, packed: PackedWeight) -> int:
         """Return a block's dynamic shared memory, for steps aligned to 1,024 bytes or for sums of
@@ -145,7 +146,7 @@ class SplitTileConfig:
 
     def depth(self, packed: PackedWeight) -> int:
         """Return the 128-column steps in flight."""
-        return min(_MOST_DEPTH, room_of(1) // self._step_bytes(packed))
+        return min(MAX_DEPTH, room_of(1) // self._step_bytes(packed))
 
     def shared_bytes(self, packed: PackedWeight) -> int:
         """Return a block's dynamic shared memory, for aligned steps or for sums."""

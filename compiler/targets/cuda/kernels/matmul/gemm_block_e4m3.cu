@@ -1,6 +1,7 @@
-// Matmul of 33 to 64 tokens with bfp4 weights and e4m3 codes of x, and these codes. Compiled by
-// NVRTC. Weights are decoded to e4m3 in registers, as the matrix unit's first operand. It reads x
-// from shared memory. Requires weights that are exact in e4m3: see e4m3.py. Not batch-invariant.
+// Matmul of bfp4 weights and e4m3 codes, for 33 to 64 tokens, and the codes for a norm. Compiled by
+// NVRTC. A lane decodes weights to e4m3 in registers, as the first operand for the matrix unit. Codes
+// of x come from shared memory. Requires weights that are exact in e4m3: see weights/e4m3.py. Not
+// batch-invariant.
 
 #include "gemm_bf16.cuh"
 #include "gemm_block.cuh"
@@ -12,8 +13,8 @@ __device__ __forceinline__ u32 codes2(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
   return d;
 }
-// An even column's position in x. In 64 columns, lane t decodes the columns 16 t to 16 t + 15. An
-// odd column is 16 positions behind. See also `position_of` in e4m3.py.
+// An even column's position in x. The next column is 16 positions behind. For the order, see
+// `position_of` in kernels/matmul/e4m3.py.
 __device__ __forceinline__ int position_of(int column) {
   return (column & ~63) + (column >> 3 & 1) * 32 + (column >> 4 & 3) * 4 + (column >> 1 & 3);
 }
@@ -23,7 +24,7 @@ struct NormCodes {
   u8 *codes;              // [num_tokens, codes_stride]
   float *scales;          // [num_tokens]
   int num_columns, x_stride, codes_stride;
-  int is_arranged;  // codes are in the order of `position_of`
+  int is_arranged;  // codes are ordered by `position_of`
   float eps;
 };
 
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(256) norm_codes(const NormCodes p) 
   uint2 values[8];
   release_dependents();
   const size_t token = blockIdx.x;
-  u32 largest = 0;  // float bits, which have the order of the floats
+  u32 largest = 0;  // float bits, ordered as the floats
   auto put = [&](int at, uint2 four) {
     values[(at - (int)threadIdx.x * 4) >> 10] = four;
     const u32 a = four.x & 0x7FFF7FFFu, b = four.y & 0x7FFF7FFFu;
@@ -47,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(256) norm_codes(const NormCodes p) 
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < 8; ++i) largest = max(largest, each[i]);
-  const int field = max((int)(largest >> 23) - 7, 1);  // see e4m3.py
+  const int field = max((int)(largest >> 23) - 7, 1);  // see weights/e4m3.py
   const float inverse = __uint_as_float((u32)(254 - field) << 23);
   if (threadIdx.x == 0)
     p.scales[token] = largest ? __uint_as_float((u32)field << 23) : 1.0f;
@@ -74,17 +75,17 @@ extern "C" __global__ void __launch_bounds__(256) norm_codes(const NormCodes p) 
 
 struct alignas(64) GemmBlockE4M3 {
   TensorMap weight;  // see GemmSplit
-  TensorMap x;       // codes [M, K] in the order of `position_of`, in 128-byte boxes along K
+  TensorMap x;       // codes [M, K] ordered by `position_of`, in 128-byte boxes along K
   Product product;   // its operands are not read
   const float *weight_scales, *token_scales;  // [N] and [M], powers of two
-  float scale;                             // of the weight, a power of two
+  float scale;                             // a power of two, for the weight
   int depth;                               // steps in flight
   int tiles;                               // row tiles in a block
   int padding;
 };
 
 constexpr int EIGHTS = 8, GROUPS = 4;  // tokens in a block, divided by 8; groups of four warps
-// A unit is a power of two: unit i is 2^(i - 11). Blocks with values have units from 0 to 19.
+// A unit is a power of two: unit i is 2^(i - 11). Blocks with values have units from 0 to 17.
 constexpr int UNITS = 32, BFP4_BIAS = 129;
 
 template <int ADDS>
@@ -95,17 +96,17 @@ __device__ __forceinline__ void multiply_codes(float (&c)[8][4], const u32 (&a)[
       "%36, adds, 1, 1;}"
       : ACC16(0), ACC16(4) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "n"(ADDS));
 }
-// Select four bytes of `a` and `b` by the low nibbles of `at`, from 0 to 7. The intrinsic would mask
-// the nibbles again.
+// Select four bytes of `a` and `b` by the low nibbles of `at`. The intrinsic would mask the nibbles,
+// which have no high bit here.
 __device__ __forceinline__ u32 select_bytes(u32 a, u32 b, u32 at) {
   u32 d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(at));
   return d;
 }
-// Decode a word's eight columns to e4m3: the even columns, then the odd columns. `table`: codes of
-// the magnitudes in the block's unit. See packed_weight.py for the word.
+// Decode a word's columns to e4m3: the even columns, then the odd columns. `table`: codes for
+// magnitudes in the block's unit. See packed_weight.py for the word.
 __device__ __forceinline__ void decode_codes(u32 &even, u32 &odd, u32 w, const u32 (&table)[2]) {
-  const u32 signs = ~w << 4 & 0x80808080u;  // of values in the low half of a byte
+  const u32 signs = ~w << 4 & 0x80808080u;  // for values in the low half of a byte
   const u32 ones = signs >> 7;
   // A negative value's magnitude is 8 less its code.
   const u32 at = ((w ^ ones * 7) & 0x77777777u) + ones;
@@ -143,7 +144,7 @@ block_e4m3(const __grid_constant__ GemmBlockE4M3 args) {
   constexpr int LINES = step_bytes<BFP4> / 128;
   const Product &p = args.product;
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ __align__(256) u32 tables[UNITS][2];  // codes of the magnitudes 0 to 7
+  __shared__ __align__(256) u32 tables[UNITS][2];  // codes for the magnitudes 0 to 7
   __shared__ __align__(8) u64 full[MOST_DEPTH], empty[MOST_DEPTH];
   const u32 lane = threadIdx.x & 31;
   const u32 warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), group = warp >> 2;  // uniform
@@ -156,16 +157,10 @@ block_e4m3(const __grid_constant__ GemmBlockE4M3 args) {
   auto tile_of = [&](u32 block, u32 at) { return at < taken ? block * taken + at : num_tiles; };
   if (threadIdx.x < UNITS * 4) {
     const int unit = threadIdx.x >> 2, first = (threadIdx.x & 3) * 2;
-    const float scale = exp2f((float)(unit - 11));
+    const float scale = __uint_as_float((u32)(unit + 116) << 23);
     ((u16 *)tables)[threadIdx.x] = codes2(first * scale, (first + 1) * scale);
   }
-  if (threadIdx.x == 0) {
-    for (u32 i = 0; i < depth; ++i) {
-      make_barrier(at_full + 8 * i, 1);
-      make_barrier(at_empty + 8 * i, 4 * groups);
-    }
-    show_barriers();
-  }
+  if (threadIdx.x == 0) open_stages(at_full, at_empty, depth, 4 * groups);
   release_beside(p);
   __syncthreads();
   if (group == GROUPS) {
@@ -178,26 +173,13 @@ block_e4m3(const __grid_constant__ GemmBlockE4M3 args) {
     auto tokens = [&](u32 step, u32 slot) {
       copy_box(x_ring + slot * X_BYTES, args.x, step * 128, 0, at_full + 8 * slot, OFTEN);
     };
-    // Weights never change, so their copies start before x is ready.
-    const u32 ahead = min(depth, num_steps);
-    for (u32 i = 0; i < ahead; ++i) weights(blockIdx.y, i, i);
-    wait_for_inputs();
-    for (u32 i = 0; i < ahead; ++i) tokens(i, i);
-    u32 slot = ahead == depth ? 0 : ahead, parity = 0, step = ahead;
-    bool is_again = ahead == depth;  // whether the slot had a stage before
-    for (u32 block = blockIdx.y; block < num_blocks; block += gridDim.y, step = 0)
-      for (; step < num_steps; ++step) {
-        if (is_again) wait_turn(at_empty + 8 * slot, parity);
-        weights(block, step, slot);
-        tokens(step, slot);
-        if (++slot == depth) slot = 0, parity ^= is_again, is_again = true;
-      }
+    copy_stages(at_empty, depth, num_steps, num_blocks, weights, tokens);
     return;
   }
   if (group >= groups) return;
   float acc[EIGHTS][4] = {}, part[EIGHTS][4];
-  u32 a[4], b[4];  // fragments of two quarters: decoded, and multiplied
-  u32 w[4], v[4], exponents, units[2][2];  // words and tables of rows g and g + 8
+  u32 a[4], b[4];  // two fragments: decoded, and multiplied
+  u32 w[4], v[4], exponents, units[2][2];  // words and tables for rows g and g + 8
   u32 slot = 0, parity = 0;
   const u32 own = codes_at + min(warp, taken - 1) * step_bytes<BFP4>;  // further warps repeat a tile
   const u32 table_at = shared_address(tables);
@@ -221,13 +203,13 @@ block_e4m3(const __grid_constant__ GemmBlockE4M3 args) {
     decode_codes(to[0], to[2], w[i], units[0]);
     decode_codes(to[1], to[3], v[i], units[1]);
   };
-  auto multiply = [&](auto adds, const u32 (&from)[4], u64 x) {
+  auto multiply = [&](auto starts, const u32 (&from)[4], u64 x) {
     group_fence();
-    multiply_codes<decltype(adds)::value>(part, from, x);
+    multiply_codes<!decltype(starts)::value>(part, from, x);
     group_commit();
   };
-  constexpr Starts<false> FIRST;
-  constexpr Starts<true> LATER;
+  constexpr Starts<true> FIRST;
+  constexpr Starts<false> LATER;
 #pragma unroll 1
   for (u32 block = blockIdx.y; block < num_blocks; block += gridDim.y) {
 #pragma unroll

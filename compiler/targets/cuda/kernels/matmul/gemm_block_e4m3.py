@@ -15,12 +15,13 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
+from tilewright.compiler.targets.cuda.kernels.matmul.e4m3 import ORDERED
 from tilewright.compiler.targets.cuda.kernels.matmul.gemm_bf16 import (
     TensorMap,
-    fills_device,
     map_of,
+    takes_turns,
 )
-from tilewright.compiler.targets.cuda.kernels.matmul.gemm_block import tile_map
+from tilewright.compiler.targets.cuda.kernels.matmul.gemm_block import MAX_DEPTH, tile_map
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     MatmulParams,
     product_arguments,
@@ -37,8 +38,6 @@ MAX_TOKENS = 64
 """Maximum tokens of a matmul."""
 
 _GROUPS = 4  # of four warps
-_ORDERED = 64  # columns that change places
-_MAX_DEPTH = 12
 
 
 class _NormCodes(ctypes.Structure):
@@ -95,7 +94,7 @@ class CodeTileConfig:
     @property
     def depth(self) -> int:
         """Return the 128-column steps in flight."""
-        return min(_MAX_DEPTH, room_of(1) // self._step_bytes)
+        return min(MAX_DEPTH, room_of(1) // self._step_bytes)
 
     @property
     def shared_bytes(self) -> int:
@@ -112,8 +111,8 @@ def rows_of(packed: PackedWeight) -> range:
 
     In whole models, an H200 ran them faster than a kernel with e4m3 copies.
     """
-    is_whole = packed.num_columns % _ORDERED == 0
-    return range(LEAST_LOFI, MAX_TOKENS + 1) if is_whole and fills_device(packed) else range(0)
+    is_whole = packed.num_columns % ORDERED == 0
+    return range(LEAST_LOFI, MAX_TOKENS + 1) if is_whole and takes_turns(packed) else range(0)
 
 
 def choose_way(packed: PackedWeight) -> CodeTileConfig:
@@ -138,9 +137,9 @@ def linear(
 
     Args:
         out: as in :func:`.gemv.linear`.
-        x: codes ``[M, K]`` in the order of :func:`.e4m3.position_of`, and scales ``[M, 1]``.
+        x: codes ``[M, K]`` ordered by :func:`..matmul.e4m3.position_of`, and scales ``[M, 1]``.
         packed: a weight in bfp4.
-        weight_scales: float32 ``[N, 1]`` from :func:`.e4m3.exact_rows`.
+        weight_scales: float32 ``[N, 1]`` from :func:`..weights.e4m3.exact_rows`.
         epilogue: as in :func:`.gemv.linear`.
         bias: fp32 ``[N]``.
         feeds: see :func:`.gemm_block.linear`.
@@ -148,7 +147,8 @@ def linear(
     """
     codes, token_scales = x
     num_tokens, way = len(codes), choose_way(packed)
-    assert num_tokens <= MAX_TOKENS and packed.num_columns % _ORDERED == 0
+    assert packed.kind == "bfp4" and num_tokens <= MAX_TOKENS
+    assert packed.num_columns % ORDERED == 0
     product = product_arguments(out, packed, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
     product.places, product.alone = feeds, alone
     product.scale.all = 1.0  # the weight's scales include it
@@ -172,11 +172,12 @@ def norm_codes(
 ) -> tuple[Tensor, Tensor]:
     """Return codes and scales for the RMSNorm of ``x [M, K]`` float32, in new memory.
 
-    The norm is rounded to bfloat16, then as in :func:`.e4m3.round_rows`. K must satisfy
-    :func:`.native.takes_norm`.
+    The norm is rounded to bfloat16, then as in :func:`..matmul.e4m3.round_rows`. K must satisfy
+    :func:`.gemv.takes_norm`.
     """
     num_tokens, width = x.shape
     assert x.dtype == torch.float32 and x.stride(0) % 4 == 0 == x.data_ptr() % 16
+    assert not (is_arranged and width % ORDERED)
     codes = torch.empty(num_tokens, width, dtype=CODES, device=x.device)
     scales = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
     arguments = _NormCodes(
