@@ -27,6 +27,10 @@ __device__ __forceinline__ void copy16_or_zero(u32 to, const void *from, bool is
 __device__ __forceinline__ void copy4(u32 to, const void *from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+// Load a word, so that a later read hits the L1 cache.
+__device__ __forceinline__ void touch(const void *from) {
+  asm volatile("{.reg .b32 value;\nld.global.b32 value, [%0];}" ::"l"(from));
+}
 // Read through the L2, bypassing stale lines in L1. Use this for reads before `wait_for_inputs`
 // when the writer has ended.
 __device__ __forceinline__ u32 read_past4(const void *from) {
@@ -156,6 +160,13 @@ __device__ __forceinline__ void set_in_first_block(u32 *word, u32 bits) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(word)));
   asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" ::"r"(there), "r"(bits)
                : "memory");
+}
+// Arrive without order: a block that only ends or receives later does not wait for its writes.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

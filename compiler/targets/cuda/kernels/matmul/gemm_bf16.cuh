@@ -148,25 +148,28 @@ template <int MT, int G> __device__ __forceinline__ void dense(const Dense &dens
   wait_for_inputs();
   __syncthreads();
   float4 *sums = (float4 *)memory;
+  const int first = blockIdx.z * UNITS / gridDim.z, last = (blockIdx.z + 1) * UNITS / gridDim.z;
+  auto token_of = [&](int unit) { return token + unit % MT * 8; };
+  auto row_tile_of = [&](int unit) { return tile_of(blockIdx.y) + (unit / MT - group) * 4; };
   if (group < G) {
 #pragma unroll
     for (int m = 0; m < MT; ++m)
       sums[(group * MT + m) * 128 + (threadIdx.x & 127)] =
           make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
+    for (int unit = first + group; unit < last; unit += G)
+      touch_addend(dense.product, token_of(unit), row_tile_of(unit), g);
   }
   cluster_barrier();
-  if (group < G) {
-    const int last = (blockIdx.z + 1) * UNITS / gridDim.z;
-    for (int unit = blockIdx.z * UNITS / gridDim.z + group; unit < last; unit += G) {
+  if (group < G)
+    for (int unit = first + group; unit < last; unit += G) {
       const u32 from = shared_address(sums + unit * 128 + (threadIdx.x & 127));
       float all[1][4] = {};
       for (int s = 0; s < gridDim.z; ++s) {
         const float4 v = read4_of_rank(from, s);
         all[0][0] += v.x, all[0][1] += v.y, all[0][2] += v.z, all[0][3] += v.w;
       }
-      const int to = token + unit % MT * 8, of = tile_of(blockIdx.y) + (unit / MT - group) * 4;
-      finish_sums(dense.product, to, of, g, all);
+      finish_sums(dense.product, token_of(unit), row_tile_of(unit), g, all);
     }
-  }
-  cluster_barrier();  // another block may still read this block's memory
+  cluster_arrive();  // another block may still read this block's memory
+  cluster_wait();
 }

@@ -358,10 +358,14 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
       if (OWN == 2) sums[((2 * part * MT + m) * 4 + i) * 128] = total[m][i];
       sums[(((OWN * part + OWN - 1) * MT + m) * 4 + i) * 128] = acc[m][i];
     }
-  if (C > 1) cluster_barrier();
-  else __syncthreads();
   constexpr int EACH = MT > RINGS * C ? MT / (RINGS * C) : 1, HERE = RINGS * OWN;
   const u32 first = share * EACH;  // in units of 8 tokens
+  const int token = blockIdx.x * TOKENS + first * 8 + 2 * t;
+  if (first < MT)
+#pragma unroll
+    for (int m = 0; m < EACH; ++m) touch_addend(p, token + m * 8, tile, lane >> 2);
+  if (C > 1) cluster_barrier();
+  else __syncthreads();
   float all[EACH][4];
   if (first < MT) {
 #pragma unroll
@@ -376,9 +380,12 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
           all[m][i] = s ? all[m][i] + value : value;
         }
       }
-    finish(blockIdx.x * TOKENS + first * 8 + 2 * t, tile, all);
+    finish(token, tile, all);
   }
-  if (C > 1) cluster_barrier();  // another block may still read this block's memory
+  if (C > 1) {
+    cluster_arrive();  // another block may still read this block's memory
+    cluster_wait();
+  }
 }
 template <int F, int MT, int G, int CUT, int C = 1>
 __device__ __forceinline__ void gemm_block(const GemmBlock &args) {
@@ -540,24 +547,29 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
     for (int m = 0; m < MT; ++m)
       sums[(group * MT + m) * 128] = make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
   }
+  const u32 units = groups * MT, last = (blockIdx.z + 1) * units / gridDim.z;
+  const u32 first = blockIdx.z * units / gridDim.z + group;
+  auto token_of = [&](u32 unit) { return token + unit % MT * 8; };
+  auto row_tile_of = [&](u32 unit) { return tile_of(blockIdx.y, unit / MT * 4 + (warp & 3)); };
+  if (group < G)
+    for (u32 unit = first; unit < last; unit += G)
+      touch_addend(p, token_of(unit), row_tile_of(unit), g);
   cluster_barrier();
-  if (group < G) {
-    const u32 units = groups * MT, last = (blockIdx.z + 1) * units / gridDim.z;
-    for (u32 unit = blockIdx.z * units / gridDim.z + group; unit < last; unit += G) {
+  if (group < G)
+    for (u32 unit = first; unit < last; unit += G) {
       float4 of[SLICES];
 #pragma unroll
-      for (int s = 0; s < SLICES; ++s)
+      for (u32 s = 0; s < SLICES; ++s)
         if (s < gridDim.z) of[s] = read4_of_rank(shared_address(sums + unit * 128), s);
       float all[1][4] = {};
 #pragma unroll
-      for (int s = 0; s < SLICES; ++s)
+      for (u32 s = 0; s < SLICES; ++s)
         if (s < gridDim.z)
           all[0][0] += of[s].x, all[0][1] += of[s].y, all[0][2] += of[s].z, all[0][3] += of[s].w;
-      finish_tile<F>(p, token + unit % MT * 8, tile_of(blockIdx.y, unit / MT * 4 + (warp & 3)), g,
-                     all);
+      finish_tile<F>(p, token_of(unit), row_tile_of(unit), g, all);
     }
-  }
-  cluster_barrier();  // another block may still read this block's memory
+  cluster_arrive();  // another block may still read this block's memory
+  cluster_wait();
 }
 #define SPLIT(name, F, MT, G)                                                                     \
   extern "C" __global__ void __launch_bounds__(G * 128 + 32, 1)                                   \
