@@ -4,6 +4,7 @@
 #include "primitives.cuh"
 
 typedef unsigned long long u64;
+constexpr u64 ONCE = 0x12F0000000000000ull, OFTEN = 0x14F0000000000000ull;  // L2 cache policies
 
 // Where rows are, for the tensor copy engine.
 struct alignas(64) TensorMap {

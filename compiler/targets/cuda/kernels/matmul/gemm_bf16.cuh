@@ -14,7 +14,6 @@ struct Dense {
   int padding[5];       // to the alignment of maps
 };
 constexpr int MOST_CHUNKS = 12;
-constexpr u64 ONCE = 0x12F0000000000000ull, OFTEN = 0x14F0000000000000ull;  // L2 cache policies
 
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap &map, int column, int row,
                                          u32 barrier, u64 policy) {
@@ -31,7 +30,7 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap &map, int colum
 #define LIST64                                                                                    \
   LIST32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "     \
          "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-// Multiply 64 rows with N tokens over 16 columns, from shared memory, into c. `adds`: add to c.
+// Multiply a group's rows with N tokens over 16 columns, from shared memory, into c. `adds`: add to c.
 #define MULTIPLY_ROWS(MT, N, LIST, W, X, A, ...)                                                  \
   __device__ __forceinline__ void multiply_rows(float (&c)[MT][4], u64 w, u64 x, u32 adds) {      \
     asm volatile("{.reg .pred adds;\nsetp.ne.u32 adds, %" #A ", 0;\n"                             \
