@@ -161,7 +161,8 @@ __device__ __forceinline__ void set_in_first_block(u32 *word, u32 bits) {
   asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" ::"r"(there), "r"(bits)
                : "memory");
 }
-// Arrive without order: a block that only ends or receives later does not wait for its writes.
+// Arrive without order: other blocks must not read earlier writes. Values read from other blocks must
+// be in registers.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
