@@ -82,7 +82,6 @@ inline u32 read4(u32 from) {
 inline void read_matrices(u32 (&)[4], u32) {}
 inline void copy16(u32, const void *) {}
 inline void copy4(u32, const void *) {}
-inline void touch(const void *) {}
 inline void release_dependents() {}
 
 u32 addresses[32];

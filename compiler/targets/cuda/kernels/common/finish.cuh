@@ -4,17 +4,6 @@
 #include "arrange.cuh"
 #include "tiles.cuh"
 
-// Load what `finish_tile` adds to for a tile and 8 tokens, so that its reads hit the L1 cache. Call
-// this after `wait_for_inputs`.
-__device__ __forceinline__ void touch_addend(const Product &p, int token, int tile, int g) {
-  if (p.epilogue != ADD) return;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int own = token + (i & 1), row = tile * 16 + g + (i >> 1) * 8;
-    if (own >= p.num_tokens || row >= p.num_rows) continue;
-    touch((const float *)p.out + (size_t)own * p.out_stride + row);
-  }
-}
 // What becomes of a lane's sums: rows g and g + 8 of a tile, tokens `token` + 8 m and one on. What is
 // added to is read before anything is written.
 template <int F, int MT>

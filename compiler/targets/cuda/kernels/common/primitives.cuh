@@ -27,10 +27,6 @@ __device__ __forceinline__ void copy16_or_zero(u32 to, const void *from, bool is
 __device__ __forceinline__ void copy4(u32 to, const void *from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-// Load a word, so that a later read hits the L1 cache.
-__device__ __forceinline__ void touch(const void *from) {
-  asm volatile("{.reg .b32 value;\nld.global.b32 value, [%0];}" ::"l"(from));
-}
 // Read through the L2, bypassing stale lines in L1. Use this for reads before `wait_for_inputs`
 // when the writer has ended.
 __device__ __forceinline__ u32 read_past4(const void *from) {
@@ -161,8 +157,8 @@ __device__ __forceinline__ void set_in_first_block(u32 *word, u32 bits) {
   asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" ::"r"(there), "r"(bits)
                : "memory");
 }
-// Arrive without order: other blocks must not read earlier writes. Values read from other blocks must
-// be in registers.
+// Arrive without order: other blocks must not read earlier writes, and no write to another block may
+// be pending. Values read from other blocks must be in registers.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

@@ -97,24 +97,12 @@ template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(
       for (int i = 0; i < 4; ++i)
         partial[(m * 8 + 2 * t + (i & 1)) * width + (warp * R + r) * 16 + g + (i >> 1) * 8] =
             acc[r][m][i];
-  // Run for a thread's own pairs of rows, with a token of this slice.
-  const int num_pairs = num_warps * R * 8;
-  auto for_pairs = [&](auto run) {
-    for (int i = threadIdx.x; i < MT * num_pairs; i += blockDim.x) {
-      const int token = i / num_pairs * 8 + slice, pair = i % num_pairs;
-      const int owner = blockIdx.x * num_warps * R + (pair >> 3);
-      if (token < p.num_tokens && owner < p.num_tiles) run(token, owner, pair);
-    }
-  };
-  if (p.epilogue == ADD)
-    for_pairs([&](int token, int owner, int pair) {
-      const int row = owner * 16 + (pair & 7);
-      const float *out = (const float *)p.out + (size_t)token * p.out_stride + row;
-      if (row < p.num_rows) touch(out);
-      if (row + 8 < p.num_rows) touch(out + 8);
-    });
   cluster_barrier();
-  for_pairs([&](int token, int owner, int pair) {
+  const int num_pairs = num_warps * R * 8;
+  for (int i = threadIdx.x; i < MT * num_pairs; i += blockDim.x) {
+    const int token = i / num_pairs * 8 + slice, pair = i % num_pairs;
+    const int owner = blockIdx.x * num_warps * R + (pair >> 3);
+    if (token >= p.num_tokens || owner >= p.num_tiles) continue;
     const u32 at = shared_address(partial + token * width + (pair >> 3) * 16 + (pair & 7));
     float top[SLICES], low[SLICES];
 #pragma unroll
@@ -128,7 +116,7 @@ template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(
       low[0] += low[s];
     }
     finish<F>(p, token, owner, pair & 7, top[0], low[0]);
-  });
+  }
   cluster_arrive();  // nobody's memory goes while another reads it
   cluster_wait();
 }

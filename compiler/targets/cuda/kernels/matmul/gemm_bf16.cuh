@@ -30,7 +30,8 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap &map, int colum
 #define LIST64                                                                                    \
   LIST32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "     \
          "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-// Multiply a group's rows with N tokens over 16 columns, from shared memory, into c. `adds`: add to c.
+// Multiply a group's rows with N tokens over 16 columns, from shared memory, into c. `adds`: add
+// to c.
 #define MULTIPLY_ROWS(MT, N, LIST, W, X, A, ...)                                                  \
   __device__ __forceinline__ void multiply_rows(float (&c)[MT][4], u64 w, u64 x, u32 adds) {      \
     asm volatile("{.reg .pred adds;\nsetp.ne.u32 adds, %" #A ", 0;\n"                             \
@@ -147,28 +148,26 @@ template <int MT, int G> __device__ __forceinline__ void dense(const Dense &dens
   wait_for_inputs();
   __syncthreads();
   float4 *sums = (float4 *)memory;
-  const int first = blockIdx.z * UNITS / gridDim.z, last = (blockIdx.z + 1) * UNITS / gridDim.z;
-  auto token_of = [&](int unit) { return token + unit % MT * 8; };
-  auto row_tile_of = [&](int unit) { return tile_of(blockIdx.y) + (unit / MT - group) * 4; };
   if (group < G) {
 #pragma unroll
     for (int m = 0; m < MT; ++m)
       sums[(group * MT + m) * 128 + (threadIdx.x & 127)] =
           make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
-    for (int unit = first + group; unit < last; unit += G)
-      touch_addend(dense.product, token_of(unit), row_tile_of(unit), g);
   }
   cluster_barrier();
-  if (group < G)
-    for (int unit = first + group; unit < last; unit += G) {
+  if (group < G) {
+    const int last = (blockIdx.z + 1) * UNITS / gridDim.z;
+    for (int unit = blockIdx.z * UNITS / gridDim.z + group; unit < last; unit += G) {
       const u32 from = shared_address(sums + unit * 128 + (threadIdx.x & 127));
       float all[1][4] = {};
       for (int s = 0; s < gridDim.z; ++s) {
         const float4 v = read4_of_rank(from, s);
         all[0][0] += v.x, all[0][1] += v.y, all[0][2] += v.z, all[0][3] += v.w;
       }
-      finish_sums(dense.product, token_of(unit), row_tile_of(unit), g, all);
+      const int to = token + unit % MT * 8, of = tile_of(blockIdx.y) + (unit / MT - group) * 4;
+      finish_sums(dense.product, to, of, g, all);
     }
+  }
   cluster_arrive();  // another block may still read this block's memory
   cluster_wait();
 }

@@ -360,10 +360,6 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
     }
   constexpr int EACH = MT > RINGS * C ? MT / (RINGS * C) : 1, HERE = RINGS * OWN;
   const u32 first = share * EACH;  // in units of 8 tokens
-  const int token = blockIdx.x * TOKENS + first * 8 + 2 * t;
-  if (first < MT)
-#pragma unroll
-    for (int m = 0; m < EACH; ++m) touch_addend(p, token + m * 8, tile, lane >> 2);
   if (C > 1) cluster_barrier();
   else __syncthreads();
   float all[EACH][4];
@@ -380,7 +376,7 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
           all[m][i] = s ? all[m][i] + value : value;
         }
       }
-    finish(token, tile, all);
+    finish(blockIdx.x * TOKENS + first * 8 + 2 * t, tile, all);
   }
   if (C > 1) {
     cluster_arrive();  // another block may still read this block's memory
@@ -403,7 +399,8 @@ struct alignas(64) GemmSplit {
   int tiles;         // row tiles in a block
   int padding[6];
 };
-// Copy a step of some row tiles, evicted first from the L2 cache. Bytes past the last tile are zero.
+// Copy a step of some row tiles, evicted first from the L2 cache. Bytes past the last tile are
+// zero.
 __device__ __forceinline__ void copy_tiles(u32 to, const TensorMap &map, int line, int tile,
                                            u32 barrier) {
   asm volatile(
@@ -443,7 +440,8 @@ __device__ __forceinline__ void copy_stages(u32 at_empty, u32 depth, u32 num_ste
 
 // Multiply MT * 8 tokens with up to 4 G row tiles per block. A further warp starts all copies, into
 // `depth` stages with a step's x and weights. A block processes row blocks without a gap. Or a
-// cluster along z splits K, groups without tiles take steps in turn, and all sums are added in order.
+// cluster along z splits K, groups without tiles take steps in turn, and all sums are added in
+// order.
 template <int F, int MT, int G>
 __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
   constexpr u32 X_HALF = MT * 8 * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
@@ -555,11 +553,6 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
   const u32 count = gridDim.z * parts;  // of the sums for a value: up to SLICES
   const u32 units = groups * MT, last = (blockIdx.z + 1) * units / gridDim.z;
   const u32 first = blockIdx.z * units / gridDim.z + group;
-  auto token_of = [&](u32 unit) { return token + unit % MT * 8; };
-  auto row_tile_of = [&](u32 unit) { return tile_of(blockIdx.y, unit / MT * 4 + (warp & 3)); };
-  if (group < G)
-    for (u32 unit = first; unit < last; unit += G)
-      touch_addend(p, token_of(unit), row_tile_of(unit), g);
   cluster_barrier();
   if (group < G)
     for (u32 unit = first; unit < last; unit += G) {
@@ -573,7 +566,8 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
       for (u32 s = 0; s < SLICES; ++s)
         if (s < count)
           all[0][0] += of[s].x, all[0][1] += of[s].y, all[0][2] += of[s].z, all[0][3] += of[s].w;
-      finish_tile<F>(p, token_of(unit), row_tile_of(unit), g, all);
+      finish_tile<F>(p, token + unit % MT * 8, tile_of(blockIdx.y, unit / MT * 4 + (warp & 3)), g,
+                     all);
     }
   cluster_arrive();  // another block may still read this block's memory
   cluster_wait();

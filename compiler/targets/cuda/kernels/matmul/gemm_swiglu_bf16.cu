@@ -235,8 +235,7 @@ __device__ __forceinline__ void gemm_swiglu(const GemmSwiGLU &args) {
     if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     __syncwarp();
   }
-  cluster_arrive();  // the other block may still write to this block's memory
-  cluster_wait();
+  cluster_barrier();  // the other block may still write to this block's memory
 }
 
 #define GEMM_SWIGLU(MT)                                                                           \
