@@ -253,20 +253,23 @@ def test_codes_of_large_weights_go_through_our_own_kernels_up_to_64_rows(
     each = next(one for one in plan.instructions if isinstance(one, LinearOp) and one.residual)
     seen: list[str] = []
     given: list[torch.Tensor] = []
+    weights_seen: list[Any] = []
 
     def run_codes(
         _: torch.Tensor, x: tuple[torch.Tensor, torch.Tensor], *args: Any, **__: Any
     ) -> None:
         seen.append(f"codes {len(x[0])}")
         given.extend((*x, args[1]))
+        weights_seen.append(args[0])
 
     monkeypatch.setattr(gemm_block_e4m3, "linear", run_codes)
     monkeypatch.setattr(gemv, "linear", lambda *_, num_tokens, **__: seen.append(f"{num_tokens}"))
     monkeypatch.setattr(
         gemm_block, "linear", lambda _, x, *__, **___: seen.append(f"block {len(x)}")
     )
-    library = {"codes_product": lambda x, *_: seen.append("library") or given.append(x)}
-    monkeypatch.setattr(steps_products, "codes_product", library["codes_product"])
+    monkeypatch.setattr(
+        steps_products, "codes_product", lambda x, *_: seen.append("library") or given.append(x)
+    )
     monkeypatch.setattr(steps_products, "scale_rows", lambda *_, **__: None)
     rows, columns = each.weight.shape
     x = torch.randn(65, columns).bfloat16()
@@ -283,7 +286,9 @@ def test_codes_of_large_weights_go_through_our_own_kernels_up_to_64_rows(
     assert kernels_of(33, 64, 65) == ["codes 33", "codes 64", "library"]
     given.clear()
     kernels_of(64, 65)
-    copy = products._bound(each, True).codes
+    bound = products._bound(each, True)
+    copy = bound.codes
+    assert weights_seen[-1] is bound.packed
     assert copy is not None and given[2] is copy.scales
     for found, count in ((given[0], 64), (given[3], 65)):
         wanted, scales = e4m3.round_rows(x[:count], is_arranged=count == 64)

@@ -95,6 +95,16 @@ def test_split_way_fills_the_device(
     assert 32 not in gemm_block.splits_of(shaped("q80", *size))
 
 
+@pytest.mark.parametrize("kind", ["bfp8", "bfp4"])
+@pytest.mark.parametrize("tiles", range(1, 17))
+def test_sets_of_groups_have_stages_of_their_own(kind: str, tiles: int) -> None:
+    held, way = shaped(kind, 4096, 4096), gemm_block.SplitTileConfig(4, 4, tiles, 2)
+    assert way.sets * -(-tiles // 4) <= way.groups
+    assert way.depth(held) % way.sets == 0 and way.depth(held) > way.sets
+    assert way.joined * way.sets <= gemv.SLICES
+    assert way.shared_bytes(held) <= gemv.MOST_SHARED
+
+
 @pytest.mark.parametrize(
     ("size", "sizes"),
     [
@@ -231,7 +241,10 @@ def test_every_way_of_a_whole_k(kind: str, gpu: torch.device) -> None:
 @pytest.mark.parametrize("kind", ["bfp8", "bfp4"])
 @pytest.mark.parametrize(
     "size",
-    [(4096, 14336), (28672, 4096), (40000, 256), (960, 576), (48, 200), (35, 2052), (35, 100)],
+    [
+        *[(4096, 14336), (6144, 4096), (7168, 2560), (10240, 1152), (28672, 4096), (40000, 256)],
+        *[(960, 576), (48, 200), (35, 2052), (35, 100)],
+    ],
 )
 def test_split_matmul_is_near_float64(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
     """Compare with float64. Padding stays unchanged, and results repeat."""

@@ -118,7 +118,7 @@ def test_every_value_is_exact(scale: float, gpu: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [(48, 1024), (200, 192), (34000, 1088), (66000, 1152)])
+@pytest.mark.parametrize("size", [(48, 1024), (200, 192), (35, 2048), (34000, 1088), (66000, 1152)])
 def test_products(size: tuple[int, int], gpu: torch.device) -> None:
     """Within the matrix unit's error, for single and several turns. Some outputs are checked."""
     held, weights, weight_scales = lofi_weight(size, gpu, octaves=20)

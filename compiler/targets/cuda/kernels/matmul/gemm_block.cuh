@@ -441,7 +441,7 @@ __device__ __forceinline__ void copy_stages(u32 at_empty, u32 depth, u32 num_ste
 // Multiply MT * 8 tokens with up to 4 G row tiles per block. A further warp starts all copies, into
 // `depth` stages with a step's x and weights. A block processes row blocks without a gap. Or a
 // cluster along z splits K, groups without tiles take steps in turn, and all sums are added in
-// order.
+// order. See `SplitTileConfig` for the depth.
 template <int F, int MT, int G>
 __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
   constexpr u32 X_HALF = MT * 8 * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
@@ -459,8 +459,8 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
   const u32 begins = blockIdx.z * p.num_steps / gridDim.z;
   const u32 num_steps = (blockIdx.z + 1) * p.num_steps / gridDim.z - begins;
   auto tile_of = [&](u32 block, u32 at) { return at < taken ? block * taken + at : num_tiles; };
-  // Parts of the groups with all tiles each. A part takes every `parts`-th step.
-  const u32 parts = gridDim.z > 1 ? min(G / groups, depth) : 1, part = group / groups;
+  // Sets of groups. A set has all tiles, and takes every `sets`-th step.
+  const u32 sets = gridDim.z > 1 ? min(G / groups, depth) : 1, set = group / groups;
   if (threadIdx.x == 0) open_stages(at_full, at_empty, depth, 4 * groups);
   release_beside(p);
   __syncthreads();
@@ -483,11 +483,11 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
       copy_stages(at_empty, depth, num_steps, num_blocks, weights, tokens);
     }
     __syncwarp();
-  } else if (part < parts) {
+  } else if (set < sets) {
     u32 a[2][4], b[2][4];  // fragments of two quarters: decoded, and multiplied
     Codes<F> codes;
-    u32 slot = part, parity = 0;
-    const u32 at = warp - part * groups * 4;
+    u32 slot = set, parity = 0;
+    const u32 at = warp - set * groups * 4;
     const u32 own = codes_at + min(at, taken - 1) * step_bytes<F>;  // further warps repeat a tile
     auto begin = [&]() {
       wait_turn(at_full + 8 * slot, parity);
@@ -500,17 +500,17 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
     };
 #pragma unroll 1
     for (u32 block = blockIdx.y; block < num_blocks; block += gridDim.y) {
-      if (part < num_steps) {
+      if (set < num_steps) {
         begin();
         codes.decode(a, 0);
       }
       u32 before = slot;
 #pragma unroll 1
-      for (u32 step = part; step < num_steps; step += parts) {
+      for (u32 step = set; step < num_steps; step += sets) {
         const u64 x = operand_at(x_ring + slot * X_BYTES), second = x + (X_HALF >> 4);
         multiply_quarter<MT>(acc, a, x);
         group_wait<1>();  // the previous step is finished, and its fragment registers are free
-        if (step >= parts) leave(before);
+        if (step >= sets) leave(before);
         codes.decode(b, 1);
         multiply_quarter<MT>(acc, b, x + 4);
         if (F == BFP8)
@@ -522,14 +522,14 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
         codes.decode(b, 3);
         multiply_quarter<MT>(acc, b, second + 4);
         before = slot;
-        slot += parts;
+        slot += sets;
         if (slot >= depth) slot -= depth, parity ^= 1;
-        if (step + parts < num_steps) begin();
+        if (step + sets < num_steps) begin();
         group_wait<1>();
         codes.decode(a, 0);
       }
       group_wait<0>();
-      if (part < num_steps) leave(before);
+      if (set < num_steps) leave(before);
 #pragma unroll
       for (int m = 0; m < MT; ++m)
 #pragma unroll
@@ -545,12 +545,12 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
   wait_for_inputs();
   __syncthreads();
   float4 *sums = (float4 *)memory + (threadIdx.x & 127);
-  if (part < parts) {
+  if (set < sets) {
 #pragma unroll
     for (int m = 0; m < MT; ++m)
       sums[(group * MT + m) * 128] = make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
   }
-  const u32 count = gridDim.z * parts;  // of the sums for a value: up to SLICES
+  const u32 count = gridDim.z * sets;  // of the sums for a value: up to SLICES
   const u32 units = groups * MT, last = (blockIdx.z + 1) * units / gridDim.z;
   const u32 first = blockIdx.z * units / gridDim.z + group;
   cluster_barrier();
@@ -560,7 +560,7 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
 #pragma unroll
       for (u32 s = 0; s < SLICES; ++s)
         if (s < count)
-          of[s] = read4_of_rank(shared_address(sums + (s % parts * units + unit) * 128), s / parts);
+          of[s] = read4_of_rank(shared_address(sums + (s % sets * units + unit) * 128), s / sets);
       float all[1][4] = {};
 #pragma unroll
       for (u32 s = 0; s < SLICES; ++s)

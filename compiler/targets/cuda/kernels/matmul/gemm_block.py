@@ -20,6 +20,7 @@ from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     CODED,
     LIKE,
     MOST_SHARED,
+    SLICES,
     STEP_BYTES,
     SUMMED,
     MatmulParams,
@@ -132,7 +133,7 @@ class SplitTileConfig:
         eights: Tokens per block, divided by 8.
         groups: Groups of four warps per block.
         tiles: Tiles per block. A warp has a single tile.
-        joined: Blocks that divide K.
+        joined: Blocks that divide K. Their groups without tiles divide it further.
     """
 
     eights: int
@@ -144,9 +145,19 @@ class SplitTileConfig:
         """Return the kernel's name."""
         return f"split_{packed.kind}_{self.eights}_{self.groups}"
 
+    @property
+    def sets(self) -> int:
+        """Return the sets of a block's groups. A set has all tiles, and takes steps in turn."""
+        return self.groups // -(-self.tiles // 4) if self.joined > 1 else 1
+
     def depth(self, packed: PackedWeight) -> int:
-        """Return the 128-column steps in flight."""
-        return min(MAX_DEPTH, room_of(1) // self._step_bytes(packed))
+        """Return the 128-column steps in flight.
+
+        A multiple of the sets, so that a stage always belongs to the same set. A set releases its
+        stage after its next step has arrived, so the depth must exceed the sets.
+        """
+        depth = min(MAX_DEPTH, room_of(1) // self._step_bytes(packed))
+        return depth - depth % self.sets
 
     def shared_bytes(self, packed: PackedWeight) -> int:
         """Return a block's dynamic shared memory, for aligned steps or for sums."""
@@ -468,7 +479,8 @@ def _launch(product: MatmulParams, packed: PackedWeight, way: BlockTileConfig) -
 def _launch_split(product: MatmulParams, packed: PackedWeight, way: SplitTileConfig) -> None:
     """Launch blocks for all tokens. Without a split K, a block processes row tiles in turn."""
     shared, depth = way.shared_bytes(packed), way.depth(packed)
-    assert shared <= MOST_SHARED and depth > 1
+    assert shared <= MOST_SHARED and depth > way.sets
+    assert way.joined * way.sets <= SLICES
     count = -(-packed.num_row_tiles // way.tiles)
     if way.joined == 1:
         count = min(count, num_processors(packed.data.device))

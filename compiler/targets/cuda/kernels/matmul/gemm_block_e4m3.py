@@ -137,9 +137,9 @@ def linear(
 
     Args:
         out: as in :func:`.gemv.linear`.
-        x: codes ``[M, K]`` ordered by :func:`..matmul.e4m3.position_of`, and scales ``[M, 1]``.
+        x: codes ``[M, K]`` ordered by :func:`.e4m3.position_of`, and scales ``[M, 1]``.
         packed: a weight in bfp4.
-        weight_scales: float32 ``[N, 1]`` from :func:`..weights.e4m3.exact_rows`.
+        weight_scales: float32 ``[N, 1]`` from :func:`...weights.e4m3.exact_rows`.
         epilogue: as in :func:`.gemv.linear`.
         bias: fp32 ``[N]``.
         feeds: see :func:`.gemm_block.linear`.
@@ -172,7 +172,7 @@ def norm_codes(
 ) -> tuple[Tensor, Tensor]:
     """Return codes and scales for the RMSNorm of ``x [M, K]`` float32, in new memory.
 
-    The norm is rounded to bfloat16, then as in :func:`..matmul.e4m3.round_rows`. K must satisfy
+    The norm is rounded to bfloat16, then as in :func:`.e4m3.round_rows`. K must satisfy
     :func:`.gemv.takes_norm`.
     """
     num_tokens, width = x.shape

@@ -38,7 +38,8 @@ UNCUT_TILES = 1024
 """Row tiles of a weight from which its K is not split."""
 
 _HEADERS = ("primitives.cuh", "tiles.cuh", "norm.cuh", "gemv.cuh", "gemm.cuh")
-_SLICES = 8
+SLICES = 8
+"""Slices of a split K, and the maximum sums for a value."""
 SUMMED = ("q40", "q80", "fp8")
 """Formats with scales for the sums of blocks."""
 
@@ -169,7 +170,7 @@ def num_slices(packed: PackedWeight) -> int:
 
     A large weight has rows for all warps on the device without slices.
     """
-    return 1 if packed.num_row_tiles >= UNCUT_TILES else _SLICES
+    return 1 if packed.num_row_tiles >= UNCUT_TILES else SLICES
 
 
 def room_for(num_rows: int) -> int:
