@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     recorded = Path(arguments.results)
     results = [*read_store(recorded), *read_beside(recorded)]
     if not results:
-        raise ConfigError(f"{arguments.results}: holds no results; allowed: at least one")
+        raise ConfigError(f"{arguments.results}: has no results; allowed: at least one")
     rendered = {path: _rendered(path, results) for path in map(Path, arguments.also)}
     print(update_tables(arguments.output, results))
     for path, text in rendered.items():

@@ -1,7 +1,7 @@
-"""Puts PERF.md and CONTRIBUTING.md, which stay at the top of the tree, on the documentation's site.
+"""Adds PERF.md and CONTRIBUTING.md from the top of the tree to the documentation site.
 
-Pages link to each other and to files of the tree as they lie there. On the site a link to a page
-leads to the page; one to any other file of the tree becomes the file's name.
+Pages have links to other pages and files by their paths in the tree. On the site, a link to a page
+leads to the page, and a link to another file becomes its name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """The page's text with its links as the site has them."""
+    """Return the page's text with links for the site."""
     is_of_root = page.file.src_uri in PAGES
     depth = page.file.src_uri.count("/")
 

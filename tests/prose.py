@@ -11,12 +11,14 @@ import ast
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 MIN_WORDS = 100
-"""Shorter files are checked for their longest sentence only."""
+"""Rates of shorter files are counts per this number of words. Only rates and the longest sentence
+of shorter files have limits, and only the longest sentence of shorter tests.
+"""
 
 _LISTED = {
     "relative": "that which who whom whose where what whatever whoever whichever wherever",
@@ -29,6 +31,8 @@ _LISTED = {
     "of": "of",
 }
 WORD_LISTS = {name: frozenset(words.split()) for name, words in _LISTED.items()}
+RATES = (*WORD_LISTS, "numbers")
+"""Measures per 100 words."""
 BUDGET: Mapping[str, float] = MappingProxyType(
     {
         **{"relative": 2.5, "vague": 3.0, "house": 0.8, "of": 4.5},  # per 100 words
@@ -74,11 +78,16 @@ class Prose:
 
     num_words: int
     values: Mapping[str, float]
+    is_test: bool = False
 
     def excess(self) -> dict[str, float]:
         """Return the measures over budget, as shares of the budget above 1."""
-        names = BUDGET if self.num_words >= MIN_WORDS else ("longest",)
-        shares = {name: self.values[name] / BUDGET[name] - 1 for name in names}
+        values = dict(self.values)
+        if self.num_words < MIN_WORDS:
+            rates = () if self.is_test else RATES
+            values = {name: values[name] * self.num_words / MIN_WORDS for name in rates}
+            values["longest"] = self.values["longest"]
+        shares = {name: value / BUDGET[name] - 1 for name, value in values.items()}
         return {name: share for name, share in shares.items() if share > 0}
 
 
@@ -92,7 +101,7 @@ def measure(path: Path) -> Prose:
         texts = [re.sub(r"(?m)^[ \t]*(//+|/?\*+/?)", "", each) for each in found]
     else:
         texts = [source]
-    return measure_texts(texts)
+    return replace(measure_texts(texts), is_test="tests" in path.parts)
 
 
 def measure_texts(texts: list[str]) -> Prose:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 from tests.prose import SUFFIXES, measure, measure_texts
@@ -35,7 +36,9 @@ def test_prose_measures_count_words_and_sentences() -> None:
     assert prose.values["longest"] == 5
 
 
-def test_prose_short_files_have_a_longest_sentence_only() -> None:
-    short = measure_texts(["which that what who one it such so"])
-    assert not short.excess()
+def test_prose_short_files_have_limits_for_rates_and_the_longest_sentence() -> None:
+    short = measure_texts(["which that what who one it such"])
+    assert set(short.excess()) == {"relative"}
+    assert not replace(short, is_test=True).excess()
+    assert not measure_texts(["which that one it such"]).excess()
     assert set(measure_texts(["word " * 36]).excess()) == {"longest"}

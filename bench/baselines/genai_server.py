@@ -110,7 +110,7 @@ def handler(generate: Generate, lock: threading.Lock) -> type[BaseHTTPRequestHan
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
 
         def log_message(self, *words: object) -> None:
-            """Requests are not logged."""
+            """Log nothing."""
 
     return Handler
 

@@ -1,4 +1,4 @@
-"""Work of published models on boards: a period of layers is traced and counted for all layers."""
+"""Counts the work in a step for published models on boards, from a traced period."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from tilewright.compiler.targets.tenstorrent.program.instructions import DeviceProgram
 
 Work = tuple[tuple[InstructionCost, float], ...]
-"""Instructions with their number."""
+"""Instructions and counts."""
 
 
 @dataclass(slots=True)
 class Programs:
-    """Lowers models without their weights. Graphs are kept by configuration and precision."""
+    """Lowers models without weights. Caches graphs by configuration and precision."""
 
     _traced: dict[str, tuple[GraphModule, int]] = field(default_factory=dict)
     _graphs: dict[tuple[str, str], GraphModule] = field(default_factory=dict)
@@ -53,8 +53,8 @@ class Programs:
 
         Args:
             config: Hugging Face configuration.
-            model: Name of the model in the precision configuration.
-            context: Attended positions, with those of the step.
+            model: Model name in the precision configuration.
+            context: Attended positions, the step included.
         """
         name = repr(config)
         if name not in self._traced:
@@ -78,7 +78,7 @@ class Programs:
         return program, config["num_hidden_layers"] / period
 
     def work(self, *given: Any, **named: Any) -> Work:
-        """Return the work of a step; see :meth:`get`."""
+        """Return a step's work. See :meth:`get`."""
         program, repeats = self.get(*given, **named)
         counts: dict[InstructionCost, float] = Counter()  # type: ignore[assignment]
         for item, work in zip(program.instructions, program_work(program), strict=True):
@@ -87,9 +87,9 @@ class Programs:
 
 
 def _trace_period(given: Mapping[str, Any], model: str) -> tuple[GraphModule, int]:
-    """Return the graph of a period of layers between embedding and head, and its layer count.
+    """Return a graph with embedding, a period of layers and head, and its layer count.
 
-    The scaling of rotations costs a board no time and is omitted.
+    Boards scale rotations for free, so the graph omits this.
     """
     import torch
 

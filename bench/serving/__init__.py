@@ -1,1 +1,1 @@
-"""Our server beside another, loaded by one client."""
+"""Load tests for our server and another server, with a common client."""

@@ -1,1 +1,1 @@
-"""Compiled models on disk: folders a user keeps, and the cache. They know no checkpoint formats."""
+"""Compiled models on disk: a user's folders, and the cache. Excludes checkpoint formats."""

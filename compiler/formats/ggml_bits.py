@@ -1,4 +1,4 @@
-"""Bit fields in the bytes of ggml's blocks. Knows no block layout."""
+"""Bit fields in ggml's blocks, for any block layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def scale_at(blocks: Bytes, at: int) -> Floats:
-    """The float16 at byte ``at`` of each block, ``[blocks, 1]``."""
+    """Return every block's float16 at byte ``at``, as float32 ``[blocks, 1]``."""
     return blocks[:, at : at + 2].copy().view("<f2").astype(np.float32)
 
 
@@ -19,9 +19,9 @@ def signed(packed: Bytes) -> Floats:
 
 
 def fields(packed: Bytes, width: int, *, bits: int) -> Bytes:
-    """Return the fields of ``bits`` bits of every byte, ``[blocks, bytes * 8 / bits]``.
+    """Return all fields with ``bits`` bits, ``[blocks, bytes * 8 / bits]``.
 
-    Bytes are taken ``width`` at a time: first the lowest field of all of them, then the next field.
+    For every ``width`` bytes, the lowest fields come first, then the next fields.
     """
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     groups = packed.reshape(packed.shape[0], -1, 1, width)
@@ -34,5 +34,5 @@ def nibbles(packed: Bytes, width: int) -> Bytes:
 
 
 def fifth_bits(packed: Bytes) -> Bytes:
-    """``[blocks, 4]`` bytes to ``[blocks, 32]``: bit i, little-endian, in the place of 16."""
+    """Return bits ``[blocks, 32]`` with value 16 from bytes ``[blocks, 4]``, little-endian."""
     return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)

@@ -84,7 +84,7 @@ def _iq3_s(blocks: Bytes) -> Floats:
 
 
 def _iq1_s(blocks: Bytes) -> Floats:
-    """Groups share a scale, a sign for the offset, and high bits in four codes."""
+    """Decode IQ1_S. Groups share a scale, a sign of the offset, and high bits of four codes."""
     last = _words(blocks, 34, 50, "<u2")
     factors = scale_at(blocks, 0) * (2 * (last >> 12 & 7) + 1).astype(np.float32)
     offsets = np.where(last & 0x8000, -_DELTA, _DELTA).astype(np.float32)
@@ -95,7 +95,7 @@ def _iq1_s(blocks: Bytes) -> Floats:
 
 
 def _iq1_m(blocks: Bytes) -> Floats:
-    """The scale is in the high nibbles of four words with scales for groups."""
+    """Decode IQ1_M. The scale is in the high nibbles of four words with the group scales."""
     words = _words(blocks, 48, 56, "<u2")
     shifts = np.array([12, 8, 4, 0], np.uint32)
     whole = np.bitwise_or.reduce((words & 0xF000) >> shifts, axis=1)

@@ -97,7 +97,7 @@ def _mxfp4(blocks: Bytes) -> Floats:
 
 
 def _nvfp4(blocks: Bytes) -> Floats:
-    """Groups with an unsigned e4m3 scale. NaN is zero."""
+    """Decode NVFP4: groups with an unsigned e4m3 scale. A NaN scale is zero."""
     exponents, mantissas = blocks[:, :4] >> np.uint8(3) & np.uint8(15), blocks[:, :4] & np.uint8(7)
     is_normal = exponents > 0
     whole = np.where(is_normal, np.float32(1), np.float32(0)) + mantissas / np.float32(8)

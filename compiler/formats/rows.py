@@ -1,4 +1,4 @@
-"""Tensors as rows of blocks: reshaping, padding, and walking them in pieces that stay in cache."""
+"""Tensors as rows of blocks: reshaping, padding, and chunks for the cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GPU_CHUNK_ELEMENTS = 1 << 22
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """``[..., K]`` as ``[R, K]``, a view where strides allow."""
+    """Reshape ``[..., K]`` to ``[R, K]``, as a view if strides allow."""
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def pad_blocks(x_RK: torch.Tensor, block: int) -> torch.Tensor:
-    """Zeros up to a whole block count in the last dimension; a full one passes untouched."""
+    """Pad the last dimension with zeros to whole blocks. Return ``x_RK`` itself if it has them."""
     missing = -x_RK.shape[-1] % block
     return torch.nn.functional.pad(x_RK, (0, missing)) if missing else x_RK
 

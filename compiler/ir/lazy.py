@@ -1,5 +1,5 @@
-"""Graph modules whose Python code is written when it is first run: what becomes a program is
-rewritten many times, and most of it is never run as Python.
+"""Graph modules that generate their Python code at the first run. Passes change a graph many times,
+and most graphs never run as Python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _STACKS = "do_not_emit_stack_traces"
 
 
 def module_of(graph: Graph) -> GraphModule:
-    """The graph as a module; so are copies of it."""
+    """Return a module for a graph. Its copies also generate their code at the first run."""
     return _LazyGraphModule(torch.nn.Module(), graph)
 
 

@@ -1,4 +1,4 @@
-"""What a model keeps between steps, described without a word on where or how it is stored."""
+"""Description of a model's state between steps, independent of storage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StateSpec:
     value_format: str = ""
 
     def num_elements(self, num_positions: int) -> int:
-        """Elements one sequence of ``num_positions`` needs."""
+        """Return the elements for a sequence with ``num_positions`` positions."""
         count = 1
         for size in self.shape:
             count *= size

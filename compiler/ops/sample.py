@@ -1,4 +1,4 @@
-"""The choice of each row's token as an operator; `tilewright.compiler.sampling` defines it."""
+"""Token sampling as an operator. `tilewright.compiler.sampling` defines the result."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tilewright.compiler.sampling.rng import draw
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The first of the largest logits of every row: int64 ``[R]``.
+    """Return the first index of the largest logit per row, int64 ``[R]``.
 
-    NumPy's own on the CPU: several times faster than torch's between two steps.
+    On a CPU, NumPy is several times faster than torch between two steps.
     """
     if logits.device.type != "cpu" or logits.dtype != torch.float32:
         return logits.argmax(-1)

@@ -27,7 +27,7 @@ def _full_cost(q: Tensor, *_: object) -> Cost:
 
 @operator(fake=lambda q, k, v, scale: like(q), cost=_full_cost)
 def full_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute attention of all rows to all rows, ``[P, H, D]`` to ``[P, H, D]``."""
+    """Compute attention between all rows, ``[P, H, D]`` to ``[P, H, D]``."""
     by_head = [heads.transpose(0, 1).unsqueeze(0) for heads in (q, k, v)]
     attended = torch.nn.functional.scaled_dot_product_attention(
         by_head[0], by_head[1], by_head[2], scale=scale
@@ -45,7 +45,7 @@ def _interpolate_cost(grid: Tensor, corners: Tensor, weights: Tensor) -> Cost:
     cost=_interpolate_cost,
 )
 def interpolate_rows(grid: Tensor, corners: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum of rows ``corners [P, 4]`` of ``grid [N, C]``, times ``weights [P, 4]``."""
+    """Sum the rows ``corners [P, 4]`` in ``grid [N, C]`` with ``weights [P, 4]``."""
     return (grid[corners] * weights.unsqueeze(-1)).sum(1)
 
 
@@ -54,7 +54,7 @@ def interpolate_rows(grid: Tensor, corners: Tensor, weights: Tensor) -> Tensor:
     cost=lambda x, count: Cost(0.0, x.numel(), x.numel()),
 )
 def merge_rows(x: Tensor, count: int) -> Tensor:
-    """Concatenate every ``count`` consecutive rows of ``x [P, C]``: ``[P / count, C * count]``."""
+    """Concatenate every ``count`` rows in ``x [P, C]``: ``[P / count, C * count]``."""
     return x.reshape(-1, x.shape[1] * count).clone()
 
 

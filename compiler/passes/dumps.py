@@ -1,4 +1,4 @@
-"""Where graphs are dumped after every pass, if anywhere; importing it does not import torch."""
+"""The folder for graph dumps after every pass. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ DUMP_VARIABLE = "TILEWRIGHT_DUMP"
 
 
 def dump_folder(named: Path | None = None) -> Path | None:
-    """Returns the folder ``named``, or else the one that ``TILEWRIGHT_DUMP`` names, and makes it;
-    None where neither names one.
+    """Create and return the folder ``named``, by default the value of ``TILEWRIGHT_DUMP``.
+
+    Return None without either.
 
     Raises:
-        ConfigError: when it is no folder that can be made.
+        ConfigError: The folder cannot be created.
     """
     path = named or os.environ.get(DUMP_VARIABLE)
     if not path:

@@ -69,7 +69,7 @@ def _norm_of(total: Node) -> Node | None:
     if len(norms) != 1 or norms[0].args[0] is not total or not norms[0].users:
         return None
     weight = norms[0].args[1]
-    if not isinstance(weight, Node) or weight.op != "placeholder":  # made behind the sum, maybe
+    if not isinstance(weight, Node) or weight.op != "placeholder":  # maybe after the sum
         return None
     is_operand = all(_reads_as_it_is(reader, norms[0]) for reader in norms[0].users)
     return norms[0] if is_operand else None

@@ -88,7 +88,7 @@ class NullTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> None:
-        """Write nothing: the graph says all there is to know."""
+        """Write nothing: the graph is sufficient."""
 
     def load(
         self, program: BuiltProgram, options: CompileOptions, progress: Progress
@@ -101,7 +101,7 @@ class NullTarget(Target):
 
 
 class NullExecutable(HostExecutable):
-    """Counts the steps that compute something, and answers zeros."""
+    """Counts computing steps, and returns zeros."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class NullExecutable(HostExecutable):
         return super().step(step)
 
     def _run_decode(self, step: Step) -> list[SamplerOutput]:
-        """Rows of zeros choose token 0 where nothing is added to them: no logits are made."""
+        """Select token 0 for plain rows without creating logits."""
         slots, chosen = self._last
         if slots is not step.decode:
             chosen = self._zeros(step.decode)
@@ -148,7 +148,7 @@ class NullExecutable(HostExecutable):
         return [SamplerOutput(step.decode, lambda: found)]
 
     def _zeros(self, slots: Sequence[Slot]) -> SampledTokens | None:
-        """What is chosen for slots whose tokens the zeros alone decide; None where others are."""
+        """Return the tokens for greedy slots without changed logits. None: other slots exist."""
         chosen = [self._slot_states[slot].sampling for slot in slots]
         if not all(each.is_greedy and not each.changes_logits for each in chosen):
             return None
@@ -162,7 +162,7 @@ class NullExecutable(HostExecutable):
         return np.zeros((len(batch.tokens), self.capabilities.hidden_size), np.float32)
 
     def copy_state(self, source: Slot, target: Slot, num_positions: int) -> None:
-        """Do nothing: this target keeps no state."""
+        """Do nothing: this target has no state."""
 
     def memory(self) -> MemoryUse:
         return MemoryUse(0, 0)

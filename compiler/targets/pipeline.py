@@ -1,4 +1,4 @@
-"""The stages every target begins with: a traced graph becomes our op set with its precision."""
+"""The first stages of every target: from a traced graph to our operators with precision."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ RANK = Stage("rank", (slice_rank,), verify_precision)
 
 
 def with_ranks(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The pipeline of one rank's program: the graph is sharded and cut to the rank's
-    slice before fusions, while a weight has one role and one axis to cut.
+    """Return the pipeline for a rank's program.
+
+    The graph is sharded and cut to the rank's slice before fusions, while a weight has a single
+    role and a single axis to cut.
     """
     names = [stage.name for stage in stages]
     if PRECISION.name not in names:

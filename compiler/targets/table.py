@@ -32,7 +32,7 @@ def target_names() -> tuple[str, ...]:
 
 
 def get_target(name: str) -> Target:
-    """The target of this name; its libraries are imported only now.
+    """Return the target of this name. Import its libraries at the first call.
 
     Raises:
         ConfigError: for an unknown name.

@@ -1,7 +1,7 @@
-"""The layers decoder models are made of, in plain torch over flat tokens.
+"""Layers of decoder models, in plain torch over flat tokens.
 
 Legend: T tokens of one sequence, H query heads, G key/value heads, D head size, R = D / 2 pairs.
-They know nothing of precision, parallelism, caches or batches: passes add those to the graph.
+Passes add precision, parallelism, caches and batches to the graph.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(x, cos, sin))
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """What all heads make of ``x``, side by side, before the last product: ``[T, H D]``."""
+        """Return the concatenated outputs of all heads before the output matmul, ``[T, H D]``."""
         q_THD = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k_TGD = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v_TGD = self.v_proj(x).unflatten(-1, (-1, self.head_dim))

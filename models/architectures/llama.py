@@ -34,7 +34,7 @@ class LlamaModel(nn.Module):
 
     @staticmethod
     def make_layer(config: Any, layer: int) -> nn.Module:
-        """The decoder layer of index ``layer``."""
+        """Return the decoder layer with index ``layer``."""
         return DecoderLayer(config, config.window(layer))
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class LlamaModel(nn.Module):
 class LlamaForCausalLM(nn.Module):
     """A Llama with its language-model head: tokens, positions ``[T]`` to logits ``[T, vocab]``.
 
-    ``model_class``: what is below the head.
+    ``model_class``: class of the model without the head.
     """
 
     model_class: ClassVar[type[Any]] = LlamaModel
@@ -77,12 +77,13 @@ class LlamaForCausalLM(nn.Module):
         return logits
 
     def sources(self) -> Sources:
-        """Where the parameters stand that have no tensor of their own in checkpoints, by name."""
+        """Return the sources of parameters without a checkpoint tensor of equal name."""
         return {}
 
     def constants(self, max_context: int | None = None) -> dict[str, Tensor]:
-        """The values of buffers that no checkpoint holds, by name; they may depend on the longest
-        context (None: all that the model allows).
+        """Return buffers by name that are in no checkpoint, for contexts up to ``max_context``.
+
+        None: the model's limit.
         """
         config = self.config
         longest = config.max_positions if max_context is None else max_context

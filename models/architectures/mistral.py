@@ -12,7 +12,7 @@ from tilewright.models.checkpoints.spelling.windows import hf_windows_of_all
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """Mistral with its head: a Llama whose differences all stand in its `ModelConfig`."""
+    """Mistral with its head: a Llama with another `ModelConfig`."""
 
 
 ARCHITECTURE = Architecture(

@@ -1,6 +1,4 @@
-"""Phi-3 and Phi-3.5 (Abdin et al., 2024): Llama with LongRoPE, and tensors that hold q, k and v, or
-gate and up, one below the other.
-"""
+"""Phi-3 and Phi-3.5 (Abdin et al., 2024): Llama with LongRoPE and stacked q, k, v and gate, up."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tilewright.models.sources import Sources, TensorSource
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
-    """Phi-3 with its head: a Llama whose q, k, v, gate and up are rows of shared tensors."""
+    """Phi-3 with its head: a Llama with q, k, v and gate, up in shared tensors."""
 
     def sources(self) -> Sources:
         config = self.config
@@ -37,10 +35,10 @@ class Phi3ForCausalLM(LlamaForCausalLM):
 
 
 def read_gguf(keys: Keys, config: ModelConfig) -> ModelConfig:
-    """``config`` with the window that GGUF metadata gives to every layer.
+    """Return ``config`` with the attention window from GGUF metadata for all layers.
 
     Raises:
-        CheckpointError: a window that is not a whole number from 0.
+        CheckpointError: The window is no integer from 0.
     """
     window = keys.integer("attention.sliding_window", 0, MAX_POSITIONS, default=0)
     windows = (window,) * config.num_layers if 0 < window < config.max_positions else ()

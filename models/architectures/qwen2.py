@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al., 2024): Llama whose q, k and v have biases."""
+"""Qwen2 and Qwen2.5 (Yang et al., 2024): Llama with biases for q, k and v."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tilewright.models.checkpoints.spelling.windows import hf_windows_of_upper
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """Qwen2 with its head: a Llama whose differences all stand in its `ModelConfig`."""
+    """Qwen2 with its head: a Llama with another `ModelConfig`."""
 
 
 ARCHITECTURE = Architecture(

@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al., 2025): Llama whose heads of q and k are normed before they turn."""
+"""Qwen3 (Yang et al., 2025): Llama with norms for q and k heads before rotation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tilewright.models.checkpoints.spelling.windows import hf_windows_of_upper
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """Qwen3 with its head: a Llama whose differences all stand in its `ModelConfig`."""
+    """Qwen3 with its head: a Llama with another `ModelConfig`."""
 
 
 ARCHITECTURE = Architecture(

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies that follow from a configuration of it."""
+"""Frequencies of rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from tilewright.models.config import (
 def inverse_frequencies(
     rope: RopeConfig, head_dim: int, max_context: int | None = None
 ) -> list[float]:
-    """The angles per position of every pair, float32 values as Hugging Face computes them.
+    """Return the angle per position of every pair, as float32 values.
 
-    The float32 operations are those of transformers' rope of the same type, in their order, so
-    that results agree to the last bit; with ``freq_factors`` they are divided instead.
-    ``max_context``: the longest sequence they are for, which decides over LongRoPE's factors
-    (None: longer than the original ones). One executable rotates every position alike, so a
-    sequence does not change its rotation as it grows.
+    The float32 operations and their order are those of transformers, so that all bits agree.
+    ``freq_factors`` divide the results. ``max_context`` is the longest sequence, which selects
+    LongRoPE's factors (None: longer than the original context). An executable rotates a position
+    by a constant angle, so a growing sequence does not change its rotation.
     """
     dim = 2 * rope.num_pairs(head_dim)
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim

@@ -1,5 +1,5 @@
-"""Checkpoints: configuration and weights, whatever container they are in.
+"""Checkpoints: configuration and weights from any container.
 
-`containers` opens one, `base` says what each of them offers. Nothing is imported here,
-because architectures use this package's readers of keys, and the containers find architectures.
+`containers` opens a checkpoint, and `base` defines its interface. This file imports nothing,
+because architectures use the key readers of this package, and containers use architectures.
 """

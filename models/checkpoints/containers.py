@@ -1,4 +1,4 @@
-"""Checkpoint containers: which one a path holds, and opening it."""
+"""Opens a checkpoint in any container."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tilewright.models.checkpoints.calibrated.manifest import is_calibrated
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a ``.gguf`` or ``.m`` file or a Hugging Face folder, as `find_model` returns it.
+    """Open a ``.gguf`` or ``.m`` file or a Hugging Face folder from `find_model`.
 
     Raises:
-        CheckpointError: files that are missing, cut short, corrupt or of a kind that is not read.
+        CheckpointError: Files are missing, truncated, corrupt or not supported.
     """
     if is_calibrated(path):
         from tilewright.models.checkpoints.calibrated.checkpoint import CalibratedCheckpoint

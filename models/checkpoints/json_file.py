@@ -1,4 +1,4 @@
-"""Reading a JSON object from a file, with errors that name the file."""
+"""Reads a JSON object from a file. Errors name the file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tilewright.utils.files import read_regular
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object that the file at ``path`` holds.
+    """Return the JSON object in a file.
 
     Raises:
-        CheckpointError: the file is missing, is not JSON, or holds something other than an object.
+        CheckpointError: The file is missing, is not JSON, or has another value than an object.
     """
     try:
         values = json.loads(read_regular(path))
@@ -27,5 +27,5 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path}: not JSON: {one_line(error)}; allowed: a JSON object"
         ) from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: holds a {type(values).__name__}; allowed: a JSON object")
+        raise CheckpointError(f"{path}: has a {type(values).__name__}; allowed: a JSON object")
     return values

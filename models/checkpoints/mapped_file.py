@@ -1,4 +1,4 @@
-"""A checkpoint's file mapped into memory, whose pages go again when they have been read."""
+"""A checkpoint file mapped into memory. Its pages are released after they are read."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tilewright.utils.files import open_regular
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """The bytes of a regular file, which are read from the disk where they are looked at.
+    """Map a regular file into memory. Its bytes are read from disk on access.
 
     Raises:
-        CheckpointError: a file that cannot be opened, or is empty.
+        CheckpointError: The file cannot be opened, or is empty.
     """
     try:
         with open_regular(path) as file:

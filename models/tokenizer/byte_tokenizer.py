@@ -1,4 +1,4 @@
-"""A tokenizer for models without one: a token a byte, and a readable name for every other id."""
+"""Tokenizer for models without a tokenizer: a token per byte, and names for all other ids."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NUM_BYTES = 256
 
 
 def byte_tokenizer(vocab_size: int, where: str) -> Tokenizer:
-    """UTF-8 bytes as ids 0 to 255, and the text ``" <N>"`` as id N from 256 on.
+    """Return a tokenizer with UTF-8 bytes as the first ids, and text ``" <N>"`` as later id ``N``.
 
-    So an answer that comes back in a chat has the ids it was made of, as with most tokenizers,
-    where its bytes are UTF-8 and spell no such name. It has no end token, no special ones and no
-    chat template. ``vocab_size``: 256 or more. ``where`` stands in messages.
+    An answer in a later chat turn has its original ids, if its bytes are UTF-8 without such names.
+    The tokenizer has no end token, no special tokens and no chat template. ``vocab_size`` is
+    ``256`` or more. ``where`` is for messages.
     """
     assert vocab_size >= NUM_BYTES, vocab_size
     characters = {byte: character for character, byte in byte_of_character().items()}

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, from whichever kind of file its vocabulary stands in."""
+"""Loads a checkpoint's tokenizer from any supported vocabulary file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tilewright.models.tokenizer.vocabulary_gguf import read_metadata
 
 
 def load_tokenizer(source: TokenizerSource) -> Tokenizer:
-    """The tokenizer of a checkpoint, from its ``tokenizer_source``.
+    """Return a checkpoint's tokenizer from its ``tokenizer_source``.
 
     Raises:
-        CheckpointError: files or metadata that are missing, corrupt or of a kind not read.
+        CheckpointError: Files or metadata are missing, corrupt or not supported.
     """
     return Tokenizer(read_vocabulary(source))
 
@@ -31,10 +31,10 @@ def load_mapped(path: Path, where: Path) -> Tokenizer:
 
 
 def read_vocabulary(source: TokenizerSource) -> Vocabulary:
-    """The parts of a checkpoint's tokenizer, of which `load_tokenizer` makes one.
+    """Return the vocabulary for `load_tokenizer`.
 
     Raises:
-        CheckpointError: files or metadata that are missing, corrupt or of a kind not read.
+        CheckpointError: Files or metadata are missing, corrupt or not supported.
     """
     if source.metadata is not None:
         return read_metadata(source.metadata, source.path)

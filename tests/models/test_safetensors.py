@@ -168,7 +168,7 @@ def test_no_weights_and_other_names(folder: Path) -> None:
     (folder / SINGLE).rename(folder / "other.safetensors")
     assert len(SafetensorsCheckpoint(folder).names) == 20
     (folder / "other.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"holds 0 \.safetensors files"):
+    with pytest.raises(CheckpointError, match=r"has 0 \.safetensors files"):
         SafetensorsCheckpoint(folder)
 
 

@@ -260,7 +260,7 @@ def test_content_hash_is_stable(folder: Path) -> None:
         ("tokenizer.json", None, r"tokenizer\.json: the tokenizer is missing"),
         ("tokenizer.json", "{}", r"tokenizer\.json: not a tokenizer"),
         ("tokenizer.json", "[1", r"tokenizer\.json: not JSON"),
-        ("tokenizer_config.json", "[]", r"holds a list; allowed: a JSON object"),
+        ("tokenizer_config.json", "[]", r"has a list; allowed: a JSON object"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 1}}', "added_tokens_decoder"),
         (
             "tokenizer_config.json",

@@ -10,7 +10,7 @@ from tilewright.errors import ConfigError
 from tilewright.utils.files import open_regular
 
 _CHUNK = 1 << 20
-_MARK = b"\xef\xbb\xbf"  # of UTF-8, as some editors write it
+_MARK = b"\xef\xbb\xbf"  # byte order mark from some editors
 
 
 class LineFile:
@@ -34,11 +34,11 @@ class LineFile:
         return len(self._starts)
 
     def size(self, index: int) -> int:
-        """The number of a line's bytes."""
+        """Return a line's number of bytes."""
         return self._ends[index] - self._starts[index]
 
     def place(self, index: int) -> str:
-        """A line's place, as messages name it: ``data.jsonl:12``."""
+        """Return a line's location for messages, as ``data.jsonl:12``."""
         return f"{self.path}:{self._numbers[index]}"
 
     def __getitem__(self, index: int) -> bytes:
@@ -46,7 +46,7 @@ class LineFile:
         return os.pread(self._file.fileno(), self._ends[index] - start, start)
 
     def _find(self) -> None:
-        """Walk through the file; what lies in memory of it at a time is one chunk."""
+        """Find all lines. Only a chunk of the file is in memory."""
         at = start = number = 0
         is_blank = True
         while chunk := self._file.read(_CHUNK):

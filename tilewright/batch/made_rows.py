@@ -1,4 +1,4 @@
-"""Rows that are made up: random token ids of one length, for measuring."""
+"""Generated rows for measurements: random token ids of equal length."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from tilewright.batch.records import Item, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeRows:
-    """``count`` prompts of ``input_len`` random ids below ``vocabulary``, from a seed; each is
-    answered by ``output_len`` tokens.
+    """``count`` seeded prompts with ``input_len`` random ids below ``vocabulary``.
+
+    Their outputs have ``output_len`` tokens.
     """
 
     count: int
@@ -28,28 +29,28 @@ class MadeRows:
 
     @property
     def content_hash(self) -> str:
-        """A text that names all that the rows are made of, in place of a hash."""
+        """Return a text with all parameters of the rows, in place of a hash."""
         return f"{self.input_len} {self.output_len} {self.vocabulary} {self.seed}"
 
     def __len__(self) -> int:
         return self.count
 
     def length(self, row: int) -> int:
-        """The tokens that a row may take, which are as many for every row."""
+        """Return a row's maximum output tokens, equal for all rows."""
         return self.output_len
 
     def item(self, row: int) -> Item:
-        """Make a row's request: a completion of random token ids."""
+        """Return a row's request: a completion for random token ids."""
         draw = random.Random(f"{self.seed} {row}")
         prompt = [draw.randrange(self.vocabulary) for _ in range(self.input_len)]
         return Item(row, False, encode({"prompt": prompt, "max_tokens": self.output_len}))
 
     def write(self, path: Path, records: Iterable[Record]) -> None:
-        """An object a row: its number and its answer, or its ``error``."""
+        """Write an object per row: its number, and its answer or ``error``."""
         write_json(path, map(_line, records), is_list=path.suffix == ".json")
 
     def num_failed(self, path: Path) -> int:
-        """The number of answers that have an ``error``."""
+        """Return the number of rows with an ``error``."""
         return count_errors(lines_of(path), path)
 
 

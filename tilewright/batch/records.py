@@ -1,4 +1,4 @@
-"""A batch's records: requests and results."""
+"""Requests and results in a batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OK = 200
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A request of a data set, with the body of a chat or completion."""
+    """A data set's request, with a chat or completion body."""
 
     row: int
     is_chat: bool
@@ -34,20 +34,20 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_ok(self) -> bool:
-        """Whether the row was answered."""
+        """Return whether the row has an answer."""
         return self.status == OK
 
     def said(self) -> dict[str, Any]:
-        """The body of the answer as a value of JSON."""
+        """Return the answer's decoded JSON body."""
         found: dict[str, Any] = msgspec.json.decode(self.body)
         return found
 
     def error(self) -> dict[str, Any]:
-        """The code and the sentence of a row that was not answered."""
+        """Return the error's code and message."""
         found: dict[str, Any] = self.said()["error"]
         return found
 
 
 def refused(row: int, error: ApiError) -> Record:
-    """The record of a row that cannot be answered."""
+    """Return the record of a row without an answer."""
     return Record(row=row, status=error.status, body=msgspec.Raw(error.body()))

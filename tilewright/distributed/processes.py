@@ -1,4 +1,4 @@
-"""How another process of this machine is, as its kernel says."""
+"""State of another process on this machine, from the kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 
 
 def process_behind(connection: socket.socket) -> int | None:
-    """The process at the other end of a local socket that it listened at; else None."""
+    """Return the process that listened at the other end of a local socket. None: not local."""
     if connection.family != socket.AF_UNIX:
         return None
     size = struct.calcsize("3i")
@@ -21,7 +21,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _process_state(pid: int) -> str:
-    """The letter that the kernel has for how a process is; empty for one that is gone."""
+    """Return the kernel's letter for a process's state, empty for an ended process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0]

@@ -1,4 +1,4 @@
-"""Between the configurations of models and those that generated engines are created with."""
+"""Converts between the configurations of models and of generated engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def engine_config(config: ModelConfig) -> dict[str, Any]:
-    """The ``model_config`` of a model that was read from a checkpoint; q and k rows in half order.
+    """Return the ``model_config`` for a checkpoint's model, with q and k rows in half order.
 
     Raises:
         CompileError: The rotation or the architecture is not supported in generated engines.
@@ -40,7 +40,7 @@ def engine_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _hybrid_values(config: ModelConfig) -> dict[str, Any]:
-    """The keys of a mixture of experts with linear attention layers; none for other models."""
+    """Return the keys for experts with linear attention layers, none for other models."""
     if not isinstance(config, HybridConfig) or not config.num_experts:
         return {}
     delta, num_rotated = config.delta, config.rope.num_rotated or config.head_dim
@@ -65,7 +65,7 @@ _ROTATIONS = "allowed: plain, linear or llama3 rotation of all channels"
 
 
 def model_of(settings: Settings) -> SimpleNamespace:
-    """What the compiler looks at of a model with these settings of an engine, without weights."""
+    """Return the compiler's view of a model with an engine's settings, without weights."""
     import torch
 
     from tilewright.models.architectures.table import architecture_of

@@ -1,6 +1,6 @@
-"""A follower of rank 0: a process that loads its part of a model and runs the steps it is sent.
+"""A follower process: loads its share of a model and runs the leader's steps.
 
-Rank 0 starts it (`--tensor-parallel-size`), or torchrun, or a further machine of a group does.
+The leader (`--tensor-parallel-size`), torchrun or another machine of a group starts the process.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tilewright.utils.garbage import run_process
 
 
 def main(argv: list[str]) -> int:
-    """Follow rank 0 until it ends the group; returns the exit code.
+    """Follow the leader until the end of the group. Return the exit code.
 
     Args:
-        argv: the model's path on this machine, where it is not rank 0's.
+        argv: the model's path on this machine, if different from the leader's path.
     """
     place = place_of()
     assert place is not None, "started by rank 0, or torchrun"
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
 
 
 def _follow(place: RankInfo, path: str | None) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets the signal and sends the end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only rank 0 handles the signal
     follower = join(place)
     follower.ends_process = True
     try:
@@ -40,8 +40,8 @@ def _follow(place: RankInfo, path: str | None) -> int:
     except RankError as error:
         follower.fail(str(error), of=getattr(error, "rank", -1))
         raise
-    except ChannelClosedError as error:  # while it loaded
-        raise RankError(f"rank 0 has gone ({error})") from None
+    except ChannelClosedError as error:  # during loading
+        raise RankError(f"rank 0 has ended ({error})") from None
     except TilewrightError as error:
         follower.refuse(str(error))
         raise

@@ -1,4 +1,4 @@
-"""The precision of a model without ``--precision``. Reads headers and sizes of files only."""
+"""Default precision for a model. Reads headers and file sizes only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ChosenPrecision:
 def default_precision(
     found: FoundModel, types: Sequence[str], target: str, *, is_auto: bool
 ) -> tuple[ChosenPrecision, ChosenPrecision | None]:
-    """Return the configuration of ``auto`` for a model.
+    """Return the configuration for ``auto``.
 
     The second value replaces it if ONNX Runtime runs the target cpu. None: the same.
     ``types``: stored block types of the weights. ``is_auto``: the backend is chosen later, and
@@ -41,7 +41,7 @@ def default_precision(
 
 
 def _file_bytes(found: FoundModel) -> int | None:
-    """Return the size of a model's file with all of its parts. None for a directory or a shape."""
+    """Return the bytes of a model's file, all parts included. None: a directory or a shape."""
     if not isinstance(found, Path) or not found.is_file():
         return None
     part = _PART.fullmatch(found.stem)
@@ -53,7 +53,7 @@ def _file_bytes(found: FoundModel) -> int | None:
 
 
 def known_types(found: FoundModel) -> tuple[str, ...] | None:
-    """`quantised_types` of a model that the start index has, whose header was read before."""
+    """Return `quantised_types` from the start index, without reading the file's header."""
     if isinstance(found, ShapeName):
         return None
     from tilewright.compiler.artifacts.start import DamagedStartError, StartIndex

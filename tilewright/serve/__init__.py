@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: a front process that speaks HTTP, and what it asks an engine."""
+"""OpenAI-compatible API server, and its client of the engine."""

@@ -13,22 +13,22 @@ _NEW_OBJECTS = 10_000
 
 
 def collect_seldom() -> None:
-    """Look after so many new objects, not after 700: imports of torch make a million that stay,
-    through which Python would look again and again.
+    """Collect garbage less often than Python's default of 700 new objects.
+
+    An import of torch creates a million permanent objects, and each collection would visit them.
     """
     gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 def run_process(main: Callable[[], int]) -> int:
-    """Return the exit code of ``main()``. The process ends with it after the exit handlers of
-    ``main()``.
+    """Run ``main()`` and its exit handlers, then end the process with its exit code.
 
-    It skips Python's teardown of modules, which frees memory only, and handlers of earlier imports.
+    This skips module teardown, which only frees memory, and exit handlers from earlier imports.
     An exception ends the process as usual.
     """
     collect_seldom()
     codes: list[int] = []
-    atexit.register(_end, codes)  # the last of them: handlers run in reverse order
+    atexit.register(_end, codes)  # handlers run in reverse order, so this is the last
     codes.append(main())
     return codes[0]
 

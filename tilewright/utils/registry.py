@@ -1,4 +1,4 @@
-"""A name -> thing table whose lookups fail with the list of what exists."""
+"""A table by name. Failed lookups list the known names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """A read-mostly mapping for one kind of thing (``kind`` names it in messages).
+    """A mapping from names to entries. ``kind`` describes the entries in messages.
 
     Raises:
-        ConfigError: on a lookup of an unknown name, listing the known ones.
+        ConfigError: The looked-up name is unknown. The message lists the known names.
     """
 
     def __init__(self, kind: str) -> None:
@@ -22,7 +22,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str, entry: T) -> T:
-        """Add ``entry`` under ``name``; a name is registered once."""
+        """Add ``entry`` with a new ``name``."""
         assert name not in self._entries, f"{self.kind} {name!r} registered twice"
         self._entries[name] = entry
         return entry

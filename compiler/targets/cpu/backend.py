@@ -1,5 +1,5 @@
-"""Which backend runs target ``cpu`` where nobody chose one: the native kernels where they are built
-or can be, else ONNX Runtime.
+"""Default backend of target ``cpu``: native kernels if they are built or can be built, else ONNX
+Runtime.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from tilewright.compiler.targets.interface.base import Progress
 from tilewright.errors import CompileError
 
 ONNXRUNTIME, NATIVE = "cpu", "cpu-native"
-"""The targets' full names, by what runs them."""
+"""Full names of the targets by backend."""
 
 _NAMED = {"cpu-onnxruntime": ONNXRUNTIME}
 
@@ -18,9 +18,9 @@ _BUILDING = "building the CPU kernels, once"
 
 
 def choose_backend(progress: Progress) -> tuple[str, str]:
-    """Choose the full name of the target that ``cpu`` stands for, and give a line that says why.
+    """Return the full name for target ``cpu``, and a line with the reason.
 
-    The native library is built now where it was not. It has kernels for every architecture.
+    Build the native library if necessary. It has kernels for every architecture.
     """
     if not is_built():
         progress(_BUILDING, 0, 1)
@@ -35,8 +35,10 @@ def choose_backend(progress: Progress) -> tuple[str, str]:
 
 
 def full_name(target: str, progress: Progress) -> str:
-    """The full name of a target as a user names it: ``cpu`` is what :func:`choose_backend` says,
-    ``cpu-onnxruntime`` and ``cpu-native`` are one backend whatever is here; others are as named.
+    """Return a target's full name for a user's name.
+
+    ``cpu`` becomes the result of :func:`choose_backend`. ``cpu-onnxruntime`` and ``cpu-native``
+    select a backend. Other names are unchanged.
     """
     if target == "cpu":
         return choose_backend(progress)[0]

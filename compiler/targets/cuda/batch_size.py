@@ -22,9 +22,9 @@ def with_batch_that_fits(
 ) -> CompileOptions:
     """Return ``options`` with the largest batch for the memory, or unchanged without a range.
 
-    A batch from ``least_batch`` to ``max_batch`` fits if the pool holds every context, or if it
-    keeps 98 % of the pages of ``least_batch``. Ranks must agree and may differ in free memory, so
-    that their batch depends on the plan only.
+    A batch from ``least_batch`` to ``max_batch`` fits if the pool has pages for all contexts, or
+    98 % of the pages with ``least_batch``. Ranks must agree but may differ in free memory, so their
+    batch depends on the plan only.
     """
     least = options.least_batch
     if least is None or least >= options.max_batch:

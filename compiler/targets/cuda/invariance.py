@@ -11,7 +11,7 @@ from tilewright.compiler.targets.interface.base import CompileOptions
 from tilewright.compiler.targets.program.instructions import KernelProgram
 
 _WITHHELD = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
-"""Read when the library is first used in a process."""
+"""cuBLAS reads these variables at its first use in a process."""
 
 
 def can_promise(plan: KernelProgram, options: CompileOptions) -> bool:
@@ -20,9 +20,10 @@ def can_promise(plan: KernelProgram, options: CompileOptions) -> bool:
 
 
 def withhold_workspace() -> None:
-    """Let the library's products have no workspace: with one, it splits sums over columns at some
-    numbers of rows and not at others. Without, a row has the same bits in 1 to 8,192 rows, as
-    measured on an H200; it takes effect in a process that has not used the GPU yet.
+    """Disable the workspace of cuBLAS, which then never splits sums over columns.
+
+    With a workspace, the split depends on the number of rows. Without, a row had equal bits in 1 to
+    8,192 rows on an H200. No effect after the first use of the GPU in a process.
     """
     if not torch.cuda.is_initialized():
         os.environ.update(_WITHHELD)

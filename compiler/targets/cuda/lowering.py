@@ -20,23 +20,23 @@ NEEDS = Needs(
     others="reference, or cpu",
     row_multiple=TILE_ROWS,
     has_soft_caps=False,
-    max_delta_dim=128,  # channels of a key and of a value that the rule's kernels keep in registers
+    max_delta_dim=128,  # channels of a key or value in registers
     has_cross_layers=True,
 )
 """Requirements of the CUDA kernels for a kernel program."""
 
 
 _ATTENTION_RATE = 0.28
-"""Of operations a second in products, those in a prompt's attention to pages: of 8B, 64,000 tokens
-in 7.8 s on an H200, where 1,024 take 24 ms.
+"""Operation rate in prompt attention over pages, relative to matmuls. Measured for 8B on an H200:
+64,000 tokens take 7.8 s, and 1,024 tokens take 24 ms.
 """
 
 
 def lower_to_program(graph_module: GraphModule) -> KernelProgram:
-    """Return the kernel program of a graph of this target's last stage.
+    """Return the kernel program for a graph after this target's last stage.
 
     Raises:
-        CompileError: for an operator that no kernel stands for.
+        CompileError: An operator has no kernel.
     """
     return lowering.lower_to_program(graph_module, NEEDS)
 
@@ -53,8 +53,9 @@ def num_multiplied(program: KernelProgram) -> int:
 
 
 def far_of(program: KernelProgram) -> int:
-    """Positions before a prompt's token whose attention takes as long as all of its products; 0
-    where experts or linear attention make a token something else.
+    """Return the positions before a token for which attention takes as long as all matmuls.
+
+    Return 0 for models with experts or linear attention.
     """
     attends = [each for each in program.instructions if isinstance(each, AttentionOp)]
     if has_mixers(program) or not attends or any(each.window for each in attends):

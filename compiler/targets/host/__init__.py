@@ -1,1 +1,1 @@
-"""Executables with slots kept on the host."""
+"""Executables with slot state on the host."""

@@ -1,4 +1,4 @@
-"""Steps as bytes, for followers in other processes: msgpack of plain values, read back by type."""
+"""Steps as msgpack, for followers in other processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _READER: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(_Fields)
 
 
 def step_bytes(step: Step) -> bytes:
-    """A step as :func:`read_step` takes it."""
+    """Encode a step for :func:`read_step`."""
     edits = [(_KINDS[type(edit)], edit) for edit in step.edits]
     fields = (
         *(step.decode, step.prompts, edits, dict(step.forced), dict(step.drafts)),
@@ -36,7 +36,7 @@ def step_bytes(step: Step) -> bytes:
 
 
 def read_step(data: bytes) -> Step:
-    """The step that :func:`step_bytes` wrote."""
+    """Decode a step from :func:`step_bytes`."""
     fields = _READER.decode(data)
     decode, prompts, edits, forced, drafts, proposes, masked, logprobs, want_logits = fields
     return Step(

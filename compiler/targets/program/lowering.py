@@ -405,5 +405,5 @@ def _kind(role: str, width: int) -> tuple[str, int]:
 
 
 def width_of(node: Node) -> int:
-    """The elements that a value has for each token."""
+    """Return a value's elements per token."""
     return math.prod(int(size) for size in node.meta["val"].shape[1:])

@@ -186,7 +186,7 @@ def serve_steps(executable: Executable, follower: Follower) -> None:
         try:
             message = follower.receive()
         except ChannelClosedError as error:
-            raise RankError(f"rank 0 has gone ({error})") from None
+            raise RankError(f"rank 0 has ended ({error})") from None
         if message.kind == END:
             return
         try:

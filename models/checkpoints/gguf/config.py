@@ -1,4 +1,4 @@
-"""A model's configuration as GGUF's metadata spells it; it reads no files."""
+"""A model's configuration from GGUF metadata. Reads no files."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ are refused where the architecture does not read the key."""
 
 
 def config_of_gguf(metadata: Mapping[str, object], *, where: Path | str) -> ModelConfig:
-    """The configuration in the key-value part of the GGUF file at ``where``.
+    """Return the configuration in the metadata of the GGUF file ``where``.
 
-    Tied embeddings, biases and frequency factors are tensors in a GGUF file, so the reader
-    fills them in; here the embeddings are taken as tied, and only fixed biases are there.
+    Tied embeddings, biases and frequency factors are visible only in the tensors, so the reader
+    adds them later. Until then, embeddings are tied and only fixed biases exist.
 
     Raises:
-        CheckpointError: a key that is missing, out of range, or of a kind that is not read.
+        CheckpointError: A key is missing, out of range or not supported.
     """
     name = metadata.get("general.architecture")
     model_type = find_gguf_type(name, f"{where}: general.architecture")

@@ -1,7 +1,7 @@
 """The draft layer of a GGUF file (``blk.N.nextn.*``), as a checkpoint with a single layer.
 
-N is the number of the model's layers. llama.cpp's converter adds 1 to the norms and keeps the
-columns of ``mtp.fc``: those for the embedding precede those for the hidden state.
+N is the number of the model's layers. llama.cpp's converter adds 1 to the norms. In ``mtp.fc``, the
+columns for the embedding precede the columns for the hidden state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilewright.models.config import HybridConfig, ModelConfig
 
 _FC = "mtp.fc.weight"
 _HALVES = ("mtp.fc_embedding.weight", "mtp.fc_hidden.weight")
-"""The columns of ``mtp.fc`` for the embedding, and those for the hidden state."""
+"""Columns of ``mtp.fc`` for the embedding, and for the hidden state."""
 _NAMES = {
     "eh_proj": _FC,
     "enorm": "mtp.pre_fc_norm_embedding.weight",

@@ -47,8 +47,8 @@ def write_replacement(
     """Write the original's file with the calibrated folder's tensors.
 
     Raises:
-        CheckpointError: for a format without a GGUF type, or another model.
-        OSError: when ``file`` cannot be written.
+        CheckpointError: A format has no GGUF type, or the model differs.
+        OSError: ``file`` cannot be written.
     """
     if original.content_hash() != calibrated.facts.original:
         raise CheckpointError(
@@ -102,7 +102,7 @@ def _data(original: GGUFCheckpoint, calibrated: CalibratedCheckpoint, entry: _Gg
 def _header(path: Path, original: GGUFHeader, entries: list[_GgufEntry]) -> bytes:
     """Return everything before the data.
 
-    The metadata is that of the original, without its parts, and with the new file's type.
+    The metadata is the original's without its split, and with the new file's type.
     """
     data = map_file(path)
     kept = {key: span for key, span in original.spans.items() if not key.startswith(_SPLIT)}

@@ -1,4 +1,4 @@
-"""Preprocessing of pixels that all image processors have in common."""
+"""Common pixel preprocessing of all image processors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FACTOR = 1 / 255
 
 
 def check_pixels(own: Keys) -> None:
-    """Check that images are resized, scaled to 0 to 1, and normalized.
+    """Check for resized, scaled (0 to 1) and normalized images.
 
     Raises:
         CheckpointError: A key has another value.

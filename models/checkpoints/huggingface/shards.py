@@ -1,4 +1,4 @@
-"""Which safetensors files a folder's weights are in; it opens none of them."""
+"""Names of the safetensors files in a folder. Opens no weights."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ INDEX = "model.safetensors.index.json"
 
 
 def find_shards(path: Path) -> tuple[list[str], dict[str, str]]:
-    """The names of shard files, and each tensor's shard by the index (empty without one).
+    """Return the names of shard files, and the index with a shard per tensor (empty without).
 
     Raises:
-        CheckpointError: no weights, several files without an index, or an index that is not one.
+        CheckpointError: There are no weights, several files without an index, or an invalid index.
     """
     if (path / SINGLE).is_file():
         return [SINGLE], {}
@@ -36,7 +36,7 @@ def find_shards(path: Path) -> tuple[list[str], dict[str, str]]:
     found = sorted(file.name for file in path.glob("*.safetensors"))
     if len(found) != 1:
         raise CheckpointError(
-            f"{path}: holds {len(found)} .safetensors files and neither {SINGLE} nor {INDEX}; "
+            f"{path}: has {len(found)} .safetensors files and neither {SINGLE} nor {INDEX}; "
             f"{allowed((SINGLE, INDEX, 'exactly one .safetensors file'))}"
         )
     return found, {}

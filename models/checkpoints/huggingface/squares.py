@@ -30,13 +30,13 @@ _DEFAULTS = {
 """Default values in transformers."""
 
 _MARKER, _PLACEHOLDER, _END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
-"""Texts of the special tokens in all models of the family."""
+"""Special tokens in all Gemma 3 models."""
 
 
 def read_square_tower(
     keys: Keys, section: Mapping[str, object], config: ModelConfig
 ) -> SquareTowerConfig:
-    """Return the sizes of a tower.
+    """Return a tower's sizes.
 
     Raises:
         CheckpointError: A key is out of range or unsupported.
@@ -58,7 +58,7 @@ def read_square_tower(
             "that divides the patches",
         )
     window = min(filter(None, config.windows), default=count)
-    if window < count:  # transformers ignores the window between tokens of an image
+    if window < count:  # transformers ignores the window within an image
         tail = f"allowed: 1 to {window}, the attention window"
         raise keys.error("mm_tokens_per_image", count, tail)
     vision.refuse_unread(_NEUTRAL)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers as config.json and GGUF metadata spell them, for any architecture."""
+"""Reads Gated DeltaNet settings from config.json and GGUF metadata, for any architecture."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LAYERS_A_FULL_ONE = 4
 
 
 def hf_delta(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """``config`` with the kinds of layers and the sizes of Gated DeltaNet that config.json says.
+    """Return ``config`` with the layer types and sizes of Gated DeltaNet in config.json.
 
     Raises:
-        CheckpointError: a kind of layer that is not read, or heads that do not divide.
+        CheckpointError: A layer type is not supported, or heads do not divide.
     """
     for key, only in (("attn_output_gate", True), ("output_gate_type", "swish")):
         if keys.get(key) not in (None, only):
@@ -59,10 +59,10 @@ def _check_heads(keys: Keys, key: str, delta: DeltaShape) -> None:
 
 
 def gguf_delta(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """``config`` with the kinds of layers and the sizes of Gated DeltaNet that GGUF metadata says.
+    """Return ``config`` with the layer types and sizes of Gated DeltaNet in GGUF metadata.
 
     Raises:
-        CheckpointError: heads that do not divide, or kinds that are not said of every layer.
+        CheckpointError: Heads do not divide, or a layer has no type.
     """
     num_values = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
     inner = keys.integer("ssm.inner_size", 1, MAX_HEADS * MAX_HEAD_DIM)

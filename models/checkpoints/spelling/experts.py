@@ -1,4 +1,4 @@
-"""Mixtures of experts as config.json and GGUF metadata spell them; it knows no architecture."""
+"""Reads expert settings from config.json and GGUF metadata, for any architecture."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tilewright.models.config import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
 
 
 def hf_experts(keys: Keys, config: Any) -> Any:
-    """``config`` with the sizes of experts that config.json says, and which layers have them.
+    """Return ``config`` with the expert sizes in config.json, and the layers with experts.
 
     Raises:
-        CheckpointError: a key that is missing or invalid, or layers that the model lacks.
+        CheckpointError: A key is missing or invalid, or a layer does not exist.
     """
     key = "num_experts" if keys.get("num_experts") is not None else "num_local_experts"
     count = keys.integer(key, 2, MAX_EXPERTS)
@@ -39,10 +39,10 @@ def hf_experts(keys: Keys, config: Any) -> Any:
 
 
 def gguf_experts(keys: Keys, config: Any) -> Any:
-    """``config`` with the sizes of experts that GGUF metadata says; every layer has experts.
+    """Return ``config`` with the expert sizes in GGUF metadata. Every layer has experts.
 
     Raises:
-        CheckpointError: a key that is missing or invalid.
+        CheckpointError: A key is missing or invalid.
     """
     count = keys.integer("expert_count", 2, MAX_EXPERTS)
     return dataclasses.replace(

@@ -67,7 +67,7 @@ def test_a_side_file_for_the_cache_alone_leaves_weights_dense(tmp_path: Path) ->
     ("file", "text", "words"),
     [
         ("hf_quant_config.json", "{}", "hf_quant_config.json: quantization = 'None'; allowed: an"),
-        ("hf_quant_config.json", "[]", "hf_quant_config.json: holds a list; allowed: a JSON ob"),
+        ("hf_quant_config.json", "[]", "hf_quant_config.json: has a list; allowed: a JSON ob"),
         ("quantize_config.json", "{", "quantize_config.json: not JSON"),
         ("quantize_config.json", '{"bits": 5}', "quantization_config.bits = 5; allowed: 2, 3"),
         ("quantize_config.json", '{"bits": 4}', "no tensor is quantized; allowed: .*, hf_quant"),

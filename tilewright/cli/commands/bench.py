@@ -1,4 +1,4 @@
-"""``tilewright bench``: a prompt's way from path to text, with its figures."""
+"""``tilewright bench``: measures a model from its path to generated text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(options: RunOptions) -> int:
-    """Open the model; measure it, or emulate and predict where the target's device is not here."""
+    """Open and measure the model. Without the target's device, emulate and predict."""
     sign = ModelStatusLine()
     sign.opening(options.model.path)
     warnings.filterwarnings("ignore", module="torch")
@@ -59,8 +59,8 @@ def run(options: RunOptions) -> int:
         return run_board(source, options, screen)
     if options.explain_time:
         raise ConfigError(
-            f"--explain-time with target {options.model.target}: there is a model of time of "
-            f"Tenstorrent boards alone; allowed: --target {', '.join(BOARDS)}"
+            f"--explain-time with target {options.model.target}: only "
+            f"Tenstorrent boards have a time model; allowed: --target {', '.join(BOARDS)}"
         )
     return run_here(source, options, screen)
 

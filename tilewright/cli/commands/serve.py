@@ -1,4 +1,4 @@
-"""``tilewright serve``: a front for HTTP, and an engine in a process of its own."""
+"""``tilewright serve``: an HTTP server, and an engine in a separate process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NEEDED = ("aiohttp", "uvloop", "zmq", "prometheus_client")
 _LOOK_SECONDS = 0.1
 _LAST_BYTES = 4096
 _ADDRESS = "tilewright: http://"
-"""Begins the line that says where a server listens."""
+"""Start of the line with a server's address."""
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright serve`` until a signal; returns the exit code."""
+    """Run ``tilewright serve`` until a signal. Return the exit code."""
     sign = ModelStatusLine()
     try:
         options = read_serve_options(argv, sign)
@@ -79,7 +79,7 @@ def _serve(options: ServeOptions, argv: list[str], sign: ModelStatusLine) -> int
 
 
 def _load_tokenizer(folder: Path, chat_template: str | None) -> Tokenizer:
-    """The tokenizer that the engine has left, with another chat template where one is named."""
+    """Load the tokenizer that the engine saved. ``chat_template`` replaces its template."""
     from tilewright.models.tokenizer.saved import saved_vocabulary
     from tilewright.models.tokenizer.tokenizer import Tokenizer
 
@@ -90,7 +90,7 @@ def _load_tokenizer(folder: Path, chat_template: str | None) -> Tokenizer:
 
 
 def _detach(options: ServeOptions, argv: list[str], sign: ModelStatusLine) -> int:
-    """Start a server apart from this process, and wait until it answers or ends."""
+    """Start a detached server, and wait until it responds or ends."""
     path = options.log
     if path is None:
         handle, name = tempfile.mkstemp(prefix="tilewright-serve-", suffix=".log")
@@ -111,7 +111,7 @@ def _detach(options: ServeOptions, argv: list[str], sign: ModelStatusLine) -> in
         raise ConfigError(f"--log {path}: {error.strerror}; allowed: a file to write") from None
     try:
         while child.poll() is None:
-            # another server may have the port: ours has said that it listens
+            # another server may have the port, so the log must also have the address
             if _listens(path, start) and is_healthy(options.server.host, options.server.port):
                 sign.clear()
                 print(f"tilewright: pid {child.pid}, port {options.server.port}, log {path}")
@@ -127,7 +127,7 @@ def _detach(options: ServeOptions, argv: list[str], sign: ModelStatusLine) -> in
 
 
 def _listens(log: Path, start: int) -> bool:
-    """Whether what a log says behind ``start`` tells where the server listens."""
+    """Return whether a log has the server's address after byte ``start``."""
     with log.open("rb") as file:
         file.seek(start)
         return _ADDRESS.encode() in file.read(1 << 20)

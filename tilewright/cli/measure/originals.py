@@ -15,7 +15,7 @@ def with_original(source: ModelHandle, options: RunOptions) -> ModelHandle:
     """Return the source with the named original.
 
     Raises:
-        ConfigError: for calibrated weights without their original, or with another checkpoint.
+        ConfigError: Calibrated weights have no original, or another checkpoint.
     """
     _, original_hash = source.calibration
     if options.reference is None:
@@ -35,7 +35,7 @@ def with_original(source: ModelHandle, options: RunOptions) -> ModelHandle:
         )
     if original.tokenizer.content_hash() != source.tokenizer.content_hash():
         raise ConfigError(
-            f"--reference {options.reference}: another tokenizer than that of {source.path}; "
+            f"--reference {options.reference}: its tokenizer differs from {source.path}; "
             "allowed: a checkpoint with the same tokenizer"
         )
     return replace(source, original=original)

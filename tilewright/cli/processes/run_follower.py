@@ -1,4 +1,4 @@
-"""What a command does on another rank than 0: torchrun's, or a further machine's of a group."""
+"""Runs a command on a rank above 0, of torchrun or on a further machine of a group."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_follower(argv: Sequence[str]) -> int:
 
 
 def _read(argv: Sequence[str]) -> tuple[Grouping, str | None]:
-    """The group, and the model's path on this machine where one is named."""
+    """Return the group, and the model's path on this machine if given."""
     from tilewright.options.arguments import Parser, add_options, names_of
     from tilewright.options.config_file import with_config
     from tilewright.options.engine_config import RANKS, EngineConfig

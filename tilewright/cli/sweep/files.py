@@ -1,4 +1,4 @@
-"""Opening a sweep's file for a command, where what was cut short is said."""
+"""Opens a sweep's file for a command. Reports truncated lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilewright.utils.json_lines import TornLineWarning
 
 @contextmanager
 def torn_lines_said() -> Iterator[None]:
-    """A line cut short is said in one line on standard error, not as a warning of Python's."""
+    """Report a truncated line on standard error instead of by a Python warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TornLineWarning)
         yield
@@ -24,6 +24,6 @@ def torn_lines_said() -> Iterator[None]:
 
 
 def open_sweep(path: str | Path) -> SweepJournal:
-    """A sweep's file, running or finished. Raises ConfigError where it is none."""
+    """Open the file of a running or finished sweep. Raise ConfigError for another file."""
     with torn_lines_said():
         return SweepJournal.open(Path(path))

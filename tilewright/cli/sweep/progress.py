@@ -1,4 +1,4 @@
-"""A running sweep on standard error: a bar on a terminal, a line a finished cell in a log."""
+"""Progress of a sweep on standard error: a bar on a terminal, or a line per finished cell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME_WIDTH = 36
 
 @contextmanager
 def sweep_progress(console: Console, *, jobs: int) -> Iterator[Report]:
-    """Give what a runner reports to; its bar stands on a terminal until the block ends."""
+    """Yield the runner's report function. A terminal has a bar until the block ends."""
     columns = (
         TextColumn("{task.description:<36}", markup=False),
         BarColumn(bar_width=None),

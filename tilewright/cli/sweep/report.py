@@ -115,7 +115,7 @@ def _merge(states: dict[str, SweepState], output: str, path: Path) -> None:
         new += to_results(state, [*known, *new])
     if not known and not new:
         raise ConfigError(
-            f"{', '.join(states)}: no configuration is finished, and {path} holds no results; "
+            f"{', '.join(states)}: no configuration is finished, and {path} has no results; "
             "allowed: a finished sweep"
         )
     perf_file.check_file(output)

@@ -1,4 +1,4 @@
-"""How far a batch is: rows, tokens a second, and the time that is left."""
+"""Progress of a batch: rows, tokens per second, and the remaining time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SHOW_SECONDS = 0.1
 
 
 class Bar:
-    """Follows a batch: a bar on standard error where that is a terminal, and `said` for others.
+    """Progress of a batch: a bar if standard error is a terminal, else lines by `said`.
 
-    What is done is measured in tokens that rows may take, as far as they say: the longest come
-    first, and a count of rows would promise too little.
+    Progress counts the maximum tokens of rows if they are known. The longest rows run first, so a
+    count of rows would overestimate the remaining time.
     """
 
     def __init__(self, data: DataSet, left: Sequence[int], *, num_done: int) -> None:
@@ -43,7 +43,7 @@ class Bar:
         self._progress.stop()
 
     def show(self, ended: Sequence[FinishedRequest], num_output: int) -> None:
-        """Count rows that have ended; the first call begins the bar."""
+        """Count finished rows. The first call starts the bar."""
         now = time.monotonic()
         if self._task is None:
             self._progress.start()
@@ -57,7 +57,7 @@ class Bar:
             self._progress.update(self._task, completed=self._done, description=self._counted(now))
 
     def said(self) -> str:
-        """How far it is, in a line: rows, both rates since the first step, and the time left."""
+        """Return a line with the rows, both rates since the first step, and the remaining time."""
         now = time.monotonic()
         if self._task is None:
             return "the first step"

@@ -14,8 +14,10 @@ _SECONDS = 10.0
 
 
 class PeriodicStatusLine(ModelStatusLine):
-    """A status line that writes plain lines without a terminal: every ten seconds, and for other
-    work after a second. A thread writes them, with the seconds since the start.
+    """A status line with plain lines if there is no terminal.
+
+    A thread writes a line with the elapsed seconds every ten seconds, and a second after new work
+    begins.
     """
 
     def __init__(self) -> None:
@@ -36,18 +38,18 @@ class PeriodicStatusLine(ModelStatusLine):
             self._thread.join()
 
     def show(self, text: str) -> None:
-        """Show what is being done now, until something else is."""
+        """Show the current work until the next call."""
         self._doing = lambda: text
         super().show(text)
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Say how far a compilation has come, ten times a second at the most."""
+        """Show a compilation's progress, at most ten times per second."""
         self._work, self._doing = what, lambda: f"{what} {100 * done // max(total, 1)} %"
         if sys.stderr.isatty():
             super().progress(what, done, total)
 
     def follow(self, doing: Callable[[], str]) -> None:
-        """Ask ``doing`` from now on what is being done, from another thread."""
+        """Call ``doing`` from another thread for the current work."""
         self._doing = doing
 
     def _pulse(self) -> None:

@@ -1,1 +1,1 @@
-"""Clients that load a server and say what they heard; a scenario per module."""
+"""Load tests of a server, with a module per scenario."""

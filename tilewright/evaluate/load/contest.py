@@ -1,4 +1,4 @@
-"""The load of an inference contest: seven levels of users, the same prompts at each, weighted."""
+"""The load of an inference contest: equal prompts at seven weighted levels of users."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SUMS = ("What is 17 + 25? Answer with the number.", "What is 8 * 12? Answer wit
 
 
 async def contest(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
-    """Two warm-up requests, then 64 unstreamed chats a level behind a semaphore of its width.
+    """Send two warm-up requests, then 64 whole chats per level. A semaphore limits users.
 
     Prompts have ``input_tokens`` words and outputs have up to ``output_tokens`` tokens. Outputs of
     random weights have no end. Their lengths are drawn from the seed and the level, exponentially

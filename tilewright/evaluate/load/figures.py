@@ -1,4 +1,4 @@
-"""What was heard, as figures: rates, and quantiles of the times that a reader feels."""
+"""Figures of received responses: rates, and quantiles of latencies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilewright.evaluate.load.client import ResponseTiming
 Figures = dict[str, float | str]
 
 GOOD_FIRST, GOOD_TOKEN = 0.3, 0.025
-"""Seconds to a first token, and for one behind it in the mean, that a good answer may take."""
+"""Maximum seconds of a good answer: to the first token, and for a later token in the mean."""
 
 
 async def rows_of(rows: AsyncIterator[Figures]) -> list[Figures]:
@@ -21,10 +21,10 @@ async def rows_of(rows: AsyncIterator[Figures]) -> list[Figures]:
 
 
 def summary(heard: Sequence[ResponseTiming], seconds: float) -> Figures:
-    """Sum up answers that took ``seconds`` together; definitions as in vLLM's benchmark.
+    """Return the figures of answers within ``seconds``, defined as in vLLM's benchmark.
 
     Raises:
-        TilewrightError: where every request failed.
+        TilewrightError: All requests failed.
     """
     good = [each for each in heard if not each.error]
     if not good:
@@ -49,7 +49,7 @@ def summary(heard: Sequence[ResponseTiming], seconds: float) -> Figures:
 
 
 def _goodput(spoke: Sequence[ResponseTiming], seconds: float) -> Figures:
-    """Good answers a second; nothing where none came in pieces, whose times nobody could see."""
+    """Return good answers per second, empty if no answer was streamed."""
     if all(len(each.times) < 2 for each in spoke):
         return {}
     good = sum(each.first <= GOOD_FIRST and each.per_token <= GOOD_TOKEN for each in spoke)
@@ -57,7 +57,7 @@ def _goodput(spoke: Sequence[ResponseTiming], seconds: float) -> Figures:
 
 
 def times(name: str, seconds: Sequence[float]) -> Figures:
-    """Median and 99th percentile, in milliseconds; nothing of none."""
+    """Return the median and the 99th percentile in milliseconds, empty without values."""
     if not seconds:
         return {}
     return {

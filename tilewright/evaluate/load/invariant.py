@@ -1,4 +1,4 @@
-"""Whether an answer depends on who else is served."""
+"""Checks whether an answer depends on other requests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tilewright.evaluate.load.shape import LoadConfig
 
 
 async def invariant(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
-    """Requests of many lengths, alone and then together, in another order, while others come and
-    are cancelled, and then alone again, from what the server's prefix cache has kept. Half of them
-    sample, with a seed of their own. One that differs has failed where the server promises that
-    none does, for so many requests together.
+    """Send requests of different lengths in turn, then concurrently, then in turn again.
+
+    The concurrent requests have another order, and further requests are cancelled meanwhile. The
+    last requests use the prefix cache. Half of the requests sample with seeds. A different answer
+    is a failure if the server promises equal answers for this concurrency.
     """
     chooser = random.Random(shape.seed)
     bodies = [_body(shape, chooser, number) for number in range(shape.requests)]
@@ -39,7 +40,7 @@ async def invariant(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]
     props = await client.fetch("/props")
     promised = props.get("invariant", "none")
     if (most := props.get("invariant_requests")) and shape.concurrency + 1 > most:
-        promised = "none"  # beside the request that disturbs
+        promised = "none"  # the disturbing request counts, too
     if promised != "none":
         failed += ["an answer differs"] * (num_different + num_warm)
     yield {

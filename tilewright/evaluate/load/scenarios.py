@@ -30,7 +30,7 @@ Scenario = Callable[[Client, LoadConfig], AsyncIterator[Figures]]
 
 
 async def streams(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
-    """Completions over random token ids, closed loop, or open where a rate is given."""
+    """Send completions with random token ids in a closed loop, or in an open loop with a rate."""
     chooser = random.Random(shape.seed)
     jobs = [partial(client.stream, COMPLETIONS, shape.body(chooser)) for _ in range(shape.requests)]
     if shape.rate:
@@ -41,9 +41,9 @@ async def streams(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
 
 
 async def intruder(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
-    """One long prompt into running streams: their longest silence, without it and with it."""
+    """Send a long prompt during streams. Report their longest gap with and without the prompt."""
     chooser = random.Random(shape.seed)
-    # All of them first: what is drawn while streams run is a silence of this process, not theirs.
+    # Generate all bodies first: work of this process during streams would look like a gap.
     bodies = [shape.body(chooser) for _ in range(shape.concurrency)]
     body = shape.body(chooser, num_input=shape.long_tokens, num_output=2)
     streams = [asyncio.create_task(client.stream(COMPLETIONS, each)) for each in bodies]
@@ -74,7 +74,7 @@ async def intruder(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
 
 
 async def overhead(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
-    """Streams at one user and at many, beside the server's own account of the host's time."""
+    """Send streams with a user and with all users. Report the server's own host times, too."""
     for users in sorted({1, shape.concurrency}):
         before = await client.metrics()
         chooser = random.Random(shape.seed)
@@ -86,7 +86,7 @@ async def overhead(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
 
 
 def _host(before: dict[str, float], after: dict[str, float], seconds: float) -> Figures:
-    """Means of what a step took of the host by part, and the share of time the device waited."""
+    """Return mean host times of a step by part, and the share of time without device work."""
     spent = {name: value - before.get(name, 0.0) for name, value in after.items()}
     steps = sum(v for name, v in spent.items() if name.startswith("step_seconds_count"))
     if not steps:

@@ -1,4 +1,4 @@
-"""Answers bound by a schema beside free ones."""
+"""Load test with constrained and free answers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SCHEMA = {
 
 
 async def schemas(client: Client, shape: LoadConfig) -> AsyncIterator[Figures]:
-    """Free streams beside free ones, then beside as many bound by a schema.
+    """Send free streams only, then free streams and constrained streams in equal numbers.
 
-    Every bound answer must parse and keep to its schema.
+    All constrained answers must match the schema.
     """
     half = max(1, shape.concurrency // 2)
     alone, _ = await at_most(2 * half, [_free(client, shape, n) for n in range(2 * half)])

@@ -1,4 +1,4 @@
-"""Everything that clients do, for long: whole, streamed, cancelled and malformed requests."""
+"""A long test with whole, streamed, cancelled and malformed requests."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def _stretch(client: Client, shape: LoadConfig, begin: int, end: int) -> F
 
 
 async def _left(client: Client) -> dict[str, float]:
-    """What the server holds when nobody asks: requests, pages, snapshots, and processes' memory."""
+    """Return the idle server's requests, pages, snapshots, and memory of processes."""
     found = await client.metrics()
     names = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
     names.append("snapshots_used")

@@ -1,4 +1,4 @@
-"""What engines are compared and timed on: call traces with fixed random tokens."""
+"""Call traces with fixed random tokens, to compare and time engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """A call: ``prefill`` of prompts of these ``lengths``, so many ``decode`` steps, ``remove``."""
+    """A call: ``prefill`` with prompt ``lengths``, ``decode`` with ``steps``, or ``remove``."""
 
     method: str
     requests: tuple[int, ...]
@@ -23,7 +23,7 @@ class EngineCall:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompts, or of all the steps."""
+        """Return the prompt tokens, or the tokens in all steps."""
         if self.method == "prefill":
             return sum(self.lengths)
         return self.steps * len(self.requests) if self.method == "decode" else 0
@@ -38,7 +38,7 @@ def _decode(requests: Sequence[int], steps: int) -> EngineCall:
 
 
 def cases(scale: int = 1) -> Mapping[str, tuple[EngineCall, ...]]:
-    """The cases by name, with prompts a ``scale``-th as long."""
+    """Return the cases by name. Prompt lengths are divided by ``scale``."""
     return {
         "prefill 4 x 128": (_prefill(0, 4, 128 // scale),),
         "decode 8 x 32 + 16": (_prefill(0, 8, 32 // scale), _decode(range(8), 16 // scale)),
@@ -58,7 +58,7 @@ def cases(scale: int = 1) -> Mapping[str, tuple[EngineCall, ...]]:
 
 
 class EngineTrace:
-    """A case with its tokens, on a device: made before anything is timed."""
+    """A case with its tokens on a device, created before timing."""
 
     def __init__(self, calls: Sequence[EngineCall], vocab_size: int, device: str) -> None:
         chosen = random.Random(0)
@@ -80,12 +80,12 @@ class EngineTrace:
                 self._calls.append((call.method, given))
 
     def run(self, engine: Any) -> list[Tensor]:
-        """The logits of every call, in order."""
+        """Return all logits in call order."""
         found = (getattr(engine, method)(*given) for method, given in self._calls)
         return [logits for logits in found if logits is not None]
 
     def seconds(self, engine: Any, wait: Callable[[], object]) -> float:
-        """The seconds of all calls; ``wait`` returns when the device has ended."""
+        """Return the seconds for all calls. ``wait`` returns after the device's last work."""
         wait()
         begun = time.perf_counter()
         self.run(engine)

@@ -1,4 +1,4 @@
-"""The tables' update in PERF.md from recorded results. Handwritten text is kept."""
+"""Updates the tables in PERF.md from recorded results. Handwritten text is unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilewright.evaluate.store import read_store
 
 _BLOCK = "results"
 RECORDED = "results/cpu.jsonl"
-"""Results kept in the repository. The runs of a user are recorded in another file."""
+"""Results in the repository. A user's runs are recorded in another file."""
 _RECORDED_NAMES = ("cpu.jsonl", "h200.jsonl", "boards.jsonl")
 """Files in one directory, one per kind of machine. PERF.md is rendered from all of them."""
 

@@ -1,6 +1,6 @@
 """Keys of recorded results and sweep events: one table per record, field name to JSON key.
 
-A renamed field keeps its key. Recorded lines stay readable and trial ids stay equal.
+A renamed field has the same key as before, so recorded lines and trial ids remain valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def to_keys(values: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
 
 
 def from_keys(values: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
-    """Return a record's values by field. An unknown key keeps its name."""
+    """Return a record's values by field. An unknown key is its own field name."""
     fields = {key: name for name, key in keys.items()}
     return {fields.get(key, key): value for key, value in values.items()}
 

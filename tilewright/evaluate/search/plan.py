@@ -115,7 +115,7 @@ class SearchSpec:
         )
 
     def identity(self, precision: PrecisionConfig) -> tuple[str, str]:
-        """The id and the calibration of a configuration's cells."""
+        """Return the id and the calibration of a configuration's cells."""
         resolved = self.model.resolve(precision)
         return resolved.id, self.calibration if self.model.has_calibrated(resolved) else ""
 

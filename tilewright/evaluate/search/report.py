@@ -1,7 +1,4 @@
-"""What came of a search: a table, remarks, the comparison with uniform configurations.
-
-Knows measured rows; how they were found is not known here.
-"""
+"""Report of a search: a table, remarks, and a comparison with uniform configurations."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ class SearchResult:
     cell: Trial | None = None
 
     def table(self) -> Table:
-        """The table of the rows that came of the search."""
+        """Return the table of the search's rows."""
         return Table.by(COLUMNS, self.shown)
 
 
@@ -66,7 +63,7 @@ def about_predictions(model: CostModel) -> str:
 
 
 def against(winner: SweptRow, others: Sequence[SweptRow]) -> list[str]:
-    """A line for every uniform configuration within the bounds: speed and bytes beside it."""
+    """Return a line per uniform configuration within the bounds: relative speed and bytes."""
     lines = [
         f"Beside {row.name}: {_faster(winner, row)}, {_smaller(winner, row)}." for row in others
     ]

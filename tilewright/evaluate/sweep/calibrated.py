@@ -1,4 +1,4 @@
-"""Paths of a sweep's calibrated folders, and the commands that make and measure them."""
+"""Paths of a sweep's calibrated folders, and commands for calibration and measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CELL = "tilewright.cli.sweep.calibrated_cell"
 
 @dataclass(frozen=True, slots=True)
 class CalibratedFolders:
-    """Where a sweep keeps its calibrated folders, and the text. None: the package's text."""
+    """Root of a sweep's calibrated folders, and the text. None: the package's text."""
 
     root: Path
     text: Path | None = None
@@ -30,7 +30,7 @@ class CalibratedFolders:
         """Return the command that calibrates if necessary, then runs ``tilewright bench``.
 
         Raises:
-            ConfigError: for a text that differs from the planned text.
+            ConfigError: The text differs from the planned text.
         """
         folder = str(self.folder(cell))
         method, _, _ = cell.calibration.partition(" ")
@@ -56,10 +56,10 @@ class CalibratedFolders:
 
 
 def calibration_name(method: str, text: Path | None) -> str:
-    """Return a cell's calibration: the method, and the hash of a text of the user's.
+    """Return a cell's calibration: the method, and the hash of a user's text.
 
     Raises:
-        ConfigError: for a text that cannot be read.
+        ConfigError: The text cannot be read.
     """
     if method == "none":
         return ""

@@ -1,6 +1,6 @@
-"""How long cells will take: before any has run from rough rates, then from those that have.
+"""Estimates cell times: from rough rates, later from measured cells.
 
-Rough on purpose: it decides whether to wait, never what a figure is.
+The estimates help users decide whether to wait. They are in no figure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CALIBRATED_BYTES_PER_SECOND = 2e6
 
 
 def seconds(cell: Trial, *, is_compiled: bool = True) -> float:
-    """A guess for one cell on a small CPU; ``is_compiled``: its program is in the cache."""
+    """Estimate a cell's seconds on a small CPU. ``is_compiled``: its program is in the cache."""
     case = CASES[cell.case]
     if cell.calibration and not is_compiled:
         size = cell.weight_bytes or _UNKNOWN_BYTES
@@ -39,7 +39,7 @@ def seconds(cell: Trial, *, is_compiled: bool = True) -> float:
             seconds(replace(cell, calibration=""), is_compiled=False)
             + size / _CALIBRATED_BYTES_PER_SECOND
         )
-    if cell.target in BOARDS:  # predicted at once, or emulated a multiply at a time
+    if cell.target in BOARDS:  # predicted, or emulated
         multiplies = ACCURACY_CONTEXT * (cell.weight_bytes or _UNKNOWN_BYTES)
         return _START_SECONDS + (multiplies / _EMULATED_PER_SECOND if case.token_accuracy else 5.0)
     step = _STEP_SECONDS + (cell.weight_bytes or _UNKNOWN_BYTES) / _BYTES_PER_SECOND
@@ -53,12 +53,12 @@ def seconds(cell: Trial, *, is_compiled: bool = True) -> float:
 
 
 def total_seconds(cells: Iterable[Trial], *, jobs: int = 1) -> float:
-    """A guess for cells that have not begun: each configuration is compiled once."""
+    """Estimate the seconds for new cells. A configuration is compiled once."""
     return sum(guess / _share(cell, jobs) for cell, guess in _guesses(cells))
 
 
 def remaining_seconds(state: SweepState, *, jobs: int = 1) -> float:
-    """Guess what open cells take, scaled by what finished cells of the kind took beside theirs."""
+    """Estimate the seconds for open cells, scaled by finished cells with the same kind of trial."""
     guesses = list(_guesses(each.cell for each in state.cells.values()))
     pairs = list(zip(state.cells.values(), guesses, strict=True))
     ratios: dict[TrialKind, list[float]] = {"speed": [], "accuracy": []}
@@ -74,7 +74,7 @@ def remaining_seconds(state: SweepState, *, jobs: int = 1) -> float:
 
 
 def _guesses(cells: Iterable[Trial]) -> Iterator[tuple[Trial, float]]:
-    """Each cell with its guess, in the order they run in."""
+    """Yield cells in order, with their estimates."""
     seen: set[tuple[str, ...]] = set()
     for cell in cells:
         is_compiled = cell.is_kept and cell.configuration in seen

@@ -1,4 +1,4 @@
-"""Sensitivities as tables and heat maps; measured and predicted times stand in tables apart."""
+"""Sensitivities as tables and heat maps. Measured and predicted times have separate tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ the lowered part in more bytes than before.
 
 
 def markdown(state: SweepState) -> str:
-    """The sections of a sensitivity sweep, one set for each model and target."""
+    """Return the sections of a sensitivity sweep, a set per model and target."""
     return "\n".join(_sections(each) for each in sensitivities(state))
 
 

@@ -1,4 +1,4 @@
-"""JSON schemas without annotations that the grammar library refuses. Imports no grammar library."""
+"""Removes unsupported annotations from JSON schemas. Imports no grammar library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "
 
 
 def without_annotations(text: str) -> str:
-    """Return a schema's text without the formats that nothing enforces.
+    """Return a schema's text without unenforced formats.
 
     Text that is not JSON is returned unchanged.
     """
@@ -33,7 +33,7 @@ def without_annotations(text: str) -> str:
 
 
 def drop_annotations(schema: Any) -> int:
-    """Remove the formats that nothing enforces from ``schema``, in place. Return their number.
+    """Remove unenforced formats from ``schema``, in place. Return their number.
 
     Values of ``enum`` or ``const`` and properties named ``format`` stay.
     """

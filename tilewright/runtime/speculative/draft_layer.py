@@ -10,7 +10,7 @@ from tilewright.runtime.scheduling.request_state import NO_SLOT, RequestState
 
 
 class DraftLayerClient:
-    """Greedy tokens of the draft layer of the executable that verifies them."""
+    """Greedy drafts from the draft layer of the verifying executable."""
 
     def __init__(self, executable: Executable) -> None:
         self._executable = executable
@@ -18,7 +18,7 @@ class DraftLayerClient:
     def propose(self, counts: Mapping[RequestState, int]) -> dict[RequestState, tuple[int, ...]]:
         """Return up to ``counts`` tokens after the request output. Wait for them.
 
-        A draft ends before logits with NaN. Hence it may be empty.
+        A draft ends before logits with NaN, so it may be empty.
         """
         requests = {request.slot: request for request in counts if request.slot != NO_SLOT}
         if not requests:

@@ -49,7 +49,7 @@ class MeetingFolder:
 
 
 def remove_stale() -> None:
-    """Remove this user's directories with free locks: their servers are gone."""
+    """Remove this user's directories with free locks, because their servers have ended."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = path.lstat()

@@ -68,10 +68,10 @@ def items_of(value: str | Sequence[Mapping[str, Any]] | None) -> list[Item]:
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """Return items as messages: an assistant's reasoning, text and calls in a row are one.
+    """Return items as messages. An assistant's consecutive reasoning, text and calls are joined.
 
     Raises:
-        ApiError: 400 for an unknown type, or fields that do not match it. The message has the path.
+        ApiError: 400 for an unknown type, or fields of another type. The message has the path.
     """
     turns = _Turns()
     for at, item in enumerate(items):

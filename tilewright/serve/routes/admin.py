@@ -1,4 +1,4 @@
-"""What an operator may ask, with ``--admin`` alone: who has a slot, and caches to be forgotten."""
+"""Routes for operators with ``--admin``: running requests, and clearing of caches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from tilewright.serve.web.http_io import API_SERVER, Route, json_response
 
 
 async def _slots(request: web.Request) -> web.Response:
-    """The requests under way, and how many slots there are."""
+    """Return the pending requests and the number of slots."""
     front = request.app[API_SERVER]
     ready, _ = front.up()
     return json_response({"total_slots": ready.max_num_seqs, "requests": front.client.under_way()})
 
 
 async def _reset_prefix_cache(request: web.Request) -> web.Response:
-    """Forget what prompts could share; requests that run keep what they hold."""
+    """Clear the prefix cache. Running requests are unchanged."""
     front = request.app[API_SERVER]
     front.up()
     front.client.forget_prefixes()

@@ -1,4 +1,4 @@
-"""What is served: the model, its limits and its tokenizer."""
+"""Routes for the served model, its limits and its tokenizer."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def _props(request: web.Request) -> web.Response:
 
 
 def _format_source(front: ApiServer) -> str:
-    """What the format of calls is known from."""
+    """Return the source of the tool call format."""
     if front.settings.tool_format is not None:
         return "option"
     return "generic" if front.template.format is None else "template"

@@ -1,4 +1,4 @@
-"""Responses: answers as items and typed events, and those that are stored."""
+"""Routes of the Responses API: items, typed events, and stored responses."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def begin_response(
 
 
 def _renamed(error: ApiError) -> ApiError:
-    """An error of the chat, with the request's own name of the field."""
+    """Return a chat error with the field name of the Responses request."""
     for name, own in _NAMES.items():
         if error.param is not None and error.param.startswith(name):
             error.param = own
@@ -114,7 +114,7 @@ async def _input_items(request: web.Request) -> web.Response:
 
 
 def _stored(request: web.Request) -> Stored:
-    """The response that a path names; raises ApiError 404."""
+    """Return the response named in the path. Raise ApiError 404 for an unknown name."""
     response_id = request.match_info["id"]
     stored = request.app[API_SERVER].responses.find(request[CLIENT], response_id)
     if stored is None:

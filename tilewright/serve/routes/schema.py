@@ -1,4 +1,4 @@
-"""``/openapi.json``: what is answered, from the very types that bodies are decoded to."""
+"""``/openapi.json``, generated from the types of decoded bodies."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Error(msgspec.Struct, frozen=True):
 
 
 def document(routes: list[Route]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of these routes."""
+    """Return the OpenAPI 3.1 document for these routes."""
     kinds = [*_BODIES.values(), Error]
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
@@ -103,7 +103,7 @@ def _operation(path: str, summary: str, named: dict[type, Any]) -> dict[str, Any
 
 
 def schema_route(routes: list[Route]) -> Route:
-    """The route that tells of ``routes`` and of itself."""
+    """Return the route that documents ``routes`` and itself."""
 
     async def answer(request: web.Request) -> web.Response:
         """Answer with this document."""

@@ -1,1 +1,1 @@
-"""How models write function calls into their text: a format a file, read as the text comes."""
+"""Parsers for function calls in streamed text, with a file per format."""

@@ -1,4 +1,4 @@
-"""Python's literals as JSON: what models write that call functions in Python."""
+"""Converts Python literals to JSON, for models with Python function calls."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _LETTERS |= {each: each for each in "\\'\"/"}
 
 
 def json_of(source: str) -> str:
-    """The JSON of a literal; text that is none becomes a JSON string.
+    """Return a literal as JSON. Other text becomes a JSON string.
 
-    JSON is read too, for a model may write its words.
+    The words of JSON are also literals, because a model may write them.
     """
     text = source.strip(" \t\r\n")
     reader = _Reader(text)
@@ -44,21 +44,21 @@ def json_of(source: str) -> str:
 
 
 class _NoLiteralError(Exception):
-    """The text is something else."""
+    """The text is no literal."""
 
 
 class _Reader:
-    """Reads one literal from ``at`` on."""
+    """Reads a literal from position ``at``."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at = text, 0
 
     def blank(self) -> None:
-        """Move on behind white space."""
+        """Skip white space."""
         self.at = self._match(_BLANK).end()
 
     def value(self, depth: int) -> Any:
-        """Read the value that begins here."""
+        """Read the value at the current position."""
         if depth > _MAX_DEPTH:
             raise _NoLiteralError
         self.blank()
@@ -119,7 +119,7 @@ class _Reader:
         match = self._match(_STRING)
         self.at = match.end()
         text = _ESCAPE.sub(_character, next(part for part in match.groups() if part is not None))
-        # halves of a character that were escaped apart are joined, single ones become U+FFFD
+        # join separately escaped surrogates; a single surrogate becomes U+FFFD
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _number(self) -> int | float:

@@ -1,4 +1,4 @@
-"""Which kinds of JSON value a schema lets an argument have; nothing is validated here."""
+"""Allowed JSON types of an argument, from its schema. Validates nothing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MAX_HOPS = 8
 
 
 def kind_of(value: object) -> str:
-    """The JSON schema's name of a value's kind."""
+    """Return the JSON Schema name of a value's type."""
     return next(name for kind, name in _KINDS if isinstance(value, kind))
 
 
 def kinds(schema: object, root: Mapping[str, Any], hops: int = _MAX_HOPS) -> frozenset[str]:
-    """The kinds that a value may have; empty where the schema does not say.
+    """Return a schema's allowed types, empty without a restriction.
 
-    ``root`` is the schema whose ``$defs`` are referred to.
+    ``root`` is the schema with the ``$defs`` for references.
     """
     if not isinstance(schema, Mapping) or not hops:
         return frozenset()
@@ -49,20 +49,20 @@ def kinds(schema: object, root: Mapping[str, Any], hops: int = _MAX_HOPS) -> fro
 
 
 def properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of each property of an object."""
+    """Return an object's schemas by property."""
     fields = schema.get("properties")
     return fields if isinstance(fields, Mapping) else {}
 
 
 def parameters(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """The kinds of each property of an object's schema."""
+    """Return the allowed types by property of an object."""
     return {name: kinds(each, schema) for name, each in properties(schema).items()}
 
 
 def value_of(text: str, allowed: frozenset[str]) -> str:
-    """A value that a model wrote as plain text, as JSON of one of the kinds allowed.
+    """Return a value in plain text as JSON of an allowed type.
 
-    What cannot be read as any of them is a string.
+    Text that is no such value is a string.
     """
     try:
         value = json.loads(text, parse_constant=_refuse)

@@ -1,4 +1,4 @@
-"""The HTTP face: all routes behind one guard."""
+"""The web application: all routes with common middleware."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tilewright.serve.web.settings import MAX_IMAGE_BODY
 
 
 def routes(*, has_admin: bool) -> list[Route]:
-    """Every method and path that is answered."""
+    """Return all routes."""
     entries = [
         *page.ROUTES,
         *status.ROUTES,

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: a status, and one sentence with a code."""
+"""Errors for clients of OpenAI's API: a status, a message and a code."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ApiError(Exception):
     """An error that ends a request with a status and a body.
 
     Attributes:
-        param: the field of the request that is wrong, as ``messages[3].role``.
-        headers: sent with it, as ``retry-after``.
-        closes: whether the connection is closed behind it.
+        param: the invalid field of the request, as ``messages[3].role``.
+        headers: response headers, as ``retry-after``.
+        closes: whether the connection closes after the response.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ApiError(Exception):
         self.closes = closes
 
     def body(self) -> bytes:
-        """The error as JSON, in the form that clients expect."""
+        """Return the error as JSON for clients."""
         error = {
             "message": self.message,
             "type": _TYPES.get(self.status, "server_error"),
@@ -49,15 +49,15 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """A value of the request is not allowed."""
+    """Return the error for an invalid value."""
     return ApiError(400, code, message, param=param)
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """A known field asks for what this server does not do."""
+    """Return the error for a known but unsupported field."""
     return ApiError(400, "unsupported", f"{param}: {message}", param=param)
 
 
 def refuse(error: Exception, code: str = "invalid_value", param: str | None = None) -> ApiError:
-    """A user's error of a layer below as one of this API."""
+    """Return the API error for a user's error from another layer."""
     return invalid(str(error), param, code)

@@ -1,4 +1,4 @@
-"""Stands before every handler: names requests, checks who asks, spells errors."""
+"""Middleware of all handlers: request ids, access checks and error responses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Names every request, checks who asks, and makes every error one of the API's."""
+    """Assign a request id, check access, and convert errors to API errors."""
     front = request.app[API_SERVER]
     request[ID], request[CLIENT] = _request_id(request), ""
     request[HEADERS] = {"x-request-id": request[ID]}
@@ -126,7 +126,7 @@ def _check_key(request: web.Request, front: ApiServer) -> None:
 
 
 def _check_origin(request: web.Request, front: ApiServer) -> str:
-    """The foreign origin that may ask; empty where a page of this server asks, or no browser."""
+    """Return the allowed foreign origin, empty for this server's pages and other clients."""
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
     named = front.settings.cors_origins
     is_browser = origin is not None or "sec-fetch-site" in request.headers
@@ -144,8 +144,9 @@ def _check_origin(request: web.Request, front: ApiServer) -> str:
 
 
 def _is_our_host(host: str, bound: str) -> bool:
-    """Whether a browser that asks this host asks us by our own name, and not by one that somebody
-    has pointed at our address: at a loopback address only such a one, else an address or our name.
+    """Return whether a browser's host name is this server's, against DNS rebinding.
+
+    A server on a loopback address has loopback names only. Others have addresses and own names.
     """
     try:
         name = urlsplit(f"//{host}").hostname or ""
@@ -172,7 +173,7 @@ def _is_loopback(name: str) -> bool:
 
 
 def _requested_headers(request: web.Request) -> str:
-    """Return the header names that a preflight request asks for, without malformed names."""
+    """Return the well-formed header names in a preflight request."""
     fields = request.headers.getall(_REQUESTED_HEADERS, ())
     names = [name.strip() for field in fields for name in field.split(",")]
     known = [name for name in names if _HEADER_NAME.fullmatch(name)]

@@ -1,4 +1,4 @@
-"""How a handler reads a body and answers with JSON: limits of size, kind and time."""
+"""Reads request bodies with limits of size, type and time, and writes JSON responses."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from tilewright.serve.web.settings import MAX_BODY
 API_SERVER = web.AppKey("front", ApiServer)
 ID = web.RequestKey("id", str)
 CLIENT = web.RequestKey("client", str)
-"""Which of the server's keys a request has shown, by its number; empty where there are none."""
+"""Number of the request's API key, empty without keys."""
 HEADERS = web.RequestKey("headers", dict[str, str])
-"""What every answer to a request is sent with."""
+"""Response headers for the request."""
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Route: TypeAlias = tuple[str, str, Handler]
-"""Method, path, and who answers."""
+"""Method, path and handler."""
 
 
 async def read_body(request: web.Request, front: ApiServer) -> bytes:
-    """The bytes of a JSON body, within the limits. The request keeps none of them, nor their kind:
-    it may wait for long.
+    """Read a JSON body within the limits. The request does not store it, because it may wait long.
 
     Raises:
-        ApiError: 413, 415, or 408 for one that takes too long.
+        ApiError: 413, 415, or 408 for a slow body.
     """
     limit = front.max_body
     if request.content_length is not None and request.content_length > limit:
@@ -63,7 +62,7 @@ def json_response(
 
 
 def ignored_fields(fields: Sequence[str]) -> dict[str, str]:
-    """Return the header that names the fields of a body that were not read."""
+    """Return the response header with a body's ignored fields."""
     if not fields:
         return {}
     names = [key if key.isascii() and key.isprintable() else "?" for key in fields]
@@ -71,6 +70,6 @@ def ignored_fields(fields: Sequence[str]) -> dict[str, str]:
 
 
 def too_large(limit: int = MAX_BODY) -> ApiError:
-    """A body beyond the limit; the connection is closed, so that the rest is not read."""
+    """Return the error for a large body. The connection closes, so that the rest is not read."""
     said = f"the body is too large; allowed: {limit} bytes"
     return ApiError(413, "too_large", said, closes=True)

@@ -24,7 +24,7 @@ def tell(text: str) -> None:
 
 
 def write(text: str, *, to: TextIO | None = None) -> None:
-    """The text as it is, past buffers that would keep what a full disk has not taken."""
+    """Write a text without buffers, which would keep the rest after a full disk."""
     stream = to or sys.stderr
     with contextlib.suppress(OSError, ValueError, AttributeError):
         stream.flush()
@@ -32,7 +32,7 @@ def write(text: str, *, to: TextIO | None = None) -> None:
 
 
 def say_fault(error: BaseException, what: str) -> None:
-    """A fault of our own with the places it came through, and nothing that a client has sent."""
+    """Log an internal error with its stack, and without data from a client."""
     frames = traceback.extract_tb(error.__traceback__)
     write("".join(traceback.format_list(frames)))
     say(f"{what}: {type(error).__name__}: {one_line(error)[:200]}")

@@ -1,4 +1,4 @@
-"""What the native library's environment says, each variable honoured or refused by name."""
+"""Environment variables of the native library. Invalid values are refused by name."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from tilewright.errors import ConfigError
 
 
 def uses_large_pages() -> bool:
-    """Whether weights may be copied onto large pages: not with ``TILEWRIGHT_LARGE_PAGES=0``.
+    """Return false for ``TILEWRIGHT_LARGE_PAGES=0``: weights are not copied to large pages.
 
     Raises:
-        ConfigError: for a value that is neither 0 nor 1.
+        ConfigError: The value is not ``0`` or ``1``.
     """
     return _switch("TILEWRIGHT_LARGE_PAGES", True)
 
 
 def prints_times() -> bool:
-    """Whether ``TILEWRIGHT_NATIVE_TIMES=1`` asks for the table when an engine is closed.
+    """Return true for ``TILEWRIGHT_NATIVE_TIMES=1``: a closing engine prints its times.
 
     Raises:
-        ConfigError: for a value that is neither 0 nor 1.
+        ConfigError: The value is not ``0`` or ``1``.
     """
     return _switch("TILEWRIGHT_NATIVE_TIMES", False)
 
 
 def check_settings() -> None:
-    """Refuse, before anything is read, values that would be refused later.
+    """Check both variables before files are read.
 
     Raises:
-        ConfigError: for a variable that is neither 0 nor 1.
+        ConfigError: A value is not ``0`` or ``1``.
     """
     uses_large_pages()
     prints_times()
 
 
 def compiler_words(name: str) -> list[str]:
-    """The words of ``CXX`` or ``CXXFLAGS``; none where it is not set.
+    """Return the words of ``CXX`` or ``CXXFLAGS``, none if the variable is not set.
 
     Raises:
-        ConfigError: for words that are none, or flags that change sums.
+        ConfigError: The value is no list of words, or a flag changes sums.
     """
     try:
         return recipe.words(name)

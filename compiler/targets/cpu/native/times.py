@@ -1,6 +1,4 @@
-"""Where a step's time goes: each instruction's nanoseconds, where ``TILEWRIGHT_NATIVE_TIMES`` asks
-for them; knows the library's counters and the weight names.
-"""
+"""Times of instructions in the native library's steps, if ``TILEWRIGHT_NATIVE_TIMES`` is set."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from tilewright.compiler.targets.cpu.native.program.bundle import Packed
 
 
 class Times:
-    """Counts an engine's instructions while it lives; a thread's wait for others is in them."""
+    """Times of an engine's instructions until it closes. They include waits for other threads."""
 
     def __init__(self, engine: int, packed: Packed) -> None:
         names = [each.name for each in packed.tensors]
@@ -26,11 +24,11 @@ class Times:
         lib.library().tw_times(engine, self._spent)
 
     def count_step(self) -> None:
-        """Count one more step."""
+        """Count a step."""
         self._num_steps += 1
 
     def text(self) -> str:
-        """A line for each kind of instruction: microseconds a step, and how many there are."""
+        """Return a line per kind of instruction: microseconds per step, and the number."""
         found: dict[str, list[int]] = defaultdict(list)
         for label, spent in zip(self._labels, self._spent, strict=True):
             found[label].append(spent)
@@ -42,5 +40,5 @@ class Times:
 
 
 def _common(name: str) -> str:
-    """A weight's name, whatever its layer."""
+    """Return a weight's name without its layer number."""
     return re.sub(r"\.\d+\.", ".*.", name)

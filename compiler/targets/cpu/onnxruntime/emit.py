@@ -1,6 +1,6 @@
-"""The lowered graph as one ONNX model of ONNX Runtime's fused operators.
+"""Converts a lowered graph to an ONNX model with fused operators.
 
-One emitter an op; what they write to is `Emitter`.
+A function per operator writes to an `Emitter`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from tilewright.compiler.targets.cpu.onnxruntime.numerics import (
 from tilewright.errors import CompileError
 
 HEAD_DIM_MULTIPLE = 16
-"""What GroupQueryAttention asks of head sizes when it rotates inside."""
+"""Required multiple for head sizes, if GroupQueryAttention rotates."""
 
 PAIRS_MULTIPLE = 8
-"""What GroupQueryAttention asks of the number of pairs that turn."""
+"""Required multiple for rotated pairs in GroupQueryAttention."""
 
 aten = torch.ops.aten
 
@@ -53,10 +53,10 @@ def emit_model(
     emitter: Emitter,
     on_node: Callable[[int, int], None] = lambda done, total: None,
 ) -> onnx.ModelProto:
-    """Express a graph in ONNX. ``on_node`` receives the number of emitted nodes and of all nodes.
+    """Express a graph in ONNX. ``on_node`` receives the numbers of emitted nodes and all nodes.
 
     Raises:
-        CompileError: for a node that ONNX Runtime's operators cannot express.
+        CompileError: ONNX Runtime has no operator for a node.
     """
     nodes = list(graph_module.graph.nodes)
     logits = ""
@@ -129,7 +129,7 @@ def _emit_split(emitter: Emitter, node: Node) -> None:
 
 
 def _split(emitter: Emitter, x: str, sizes: list[Any], result: str) -> list[str]:
-    """Columns of ``x``, as ``result.0`` and so on."""
+    """Split the columns of ``x`` into ``result.0`` and so on."""
     lengths = emitter.constant(
         "split_" + "_".join(map(str, sizes)), np.array(sizes, dtype=np.int64)
     )
@@ -183,7 +183,7 @@ def _normed_heads(
     parts: list[str],
     num_kv_heads: int,
 ) -> list[str]:
-    """q, k and v apart, with every head of q and k normed: the operator does not do it itself."""
+    """Separate q, k and v, and normalize the heads of q and k, because the operator does not."""
     head_dim = emitter.recipe(given.q_norm).shape[0]
     counts = [given.num_heads, num_kv_heads, num_kv_heads]
     if not parts[1]:

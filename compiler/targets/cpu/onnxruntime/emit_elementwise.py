@@ -1,7 +1,6 @@
-"""Norms, activations, gates and arithmetic between values, and changes of shape, as ONNX Runtime's
-operators.
+"""Norms, activations, gates, arithmetic and changes of shape as operators of ONNX Runtime.
 
-It knows an emitter's methods, and nothing of weights' formats, attention or caches.
+Excludes weight formats, attention and caches.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ def _emit_rms_norm(emitter: Emitter, node: Node) -> None:
 
 
 def add_norm(emitter: Emitter, x: str, weight: Node, eps: float, result: str) -> None:
-    """The norm of the value called ``x`` over its last dimension, as ``result``."""
+    """Emit the norm of value ``x`` over its last dimension as value ``result``."""
     scale = emitter.weights.dense(emitter.recipe(weight))
-    # a contrib operator that ONNX Runtime keeps in the default domain
+    # a contributed operator, in ONNX Runtime's default domain
     emitter.add(
         "SimplifiedLayerNormalization",
         [x, scale],
@@ -85,7 +84,7 @@ def _emit_sigmoid_gate(emitter: Emitter, node: Node) -> None:
 
 
 def _emit_reshape(emitter: Emitter, node: Node) -> None:
-    """Emit a reshape of what a token has: the axes of windows and tokens stay."""
+    """Emit a reshape per token. The axes for windows and tokens are unchanged."""
     x = node.args[0]
     assert isinstance(x, Node)
     emitter.reshape(x.name, [int(size) for size in node.meta["val"].shape[1:]], node.name)
@@ -98,7 +97,7 @@ def _emit_tanh(emitter: Emitter, node: Node) -> None:
 
 
 def _arithmetic(op_type: str) -> Callable[[Emitter, Node], None]:
-    """What emits an operator on two values, or on a value and a number."""
+    """Return the emitter of an operator for two values, or for a value and a number."""
 
     def emit(emitter: Emitter, node: Node) -> None:
         names = []
@@ -128,4 +127,4 @@ ELEMENTWISE_EMITTERS: dict[Any, Callable[[Emitter, Node], None]] = {
     aten.mul.Tensor: _arithmetic("Mul"),
     aten.div.Tensor: _arithmetic("Div"),
 }
-"""What emits each operator."""
+"""Emitter by operator."""

@@ -1,4 +1,4 @@
-"""CPUs, through ONNX Runtime's fused operators: one ONNX model, one session, contiguous caches."""
+"""CPU target with fused operators of ONNX Runtime: a model, a session and contiguous caches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 
 
 class CpuTarget(Target):
-    """Fusions after what ONNX Runtime has fused operators for."""
+    """Target with the fusions of ONNX Runtime."""
 
     name = "cpu"
     is_cached = True
@@ -63,7 +63,7 @@ class CpuTarget(Target):
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> WeightStorage:
-        """Blocks where products take int8 activations, bfloat16 tables, else float32 values."""
+        """Return blocks for matmuls with int8 activations, bfloat16 for tables, else float32."""
         return weight_storage(recipe, facts, exact=compute == "exact", block=block)
 
     def state_storage(self, spec: StateSpec, *, compute: str) -> WeightStorage:
@@ -84,7 +84,7 @@ class CpuTarget(Target):
         write_model(graph_module, get_weight, folder, options, progress)
 
     def emit(self, kind: str, emission: Emission) -> None:
-        """Write ``onnx``: the program, and a script that runs it with onnxruntime alone."""
+        """Write kind ``onnx``: the program, and a script that only needs onnxruntime."""
         self.check_emits(kind)
         assert kind == "onnx"
         from tilewright.compiler.targets.cpu.onnxruntime import generate

@@ -1,4 +1,4 @@
-"""Steps of several prompts' pieces, or with rows that ride along: captured where they may be."""
+"""Batches of several prompt chunks, also with decode rows. Uses graphs if possible."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from tilewright.compiler.targets.interface.step import PrefillChunk, SamplerOutp
 
 
 class MixedBatchRunner:
-    """Runs pieces of several prompts as one batch, for an executable. ``check`` finds who sits
-    where a piece belongs; ``leave`` takes back what a bucket holds of its slots.
+    """Runs several prompt chunks as a batch.
+
+    Args:
+        check: returns the state of a chunk's slot.
+        leave: copies slot data from a decode graph back to the executable.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class MixedBatchRunner:
     def run(
         self, chunks: Sequence[PrefillChunk], step: Step, decoding: tuple[Slot, ...] = ()
     ) -> list[SamplerOutput]:
-        """Pieces of prompts, and a token of slots that decode, in one batch; what is chosen."""
+        """Run prompt chunks and a token per decoding slot as a batch. Return sampled tokens."""
         for chunk in chunks:
             slot_state = self._check(chunk)
             slot_state.length, slot_state.token = chunk.end, None
@@ -77,7 +80,7 @@ class MixedBatchRunner:
         positions: dict[Slot, int],
         ends: dict[Slot, int],
     ) -> list[SamplerOutput]:
-        """A batch that is larger than those captured, or whose tokens are chosen late."""
+        """Run a batch without a graph: larger than all graphs, or with deferred sampling."""
         decoding = tuple(positions)
         ragged = join(
             chunks,
@@ -108,7 +111,7 @@ class MixedBatchRunner:
         return [self._answers.chosen(slots, logits, choice, step)]
 
     def _go_on(self, slots: tuple[Slot, ...]) -> dict[Slot, int]:
-        """Each slot has one position more, outside of a bucket; where their tokens stand."""
+        """Advance decoding slots by a position, outside a graph. Return their positions."""
         if not slots:
             return {}
         self._leave()

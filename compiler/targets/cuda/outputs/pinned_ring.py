@@ -68,7 +68,7 @@ class PinnedRing:
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % _NUM_BUFFERS
         if buffer.read is not None:
-            buffer.read()  # a late reader returns what this call keeps
+            buffer.read()  # a late reader returns the results stored by this call
         assert choice.num_bytes <= buffer.array.nbytes  # a copy by addresses checks no sizes
         there = buffer.address, choice.address, choice.num_bytes
         driver.copy_to_host(*there, event=buffer.handle, device=self._index)

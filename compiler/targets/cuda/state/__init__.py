@@ -1,1 +1,1 @@
-"""Device state kept between steps."""
+"""Device state between steps."""

@@ -1,6 +1,6 @@
-"""The paged key/value cache: position pages in a pool, and the table that names each slot's.
+"""Paged key/value cache: a pool of pages with positions, and a page table per slot.
 
-Legend: P pages, G key/value heads, L positions of a page, D head size, S slots, M pages of a slot.
+Legend: P pages, G key/value heads, L positions per page, D head size, S slots, M pages per slot.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from tilewright.compiler.formats.block_float import BLOCK_SIZE
 from tilewright.compiler.ir.state import StateSpec
 
 PAGE = 64
-"""Positions a page holds."""
+"""Positions per page."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVPages:
-    """One layer's pages: ``values [P, 2, G, L, D]``, keys then values.
+    """Pages for a layer: ``values [P, 2, G, L, D]``, keys then values.
 
-    bfloat16 or float32; or int8 signed mantissas of bfp8, with their blocks' biased exponents in
-    ``exponents [P, 2, G, L, ceil(D / 16)]`` uint8: value = mantissa * 2 ** (exponent - 133).
+    Values are bfloat16, float32, or int8 mantissas for bfp8. Then ``exponents [P, 2, G, L,
+    ceil(D / 16)]`` uint8 has biased exponents, and a value is ``mantissa * 2 ** (exponent - 133)``.
     """
 
     values: Tensor
@@ -45,7 +45,7 @@ class KVPages:
 def allocate_pages(
     num_pages: int, num_kv_heads: int, head_dim: int, *, kind: str, device: torch.device
 ) -> KVPages:
-    """Zeroed pages of one layer; ``kind``: ``bf16``, ``fp32`` or ``bfp8``."""
+    """Allocate zeroed pages for a layer. ``kind`` is ``bf16``, ``fp32`` or ``bfp8``."""
     shape = (num_pages, 2, num_kv_heads, PAGE, head_dim)
     if kind != "bfp8":
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[kind]
@@ -58,12 +58,12 @@ def allocate_pages(
 
 
 def pages_of(num_positions: int) -> int:
-    """Count the pages that ``num_positions`` positions take, the last perhaps in part."""
+    """Return the pages for ``num_positions`` positions, including a partial page."""
     return -(-num_positions // PAGE)
 
 
 def page_bytes(state: StateSpec, kind: str) -> int:
-    """The bytes of one page of a layer."""
+    """Return the bytes of a page in a layer."""
     _, num_kv_heads, head_dim = state.shape
     rows = 2 * num_kv_heads * PAGE
     if kind == "bfp8":

@@ -1,4 +1,4 @@
-"""Which snapshots of a prompt are taken while its kernels pass, and where it is cut for others."""
+"""Positions of a prompt's snapshots: inside a chunk, or at cuts of the chunk."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule.delta_solve import CHUN
 from tilewright.compiler.targets.interface.step import PrefillChunk, Slot
 
 Marks = Mapping[tuple[Slot, int], Slot]
-"""By the slot of a piece and a position inside of it: whose place its state there is kept in."""
+"""The slot with a snapshot's state, by the chunk's slot and the position inside the chunk."""
 
 NO_MARKS: Marks = MappingProxyType({})
 
 MOST_MARKS = 2
-"""Of a piece: each takes a sequence's state more, and a prompt of two turns has no others."""
+"""Maximum snapshots inside a chunk. Each takes the state of a sequence. A prompt with two turns has
+no more.
+"""
 
 
 def cut(chunk: PrefillChunk, most: int) -> list[PrefillChunk]:
-    """Parts of a piece, as few as there can be, whose snapshots are of their ends or of up to
-    ``most`` positions inside, a multiple of the kernels' chunk behind their starts each.
+    """Divide a chunk into the fewest parts with snapshots at their ends or inside.
+
+    Each has up to ``most`` snapshots inside, at multiples of the kernels' chunk from its start.
     """
     ends: list[int] = []
     start, num_inside = chunk.start, 0
@@ -45,6 +48,6 @@ def _part(chunk: PrefillChunk, start: int, end: int) -> PrefillChunk:
 
 
 def marks_of(chunks: Sequence[PrefillChunk], first: int) -> Marks:
-    """The marks of pieces of one pass, whose places are those from ``first`` on."""
+    """Return the marks for the chunks of a pass. Their slots start at ``first``."""
     inside = [(chunk.slot, at) for chunk in chunks for at, _ in chunk.saves if at < chunk.end]
     return {each: Slot(first + n) for n, each in enumerate(dict.fromkeys(inside))}

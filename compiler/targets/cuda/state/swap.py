@@ -1,4 +1,4 @@
-"""Slots whose state is in host memory: what they read next and how far they are goes with it."""
+"""Slots with state in host memory, with their next token and length."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tilewright.compiler.targets.interface.step import (
 
 
 class SwappedSlots:
-    """State of slots that were swapped out, by place; ``slot_states``: the executable's.
+    """State of swapped slots by handle. ``slot_states`` is the executable's.
 
-    The tokens they hold stay on the device, where the step that chooses them may still be queued.
+    Their next tokens stay on the device, because the sampling step may still be queued.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class SwappedSlots:
         self._kept: dict[SwapHandle, tuple[SlotState, Tensor]] = {}
 
     def apply(self, edit: SwapOut | SwapIn | DropSwapped) -> None:
-        """Put a slot out, take one back, or forget one."""
+        """Swap a slot out or in, or drop a swapped slot."""
         if isinstance(edit, DropSwapped):
             del self._kept[edit.place]
             self._state.drop(edit.place)
@@ -54,5 +54,5 @@ class SwappedSlots:
         self._state.take_back(edit.place, edit.slot, kept.length)
 
     def forget(self) -> None:
-        """Forget every state that is kept in host memory."""
+        """Drop all swapped slots."""
         self._kept.clear()

@@ -1,4 +1,4 @@
-"""The last mixer of a program, and the values that later instructions read."""
+"""The last mixer of a program, and the values for later instructions."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Norms:
             gemv.rms_norm(out, x, weight, eps=each.eps, num_tokens=len(x))
 
     def run_heads(self, each: NormHeads, step: Buffers, *, decodes: bool) -> None:
-        """Run the norms of query and key heads."""
+        """Run the query and key head norms."""
         weights = [self._weights.constant(norm) for norm in (each.q_norm, each.k_norm)]
         out, qkv = step.view(each.out), step.view(each.qkv)
         is_alone = self._heads.at(len(qkv), decodes=decodes) == EACH_HEAD

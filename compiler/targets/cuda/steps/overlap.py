@@ -1,4 +1,4 @@
-"""Two parts of a pass that need nothing of each other, at once on one device."""
+"""Runs two independent parts of a pass concurrently on a device."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import torch
 
 
 class SideStream:
-    """A second stream of a device: what reads memory there runs beside what multiplies here.
+    """A second CUDA stream, for memory-bound work during matmuls.
 
-    On a CPU, one runs after the other.
+    On a CPU, the parts run in sequence.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Run both behind what the current stream has, and what comes behind both. Neither may
-        write what the other reads or writes; memory that one takes for itself is given back to its
-        own stream, so that the other cannot be given it meanwhile. It may be captured.
+        """Run both parts after the current stream's work. Later work waits for both.
+
+        Neither may write memory that the other uses. Memory allocated by either returns to its own
+        stream, so the other cannot get the memory meanwhile. Graphs may capture both.
         """
         if self._stream is None:
             first()

@@ -37,10 +37,10 @@ from tilewright.errors import CompileError
 
 
 def lower_attention(ctx: LoweringContext, node: Node) -> None:
-    """The instructions from a merged product to attention's heads side by side.
+    """Emit the instructions from a merged query, key and value matmul to the heads' output.
 
     Raises:
-        CompileError: for what no instruction stands for yet, or a cache format boards have not.
+        CompileError: There is no instruction for the arguments, or boards lack the cache format.
     """
     args = ops.RopeAttentionArguments.of(node.args)
     _check_arguments(node, args)

@@ -1,4 +1,4 @@
-"""Where a predicted step goes, and what a configuration's bytes cost: rows for a table."""
+"""Table rows with a predicted step's times, and with the costs of a configuration's bytes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ _ONCE = "once a step"
 def explain_rows(
     program: DeviceProgram, constants: Constants | None = None, *, attended: int | None = None
 ) -> list[tuple[str, ...]]:
-    """Cells of `EXPLAIN_COLUMNS` by label of instruction, the longest first, the step last.
+    """Return the cells of `EXPLAIN_COLUMNS` by instruction label, longest first, step last.
 
-    MB: read from a chip's DRAM, or sent over its links. ``bound``: what most of the time is spent
-    on.
+    MB: bytes from a chip's DRAM, or over its links. ``bound``: the limiting resource.
     """
     lines: defaultdict[str, list[InstructionEstimate]] = defaultdict(list)
     for line in estimate(program, constants, attended=attended):
@@ -45,8 +44,9 @@ def explain_rows(
 def cost_rows(
     program: DeviceProgram, constants: Constants | None = None, *, attended: int | None = None
 ) -> list[tuple[str, ...]]:
-    """Cells of `COST_COLUMNS`: what reading each tensor group's weights or cache costs a step, and
-    would cost in every other format at the same fidelity.
+    """Return the cells of `COST_COLUMNS`: read time per tensor group in a step, in all formats.
+
+    The fidelity is constant.
     """
     counts = Counter(work for work in program_work(program, attended=attended) if work.format)
     groups: dict[tuple[str, str], None] = {(work.group, work.format): None for work in counts}

@@ -1,4 +1,4 @@
-"""The readable form of a program: one line an instruction, one a weight or cache it reads first."""
+"""Text of a program: a line per instruction, and per weight or cache at its first use."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _DECLARED = TtWeight | Cache | TtSequenceState
 
 
 def program_text(program: DeviceProgram, *, layer: int | None = None) -> str:
-    """All of a program, or the instructions of one layer and what they read.
+    """Return the text of a program, or of a layer's instructions and their inputs.
 
-    A line's example: ``%5: bf16[32x960] @ l1:width_sharded/30 = matmul(%4, w3, lofi, ...)``.
-    Shapes are in elements of one chip; ``/r`` after a shape: sharded over the mesh axis r; ``+r``:
-    still to be added over it.
+    Example line: ``%5: bf16[32x960] @ l1:width_sharded/30 = matmul(%4, w3, lofi, ...)``. Shapes are
+    in elements per chip. After a shape, ``/r`` means sharded over mesh axis ``r``, and ``+r`` means
+    partial sums over this axis.
     """
     chosen = [each for each in program.instructions if layer is None or each.layer == layer]
     lines = [
@@ -55,7 +55,7 @@ def program_text(program: DeviceProgram, *, layer: int | None = None) -> str:
 
 
 def _line(instruction: TtInstruction, names: dict[TtValue, str]) -> str:
-    """Values are numbered in their first mention's order."""
+    """Return an instruction's line. Number values by first use."""
 
     def name_of(value: TtValue) -> str:
         return names.setdefault(value, f"%{len(names)}")
@@ -74,7 +74,7 @@ def _line(instruction: TtInstruction, names: dict[TtValue, str]) -> str:
 
 
 def _made(instruction: TtInstruction) -> tuple[TtValue, ...]:
-    """The values an instruction makes: none where it writes a cache."""
+    """Return an instruction's results, none for a cache update."""
     if isinstance(instruction, UpdateCache):
         return ()
     if isinstance(instruction, CreateHeads):
@@ -131,7 +131,7 @@ def _declaration(
 
 
 def _axis_suffix(over: str, split: Split | None) -> str:
-    """``/r``, and how much of all the shares is zeros where some is."""
+    """Return ``/r``, and the share of zeros if there are zeros."""
     if not over or split is None:
         return ""
     zeros = sum(run.count for share in split.shares for run in share if run.start is None)

@@ -1,4 +1,4 @@
-"""Llama 3: an answer that is ``{"name": ..., "parameters": {...}}``, several apart by ``;``."""
+"""Llama 3: an answer with ``{"name": ..., "parameters": {...}}``, several separated by ``;``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MARK = '"parameters": dictionary of argument name'
 
 
 def _parser(tools: Sequence[ToolSpec]) -> ToolParser:
-    # an answer may be JSON that calls nothing: only a known name makes it a call
+    # other answers may also be JSON, so a call needs a known name
     known = frozenset(tool.name for tool in tools)
 
     def region(marker: str) -> JsonRegion:

@@ -36,9 +36,9 @@ _ID_LENGTH = 9
 
 
 class _NamedRegion:
-    """A region that is either JSON or a name and its arguments, which the first character tells.
+    """A region with JSON, or with a name and its arguments. The first character decides.
 
-    Without ``[ARGS]`` behind it, only what is ``known`` is a name.
+    Without a following ``[ARGS]``, only ``known`` words are names.
     """
 
     def __init__(self, known: Collection[str]) -> None:
@@ -47,7 +47,7 @@ class _NamedRegion:
         self.rest: str | None = None
         self._inner: JsonRegion | None = None
         self._head = ""
-        self._scanner: JsonScanner | None = None  # of the arguments
+        self._scanner: JsonScanner | None = None  # for the arguments
         self._is_broken = False
 
     def push(self, text: str) -> list[Event]:
@@ -87,7 +87,7 @@ class _NamedRegion:
         return True
 
     def _name(self, character: str, events: list[Event]) -> bool:
-        """The name and its markers, up to the arguments' brace."""
+        """Read a character of the name and its markers, up to the brace of the arguments."""
         if character != "{":
             self._head += character if self._head else character.lstrip(SPACE)
             # a name, and the call's name

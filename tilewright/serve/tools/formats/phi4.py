@@ -18,7 +18,7 @@ def _parser(tools: Sequence[ToolSpec]) -> ToolParser:
     known = frozenset(tool.name for tool in tools)
 
     def region(marker: str) -> JsonRegion:
-        # the word may stand in any text about Python
+        # any text about Python may have this word
         return JsonRegion(_CLOSE) if marker == _OPEN else JsonRegion(known=known)
 
     return ToolParser((_OPEN, _WORD), region)

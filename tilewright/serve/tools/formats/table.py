@@ -1,4 +1,4 @@
-"""The formats in which models write calls, and which of them a chat template asks for."""
+"""Tool call formats of models, and their detection in chat templates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GENERIC = HERMES
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """The format whose marks stand in a chat template, or None."""
+    """Return the format with marks in a chat template, or None."""
     for each in FORMATS.values():
         if any(mark in template for mark in each.marks):
             return each

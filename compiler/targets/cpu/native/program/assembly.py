@@ -24,7 +24,7 @@ class Assembly:
     wanted: dict[NativeTensorSpec, int] = field(default_factory=dict)
     states: list[lib.TwState] = field(default_factory=list)
     instructions: list[lib.TwInstruction] = field(default_factory=list)
-    num_experts: int = 0  # of the current router
+    num_experts: int = 0  # for the current router
     top_k: int = 0
 
     def tensor(self, wanted: NativeTensorSpec) -> int:

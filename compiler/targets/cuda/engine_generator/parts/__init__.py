@@ -1,3 +1,4 @@
-"""The sections of a generated engine, as modules, so that they are checked and tested where they
-stand. They import torch, Triton where it is there, and each other.
+"""Sections of a generated engine, as modules for checks and tests.
+
+They import torch, Triton if installed, and other sections.
 """

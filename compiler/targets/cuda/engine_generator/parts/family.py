@@ -1,4 +1,4 @@
-"""What stands for this file's model."""
+"""Functions for this file's model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tilewright.compiler.targets.cuda.engine_generator.parts.torch_steps import 
 
 @dataclass(frozen=True)
 class Family:
-    """How models of a kind are read, run and checked; ``small_config``: one to check with."""
+    """Functions that read, run and check models of a family. ``small_config`` is for checks."""
 
     read_settings: Callable[[Mapping[str, Any], torch.device], Settings]
     on_cpu: Callable[..., Executor]

@@ -1,4 +1,4 @@
-"""The contract in the fewest words: each call computes whole sequences again."""
+"""Minimal implementation of the engine contract: a call recomputes whole sequences."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SMALL_CONFIG |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0}
 
 
 class Reference:
-    """What an engine's logits are compared with: eager torch that caches nothing.
+    """Reference for an engine's logits: eager torch without a cache.
 
-    It has the engine's methods, and asks for ids that are alive and different.
+    It has the methods of an engine. Ids must exist and differ.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Reference:
             self.tokens.pop(request, None)
 
     def is_decided(self, request: int) -> bool:
-        """Whether rounding alone cannot have changed its last logits by much."""
+        """Return whether rounding cannot have changed the last logits considerably."""
         return True
 
     @torch.no_grad()
@@ -135,10 +135,10 @@ HYBRID_CONFIG = {
 
 
 class HybridReference(Reference):
-    """Every token anew, and every expert for all of them.
+    """Recomputes all tokens with all experts.
 
-    Where a token's last expert is equal to the next but for a rounding, either may be taken, and
-    all that follows is another: such requests are not decided.
+    If rounding decides between a token's last expert and the next expert, later logits may differ
+    completely. Such requests are not decided.
     """
 
     settings: HybridSettings
@@ -149,7 +149,7 @@ class HybridReference(Reference):
         super().__init__(tensors, settings, device)
         self._undecided: set[int] = set()
         self._is_close = torch.zeros((), dtype=torch.bool, device=device)
-        for name, tensor in tensors.items():  # what is kept and computed in float32
+        for name, tensor in tensors.items():  # float32 parameters
             if "norm" in name or name.endswith(("A_log", "dt_bias", "conv1d.weight")):
                 self.tensors[name] = tensor.to(device, torch.float32)
 

@@ -1,14 +1,14 @@
-// Keys and values of several pages at once, in a lane's registers: as A fragments, or where the new
-// token is still missing, as read. Of values a slice of a quarter of a warp's channels.
+// Keys and values from several pages in a lane's registers: as A fragments, or in memory format
+// while the new token is missing. Values have a slice with a quarter of a warp's channels.
 #pragma once
 
 #include "attention_pages.cuh"
 
-constexpr int MOST_PAGES = 4;            // of a split where one group takes a row
+constexpr int MOST_PAGES = 4;            // per split, with a group per row
 constexpr int SLICE = 128 / MOST_PAGES;  // channels
 
 template <int F, int D> struct KeyTiles {
-  static constexpr int WORDS = CHANNELS<D> * Shape<F, D>::BYTES / 16;  // of a row as read
+  static constexpr int WORDS = CHANNELS<D> * Shape<F, D>::BYTES / 16;  // per row in memory format
   u32 words[2][16];
   int largest;
   __device__ __forceinline__ void keep(const Keys<F, D> &k) {
@@ -44,10 +44,10 @@ template <int F, int D> struct KeyTiles {
       }
   }
 };
-// As read: words of a lane's four rows, and of bfp8 one of the exponents of all of the warp's
-// channels, of its row g / 2.
+// Memory format: words for a lane's four rows. For bfp8 also an exponent word for all channels in a
+// warp, from row g / 2.
 template <int F> struct ValueTiles {
-  static constexpr int WORDS = Shape<F, SLICE>::V_WORDS;  // of a row as read
+  static constexpr int WORDS = Shape<F, SLICE>::V_WORDS;  // per row in memory format
   u32 words[8];
   __device__ __forceinline__ void keep(const Values<F, SLICE> &v, u32 exponents) {
 #pragma unroll
@@ -60,7 +60,7 @@ template <int F> struct ValueTiles {
     for (int i = 0; i < 4 * WORDS; ++i) v.words[i / WORDS][i % WORDS] = words[i];
     return v;
   }
-  // Returns the largest exponent of these and of earlier pages' values, of which `before` is.
+  // Return the largest exponent of these values and of earlier pages. `before`: of earlier pages.
   __device__ __forceinline__ int widen(Values<F, SLICE> v, u32 exponents, int before, int slice,
                                        int g, int t) {
     int largest = before;

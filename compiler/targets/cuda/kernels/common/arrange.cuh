@@ -1,16 +1,16 @@
-// Layout of x for matmuls on the matrix unit with decoded weights: see `arrange` in gemm_block.cu.
+// Layout of x for matmuls with decoded weights on the matrix unit. See `arrange` in gemm_block.cu.
 #pragma once
 
 #include "primitives.cuh"
 
-constexpr int CHUNK = 64, CHUNK_BYTES = 128;  // columns of x that lie together, and a token's bytes
+constexpr int CHUNK = 64, CHUNK_BYTES = 128;  // contiguous columns, and bytes per token
 
-// A column's piece in its chunk.
+// Return the index of a column's 16-byte block in its chunk.
 template <bool CODED> __device__ __forceinline__ int piece_of(int column) {
   return CODED ? (column >> 3 & 4) + (column >> 1 & 3) : column >> 1 & 7;
 }
 
-// Write a token's values of `column` to column + 3. `column` is a multiple of 4.
+// Write a token's values for four columns from `column`, a multiple of 4.
 __device__ __forceinline__ void arrange_four(void *out, int num_places, int place, int column,
                                              bool is_coded, uint2 four) {
   const int t = column >> (is_coded ? 3 : 4) & 3;

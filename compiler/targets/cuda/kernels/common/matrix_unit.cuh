@@ -1,4 +1,4 @@
-// PTX of what several warps share: barriers that count bytes, and products of four warps.
+// PTX instructions for several warps: barriers with byte counts, and matmuls by four warps.
 #pragma once
 
 #include "primitives.cuh"
@@ -6,7 +6,7 @@
 typedef unsigned long long u64;
 constexpr u64 ONCE = 0x12F0000000000000ull, OFTEN = 0x14F0000000000000ull;  // L2 cache policies
 
-// Where rows are, for the tensor copy engine.
+// Location of rows for the tensor copy engine.
 struct alignas(64) TensorMap {
   u64 words[16];
 };
@@ -14,7 +14,7 @@ struct alignas(64) TensorMap {
 __device__ __forceinline__ void make_barrier(u32 at, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
 }
-// Made barriers are there for others of the cluster and for copies.
+// Make new barriers visible to the cluster and to copies.
 __device__ __forceinline__ void show_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async;" ::: "memory");
@@ -45,7 +45,8 @@ __device__ __forceinline__ void group_commit() {
 template <int N> __device__ __forceinline__ void group_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// Rows of 128 bytes, eight of them 1,024 apart, 16-byte pieces exchanged by row.
+// Operand descriptor: rows with 128 bytes, groups of eight rows with a stride of
+// 1,024 bytes, 128-byte swizzle.
 __device__ __forceinline__ u64 operand_at(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }

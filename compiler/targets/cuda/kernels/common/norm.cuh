@@ -1,11 +1,11 @@
-// The RMSNorm of one token, alone or inside a product of one token.
+// RMSNorm of a token, as a kernel or inside a matmul of a token.
 #pragma once
 
 #include "tiles.cuh"
 
-// One token's x, normalised, as bf16 [K padded with zeros] by 256 threads, 4 * VALUES columns each;
-// `put` writes four columns. The norm's weights are constants: where registers hold them, they come
-// before the inputs do.
+// Normalize a token's x to bfloat16 with 256 threads, 4 * VALUES columns per thread. Zeros pad K.
+// `put` writes four columns. The norm's weights are constants, so with enough registers they are
+// read before the inputs are ready.
 template <int VALUES, class Put>
 __device__ __forceinline__ void normalise_some(const float *x, const float *norm, int num_columns,
                                                int padded, float eps, Put put) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void normalise_some(const float *x, const float *norm
     }
   }
 }
-// Up to 8192 columns; waits for the inputs.
+// Up to 8192 columns. Waits for the inputs.
 template <class Put>
 __device__ __forceinline__ void normalise_by(const float *x, const float *norm, int num_columns,
                                              int padded, float eps, Put put) {

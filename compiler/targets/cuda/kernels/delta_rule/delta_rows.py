@@ -66,7 +66,7 @@ def delta_rows(
     """Run :func:`.delta_step.delta_step` for consecutive rows of a slot, after its accepted drafts.
 
     A slot gets window and state after its first token. A slot without tokens gets them after its
-    accepted drafts. ``drafts`` keeps the inputs of later tokens. ``early`` as there.
+    accepted drafts. ``drafts`` gets the inputs of later tokens. ``early`` is as there.
     """
     check_rows(len(out), rows.counts, rows.accepted)
     num_drafts = drafts.x.shape[1]

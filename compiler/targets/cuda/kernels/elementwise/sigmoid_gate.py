@@ -1,4 +1,4 @@
-"""x * sigmoid(gate), a gate for each channel or one for all of a row."""
+"""x * sigmoid(gate), with a gate per channel or per row."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ def _sigmoid_gate_kernel(
 
 
 def sigmoid_gate(out: Tensor, x: Tensor, gate: Tensor) -> None:
-    """``out [T, C]`` of ``x [T, C]``, each bfloat16 or float32, and ``gate [T, C]`` or ``[T, 1]``,
-    float32; float32 arithmetic. Rows may be further apart than they are long.
+    """Write ``x [T, C]`` times the sigmoid of ``gate [T, C]`` or ``[T, 1]`` to ``out [T, C]``.
+
+    ``out`` and ``x`` are bfloat16 or float32, and may have gaps between rows. ``gate`` and the
+    arithmetic are float32.
     """
     num_rows, width = out.shape
     assert x.shape == out.shape and gate.shape in {(num_rows, width), (num_rows, 1)}

@@ -1,4 +1,4 @@
-"""silu(gate) * up, for gates and ups side by side, in turns of 8, or apart."""
+"""silu(gate) * up, for gates and ups in halves, in alternating groups, or in two tensors."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ def _launch(
 def swiglu(
     out: Tensor, gate_up: Tensor, *, paired: bool, scales: tuple[Tensor, Tensor] | None = None
 ) -> None:
-    """``out [T, F]`` of ``gate_up [T, 2 F]``, each bfloat16 or float32; float32 arithmetic.
+    """Write SwiGLU of ``gate_up [T, 2 F]`` to ``out [T, F]``, with float32 arithmetic.
 
-    ``paired``: columns are 8 gates, then their 8 ups, and so on; else gates are the first half.
-    Rows may be further apart than they are long. ``scales`` multiply ``gate_up``: contiguous
-    float32 ``[T, 1]`` and ``[2 F, 1]``.
+    Both are bfloat16 or float32, and may have gaps between rows. ``paired``: 8 gate columns
+    alternate with their 8 up columns. Else the first half has the gates. ``scales`` multiply
+    ``gate_up``: contiguous float32 ``[T, 1]`` and ``[2 F, 1]``.
     """
     num_rows, width = out.shape
     assert gate_up.shape == (num_rows, 2 * width) and not (paired and width % _GROUP)
-    first = _GROUP if paired else width  # of the ups
+    first = _GROUP if paired else width  # first up column
     if scales is None:
         _launch(out, gate_up, gate_up[:, first:], paired)
         return
@@ -100,6 +100,6 @@ def swiglu(
 
 
 def swiglu_apart(out: Tensor, gate: Tensor, up: Tensor) -> None:
-    """:func:`swiglu` of ``gate [T, F]`` and ``up [T, F]`` in their own tensors."""
+    """Write :func:`swiglu` for separate tensors ``gate [T, F]`` and ``up [T, F]``."""
     assert out.shape == gate.shape == up.shape
     _launch(out, gate, up, False)

@@ -1,20 +1,20 @@
-// The experts of up to 64 tokens, and the pairs of a token and its expert in tiles of up to 8 pairs
-// of one expert, those of several tokens sorted by expert and by token. Compiled by NVRTC.
+// Expert selection for up to 64 tokens. Pairs (a token and an expert) are sorted by expert, then by
+// token, in tiles with up to 8 pairs for an expert. Compiled by NVRTC.
 //
 // Legend: B tokens, E experts, K experts for a token, pair b K + k, N tiles in use at most.
 
 #include "route_sort.cuh"
 
-constexpr int WARPS = 16, THREADS = WARPS * 32;  // of a block: a warp a token, a thread an expert
+constexpr int WARPS = 16, THREADS = WARPS * 32;  // per block: a warp per token, a thread per expert
 
-// One token, of one warp.
+// Route a token with a warp.
 template <int EACH> __device__ __forceinline__ void route_one(const Route &p) {
   release_dependents();
   wait_for_inputs();
   choose_one<EACH, false, true>(p, threadIdx.x, p.weights, p.experts, p.tiles, p.pairs);
 }
 
-// A cluster of blocks, each for some tokens; the first of them then sorts all pairs.
+// Route tokens with a cluster of blocks. The first block sorts all pairs.
 template <int EACH> __device__ __forceinline__ void route(const Route &p) {
   __shared__ Chosen shared;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;

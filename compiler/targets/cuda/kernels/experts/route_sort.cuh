@@ -1,23 +1,23 @@
-// Selected experts in a cluster's blocks for up to 64 tokens, and the pairs of a token and its
-// expert in tiles of one expert, by expert and by token.
+// Expert selection for up to 64 tokens in a cluster, and tiles of pairs (a token and an expert),
+// sorted by expert, then by token.
 #pragma once
 
 #include "route_choose.cuh"
 
 constexpr int MOST_EXPERTS = 512, PAIRS = 8, MOST_PAIRS = 64 * 32;
 
-// In shared memory. The other blocks send their choices to a cluster's first block.
+// Shared memory. Blocks send their selections to the first block in the cluster.
 struct Chosen {
   static constexpr int WARPS = MOST_EXPERTS / 32;
-  u32 tokens[MOST_EXPERTS][2];  // a bit for each token that has the expert
+  u32 tokens[MOST_EXPERTS][2];  // a bit per token with the expert
   int first_tile[MOST_EXPERTS], warp_tiles[WARPS];
   short chosen[MOST_PAIRS];
 
-  // By at least MOST_EXPERTS threads, before any block chooses.
+  // Call with at least MOST_EXPERTS threads, before a block selects.
   __device__ __forceinline__ void clear() {
     if (threadIdx.x < MOST_EXPERTS) tokens[threadIdx.x][0] = tokens[threadIdx.x][1] = 0;
   }
-  // A token's experts, of its logits, by one warp.
+  // Select a token's experts from its logits, with a warp.
   template <int EACH>
   __device__ __forceinline__ void choose_for(const Route &p, const Value *logits, int token,
                                              int lane) {
@@ -35,13 +35,13 @@ struct Chosen {
       if (expert >= 0) set_in_first_block(&tokens[expert][token >> 5], 1u << (token & 31));
     }
   }
-  // By all threads of the first block, at least MOST_EXPERTS: one has an expert.
+  // Call with all threads in the first block, at least MOST_EXPERTS. A thread has an expert.
   __device__ __forceinline__ void sort(const Route &p) {
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     int count = 0;
     if (thread < p.num_experts) count = __popc(tokens[thread][0]) + __popc(tokens[thread][1]);
     const int num_tiles = (count + PAIRS - 1) / PAIRS;
-    int before = num_tiles;  // of this warp's experts, up to this one
+    int before = num_tiles;  // for earlier experts in this warp
 #pragma unroll
     for (int offset = 1; offset < 32; offset <<= 1) {
       const int other = __shfl_up_sync(~0u, before, offset);

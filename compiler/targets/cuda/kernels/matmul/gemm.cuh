@@ -1,10 +1,10 @@
-// The product of up to 64 tokens.
+// Matmul of up to 64 tokens.
 #pragma once
 
 #include "tiles.cuh"
 
-// Up to MT * 8 tokens. A warp owns R row tiles. Where K is cut, the 8 blocks along y, a cluster,
-// take a slice each, and then add up their shares of the tokens from each other's shared memory.
+// Multiply up to MT * 8 tokens. A warp has R row tiles. If K is split, a cluster of 8 blocks along
+// y divides its slices. Then each block adds the sums for some tokens from all shared memories.
 template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(const Product &p) {
   extern __shared__ __align__(128) u8 memory[];
   constexpr int X_ROW = (STEP + x_padding<F>) * 2, X_BYTES = MT * 8 * X_ROW;
@@ -15,7 +15,7 @@ template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(
   const int first = slice * p.num_steps / num_slices, last = (slice + 1) * p.num_steps / num_slices;
   const u32 x_ring = shared_address(memory);
   const u32 ring = x_ring + DEPTH * X_BYTES + warp * DEPTH * W_BYTES;
-  int num_tiles = p.num_tiles - tile;  // of this warp
+  int num_tiles = p.num_tiles - tile;  // for this warp
   num_tiles = num_tiles < 0 ? 0 : num_tiles > R ? R : num_tiles;
   Source<F> source(p.weight, p.num_steps, num_tiles ? tile : 0, first, lane);
   const u32 to = ring + source.to, to4 = ring + source.to4;
@@ -85,7 +85,7 @@ template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(
     }
     return;
   }
-  const int width = num_warps * R * 16 + 8;  // of a token's partial sums: 32-byte steps apart
+  const int width = num_warps * R * 16 + 8;  // floats per token; 8 more shift the banks
   float *partial = (float *)memory;
   wait_copies<0>();
   __syncthreads();
@@ -117,7 +117,7 @@ template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(
     }
     finish<F>(p, token, owner, pair & 7, top[0], low[0]);
   }
-  cluster_arrive();  // nobody's memory goes while another reads it
+  cluster_arrive();  // another block may still read this block's memory
   cluster_wait();
 }
 

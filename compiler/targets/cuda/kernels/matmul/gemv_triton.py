@@ -39,7 +39,7 @@ _TUNING = tuning()["matmul"]["triton"]
 
 @triton.jit
 def product(weights, x, sums, CHAINED: tl.constexpr):
-    """``sums + weights @ x``, in bfloat16 unless x is float32.
+    """Return ``sums + weights @ x``, multiplied in bfloat16 unless x is float32.
 
     Triton's interpreter would multiply bfloat16 factors as integers.
     """

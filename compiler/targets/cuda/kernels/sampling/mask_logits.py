@@ -1,4 +1,4 @@
-"""Tokens that masks forbid, taken out of the logits that the choice reads."""
+"""Removes forbidden tokens from logits before sampling."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.common.launch import cdiv
 
-_CHUNK = 4096  # logits that one program looks at
+_CHUNK = 4096  # logits per program
 
 
 @triton.jit(do_not_specialize=["width", "logits_stride", "words_stride"])
 def _forbid_kernel(
     logits_ptr, rows_ptr, words_ptr, width, logits_stride, words_stride, BLOCK: tl.constexpr
 ):
-    """Logits of tokens whose bits are not set become minus infinity; the others are not touched."""
+    """Write minus infinity to the logits of tokens without a bit. Others are unchanged."""
     mask, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows_ptr + mask)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -26,13 +26,13 @@ def _forbid_kernel(
 
 
 def forbid(logits: Tensor, rows: Tensor, words: Tensor, *, width: int) -> None:
-    """Write minus infinity over the logits of tokens that are not allowed.
+    """Write minus infinity to the logits of forbidden tokens.
 
     Args:
         logits: ``[B, V]`` float32, changed.
-        rows: ``[M]`` int64, of the logits; each at most once.
-        words: ``[M, >= width / 32]`` int32, the bits of `targets.interface.token_masks`.
-        width: how many of a row's first tokens are chosen from; the others are left as they are.
+        rows: ``[M]`` int64, different rows of the logits.
+        words: ``[M, >= width / 32]`` int32, as in `targets.interface.token_masks`.
+        width: number of tokens in a row that sampling reads. Later logits are unchanged.
     """
     num_masks = len(rows)
     assert words.shape[0] == num_masks and 32 * words.shape[1] >= width <= logits.shape[1]

@@ -1,11 +1,11 @@
-// Every number of a program is checked before anything of it runs.
+// Checks every number in a program before the program runs.
 
 #include "check.h"
 
 namespace tw {
 namespace {
 
-// Threads share the columns, the heads or the rows that these write, and each reads all of x.
+// Operations with shared outputs: threads divide columns, heads or rows, and all threads read x.
 void check_apart(const Checked& checked, const TwInstruction& each) {
     for (int32_t op : {TW_LINEAR, TW_ATTEND, TW_GATHER, TW_EXPERTS, TW_CONVOLVE, TW_DELTA_RULE, TW_CROSS_ATTEND, TW_ADD_GATED}) {
         const bool meets = each.x.buffer == each.out.buffer && each.x.first < each.out.first + each.out.width &&
@@ -61,7 +61,7 @@ void check_instruction(const TwProgram& program, int32_t index, Routed& routed) 
     const Checked checked{program, "instruction " + std::to_string(index)};
     if (each.op != TW_ROUTE) checked.place(each.out, "out");
     if (each.op == TW_GATHER) routed = {};
-    for (const TwPlace* place : {&each.x, &each.y, &each.z, &each.gate})  // also where they mean nothing
+    for (const TwPlace* place : {&each.x, &each.y, &each.z, &each.gate})  // also unused places
         if (place->buffer != -1) checked.place(*place, "a place");
     check_apart(checked, each);
     switch (each.op) {
@@ -138,7 +138,7 @@ void check_program(const TwProgram& program) {
     require(is_between(program.logits, 0, program.num_buffers), "logits");
     require(program.num_instructions > 0 && program.instructions[0].op == TW_EMBED, "no embedding first");
     Routed routed;
-    bool gathered = false;  // logits have a row for each that is gathered, and no more
+    bool gathered = false;  // logits have exactly the gathered rows
     for (int32_t i = 0; i < program.num_instructions; i++) {
         const TwInstruction& each = program.instructions[i];
         check_instruction(program, i, routed);

@@ -1,4 +1,4 @@
-// What checks of a program are made of.
+// Building blocks for program checks.
 #pragma once
 
 #include <stdexcept>
@@ -18,7 +18,7 @@ inline void require(bool holds, const std::string& what) {
 
 inline bool is_between(int64_t value, int64_t least, int64_t end) { return value >= least && value < end; }
 
-constexpr int32_t kMost = 1 << 24;  // of rows, columns, widths and positions
+constexpr int32_t kMost = 1 << 24;  // rows, columns, widths and positions
 
 struct Checked {
     const TwProgram& program;
@@ -50,7 +50,7 @@ struct Checked {
         return found;
     }
 
-    // Of both phases, with a weight of a kind.
+    // For both phases, with a weight of this kind.
     void arithmetics(const TwInstruction& each, int32_t kind) const {
         for (int32_t arithmetic : each.arithmetic) {
             holds(is_between(arithmetic, 0, TW_NUM_ARITHMETICS), "arithmetic");
@@ -64,9 +64,9 @@ struct Checked {
     }
 };
 
-constexpr int32_t kMostChosen = 64;  // experts of a token
+constexpr int32_t kMostChosen = 64;  // experts per token
 
-// The experts that tokens have, from a Route on.
+// Experts per token after a Route.
 struct Routed {
     int32_t num_experts = 0, top_k = 0;  // 0: none
 };

@@ -1,7 +1,7 @@
 // Linear attention: a causal convolution, and the gated delta rule with its norm and gate.
 //
-// Prefill runs the recurrence like decode, with the state in the nearest cache. A row's bits are
-// then independent of prompt splits. Chunks with a triangular system would not guarantee this.
+// Prefill runs the recurrence like decode, with the state in the L1 cache. Then a row's bits do not
+// depend on prompt splits. Chunks with a triangular system would not guarantee this.
 
 #include <algorithm>
 #include <cmath>
@@ -12,10 +12,10 @@
 namespace tw {
 namespace {
 
-constexpr int kChannels = 256;    // that convolve as one piece of work
-constexpr int kDeltaTokens = 64;  // tokens of a head that are prepared together
+constexpr int kChannels = 256;    // per convolution task
+constexpr int kDeltaTokens = 64;  // prepared tokens per head
 
-// What a thread needs for a head's next tokens.
+// A thread's memory for a head's next tokens.
 struct Scratch {
     float *q, *k, *keeps, *corrects, *out;
     int64_t num_bytes;
@@ -30,7 +30,7 @@ struct Scratch {
     }
 };
 
-// One value head of a sequence.
+// A value head in a sequence.
 struct Head {
     Worker& worker;
     const TwInstruction& each;
@@ -49,7 +49,7 @@ struct Head {
         to.corrects[at] = 1.0f / (1.0f + std::exp(-worker.at(each.z, token)[index]));
     }
 
-    // Tokens [first, first + count) of the step, which are neighbours in a sequence.
+    // Tokens [first, first + count) in the step, consecutive in a sequence.
     void run(int64_t first, int64_t count, float* kept, const Scratch& scratch) const {
         const int64_t value_dim = state.value_dim, stride = rounded(value_dim, kLanes);
         for (int64_t i = 0; i < count; i++) prepare(first + i, i, scratch);

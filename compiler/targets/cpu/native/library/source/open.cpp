@@ -1,4 +1,4 @@
-// Opening a program: once it is checked, memory and threads are made.
+// Opens a program: checks, memory and threads.
 
 #include <sys/mman.h>
 #if defined(__aarch64__) && defined(__linux__)
@@ -18,7 +18,7 @@
 namespace tw {
 
 #if defined(TW_GUARDS)
-constexpr int64_t kPage = 4096;  // in checks: nobody may touch what lies behind
+constexpr int64_t kPage = 4096;  // in checks: the next page must not be touched
 #else
 constexpr int64_t kPage = 0;
 #endif
@@ -55,7 +55,7 @@ void Memory::release(int64_t first, int64_t num_bytes) {
 void Memory::use_large_pages() {
 #if defined(MADV_HUGEPAGE)
     const uintptr_t page = 4096, from = ((uintptr_t)data_ + page - 1) / page * page;
-    madvise((void*)from, (uintptr_t)data_ + num_bytes_ - from, MADV_HUGEPAGE);  // where there are none, no harm
+    madvise((void*)from, (uintptr_t)data_ + num_bytes_ - from, MADV_HUGEPAGE);  // fails harmlessly without large pages
 #endif
 }
 
@@ -80,7 +80,7 @@ const Kernels* choose(int32_t isa) {
     return tables[used]();
 }
 
-constexpr double kMostState = 0x1p46;  // bytes; sums of more might not fit their integers
+constexpr double kMostState = 0x1p46;  // bytes; larger sums could overflow
 
 // Number of positions visible to the reader of a state. 0: all.
 int32_t window_of(const Engine& engine, size_t state) {
@@ -282,7 +282,7 @@ int32_t tw_best_isa() {
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                    __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vnni") &&
                    __builtin_cpu_supports("avx512bf16");
-#ifndef TW_NO_AVX512  // to measure as on processors without it: CXXFLAGS=-DTW_NO_AVX512
+#ifndef TW_NO_AVX512  // measurements without AVX-512: CXXFLAGS=-DTW_NO_AVX512
     if (has_512) return 2;
 #endif
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 1;

@@ -1,4 +1,4 @@
-// Rows that products read, made once and read by all panels.
+// Matmul rows, prepared once for all panels.
 #pragma once
 
 #include <algorithm>
@@ -8,12 +8,12 @@
 
 namespace tw {
 
-// Where the prepared rows of a product lie in a piece of memory.
+// Layout of a matmul's prepared rows in memory.
 struct Prepared {
     uint8_t* values;
     BlockTerms* terms;
     int64_t row_bytes, num_blocks, num_rows;
-    int32_t kind;    // of the weight
+    int32_t kind;    // the weight's
     bool is_signed;  // all rows are multiplied together, by 8-bit codes
 
     Prepared(const Kernels& kernels, uint8_t* memory, int64_t num_rows, int64_t padded, int32_t arithmetic, int32_t kind, bool is_whole) {
@@ -28,8 +28,8 @@ struct Prepared {
     }
 };
 
-// Row `row` of what a product reads: normed where there is a `norm` (into `normed`), then as its
-// arithmetic wants it. `rounds`: what is normed becomes bfloat16 first.
+// Prepare row `row` of a matmul: normalize it into `normed` if there is a `norm`, then convert it for
+// the arithmetic. `rounds`: round the normalized row to bfloat16 first.
 inline void prepare(const Kernels& kernels, const float* x, int64_t width, const float* norm, float eps, bool rounds, const Prepared& to, int32_t arithmetic, int64_t row, float* normed) {
     const int64_t padded = to.num_blocks * kBlock;
     if (norm) {

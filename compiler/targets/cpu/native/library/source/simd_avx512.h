@@ -14,7 +14,7 @@ constexpr int kIsa = 2, kTile = 6;
 
 using vf = __m512;
 using vi = __m512i;
-using Codes = __m512i;  // 16 rows of 4 unsigned bytes
+using Codes = __m512i;  // 16 rows with 4 unsigned bytes
 
 inline vf zeros() { return _mm512_setzero_ps(); }
 inline vf spread(float x) { return _mm512_set1_ps(x); }
@@ -58,7 +58,7 @@ inline vi widened(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si12
 inline vi repeated(const uint8_t* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }
 inline vf float_at(const float* values, vi index) { return _mm512_permutexvar_ps(index, _mm512_load_ps(values)); }
 inline vi looked_up(vi table, vi places) { return _mm512_shuffle_epi8(table, places); }
-// Bytes of two in turns, of the lower or the upper halves of every 16.
+// Alternate bytes from the lower or the upper halves of every 16.
 inline vi in_turns_low(vi a, vi b) { return _mm512_unpacklo_epi8(a, b); }
 inline vi in_turns_high(vi a, vi b) { return _mm512_unpackhi_epi8(a, b); }
 
@@ -67,8 +67,8 @@ inline int32_t sum_of_codes(const int8_t* codes) {  // sixteen
     return _mm_cvtsi128_si32(sums) + _mm_extract_epi32(sums, 2) - 16 * 128;
 }
 
-// Sums of four products of unsigned codes and int8.
-constexpr int kByteWords = 1;  // of a row, per four 8-bit codes
+// Sums of four products between unsigned codes and int8.
+constexpr int kByteWords = 1;  // per four 8-bit codes in a row
 inline void put_codes(void* to, int64_t index, const int8_t* codes, bool) { __builtin_memcpy((int8_t*)to + 16 * index, codes, 16); }
 inline int32_t start_word(int, int32_t less) { return less; }
 inline vi dot8(vi acc, Codes w, int32_t x) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x)); }

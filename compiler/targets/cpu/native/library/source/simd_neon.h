@@ -32,17 +32,17 @@ inline vf sub(vf a, vf b) { TW_MAKE(vf, vsubq_f32(a.x[i], b.x[i])); }
 inline vf mul(vf a, vf b) { TW_MAKE(vf, vmulq_f32(a.x[i], b.x[i])); }
 inline vf div(vf a, vf b) { TW_MAKE(vf, vdivq_f32(a.x[i], b.x[i])); }
 inline vf fma(vf a, vf b, vf c) { TW_MAKE(vf, vfmaq_f32(c.x[i], a.x[i], b.x[i])); }
-// The second where one of them is no number, as on x86.
+// The second if either is NaN, as on x86.
 inline vf larger(vf a, vf b) { TW_MAKE(vf, vbslq_f32(vcgtq_f32(a.x[i], b.x[i]), a.x[i], b.x[i])); }
 inline vf smaller(vf a, vf b) { TW_MAKE(vf, vbslq_f32(vcltq_f32(a.x[i], b.x[i]), a.x[i], b.x[i])); }
 inline vf zero_if_less(vf a, vf b, vf no) { TW_MAKE(vf, vbslq_f32(vcltq_f32(a.x[i], b.x[i]), vdupq_n_f32(0.0f), no.x[i])); }
 inline vf if_less(vf a, vf b, vf yes, vf no) { TW_MAKE(vf, vbslq_f32(vcltq_f32(a.x[i], b.x[i]), yes.x[i], no.x[i])); }
 inline vf to_float(vi x) { TW_MAKE(vf, vcvtq_f32_s32(x.x[i])); }
-inline vi nearest(vf x) {  // what does not fit is the smallest integer, as on x86
+inline vi nearest(vf x) {  // on overflow the smallest integer, as on x86
     const float32x4_t edge = vdupq_n_f32(2147483648.0f);
     TW_MAKE(vi, vbslq_s32(vandq_u32(vcltq_f32(x.x[i], edge), vcgtq_f32(x.x[i], vnegq_f32(edge))), vcvtnq_s32_f32(x.x[i]), vdupq_n_s32(INT32_MIN)));
 }
-inline vi truncated(vf x) { TW_MAKE(vi, vcvtq_s32_f32(x.x[i])); }  // of what fits
+inline vi truncated(vf x) { TW_MAKE(vi, vcvtq_s32_f32(x.x[i])); }  // without overflow
 inline vi bits(vf x) { TW_MAKE(vi, vreinterpretq_s32_f32(x.x[i])); }
 inline vf of_bits(vi x) { TW_MAKE(vf, vreinterpretq_f32_s32(x.x[i])); }
 // Move lanes down by N. The last N lanes are unspecified.
@@ -85,7 +85,7 @@ inline vf float_at(const float* values, vi index) {
     return load(result);
 }
 inline vi looked_up(vi table, vi places) { TW_MAKE(vi, vreinterpretq_s32_u8(vqtbl1q_u8(TW_BYTES(table.x[i]), TW_BYTES(places.x[i])))); }
-// Bytes of two in turns, of the lower or the upper halves of every 16.
+// Alternate bytes from the lower or the upper halves of every 16.
 inline vi in_turns_low(vi a, vi b) { TW_MAKE(vi, vreinterpretq_s32_u8(vzip1q_u8(TW_BYTES(a.x[i]), TW_BYTES(b.x[i])))); }
 inline vi in_turns_high(vi a, vi b) { TW_MAKE(vi, vreinterpretq_s32_u8(vzip2q_u8(TW_BYTES(a.x[i]), TW_BYTES(b.x[i])))); }
 #undef TW_BYTES
@@ -96,8 +96,8 @@ inline int32_t sum_of_codes(const int8_t* codes) {  // sixteen
     return sum;
 }
 
-// Codes of 8 bits become signed; of fewer bits they are positive as they are.
-constexpr int kByteWords = 1;  // of a row, per four 8-bit codes
+// 8-bit codes become signed. Shorter codes are already positive.
+constexpr int kByteWords = 1;  // per four 8-bit codes in a row
 inline void put_codes(void* to, int64_t index, const int8_t* codes, bool) { __builtin_memcpy((int8_t*)to + 16 * index, codes, 16); }
 inline int32_t start_word(int bits, int32_t less) { return bits == 8 ? 0 : less; }
 inline vi dot8(vi acc, Codes w, int32_t x) {
@@ -108,7 +108,7 @@ inline vi dot4(vi acc, Codes w, int32_t x) {
     const int8x16_t all = vreinterpretq_s8_s32(vdupq_n_s32(x));
     TW_MAKE(vi, vdotq_s32(acc.x[i], vreinterpretq_s8_s32(w.x[i]), all));
 }
-// What AVX-512's instruction does: the second of a pair first, each with one rounding.
+// As AVX-512's instruction: add the second of a pair first, with a rounding per addition.
 inline vf dot_pair(vf acc, vi w, int32_t x) {
     vf x_low = of_bits(ispread((int32_t)((uint32_t)x << 16))), x_high = of_bits(ispread(x & (int32_t)0xffff0000));
     vf high = fma(of_bits(iand(w, ispread((int32_t)0xffff0000))), x_high, acc);

@@ -1,4 +1,4 @@
-// Sixteen lanes in plain C++: the reference of the others, and what any machine can run.
+// Sixteen lanes in plain C++, for any machine. Reference for the other instruction sets.
 #pragma once
 
 #include <cmath>
@@ -36,10 +36,10 @@ inline vf smaller(vf a, vf b) { TW_MAKE(vf, a.x[i] < b.x[i] ? a.x[i] : b.x[i]); 
 inline vf zero_if_less(vf a, vf b, vf no) { TW_MAKE(vf, a.x[i] < b.x[i] ? 0.0f : no.x[i]); }
 inline vf if_less(vf a, vf b, vf yes, vf no) { TW_MAKE(vf, a.x[i] < b.x[i] ? yes.x[i] : no.x[i]); }
 inline vf to_float(vi x) { TW_MAKE(vf, (float)x.x[i]); }
-inline vi nearest(vf x) {  // what does not fit is the smallest integer, as on x86
+inline vi nearest(vf x) {  // on overflow the smallest integer, as on x86
     TW_MAKE(vi, x.x[i] > -2147483648.0f && x.x[i] < 2147483648.0f ? (int32_t)__builtin_rintf(x.x[i]) : INT32_MIN);
 }
-inline vi truncated(vf x) { TW_MAKE(vi, (int32_t)x.x[i]); }  // of what fits
+inline vi truncated(vf x) { TW_MAKE(vi, (int32_t)x.x[i]); }  // without overflow
 inline vi bits(vf x) { vi r; std::memcpy(r.x, x.x, 64); return r; }
 inline vf of_bits(vi x) { vf r; std::memcpy(r.x, x.x, 64); return r; }
 // Move lanes down by N. The last N lanes are unspecified.
@@ -57,7 +57,7 @@ inline void store_bytes(int8_t* p, vi x) { TW_LANES p[i] = (int8_t)(x.x[i] & 0xf
 inline void store_halves(uint16_t* p, vi x) { TW_LANES p[i] = (uint16_t)(x.x[i] & 0xffff); }
 inline float float16(uint32_t h) {
     uint32_t sign = (h & 0x8000u) << 16, rest = h & 0x7fffu, u;
-    if (rest < 0x400u) {  // zero and what is smaller than the smallest normal number
+    if (rest < 0x400u) {  // zero and subnormal numbers
         float value = (float)rest * 0x1p-24f;
         std::memcpy(&u, &value, 4);
     } else {
@@ -85,7 +85,7 @@ inline vi looked_up(vi table, vi places) {
     for (int i = 0; i < 64; i++) r[i] = t[i / 16 * 16 + at[i] % 16];
     return of_bytes(r);
 }
-// Bytes of two in turns, of the lower or the upper halves of every 16.
+// Alternate bytes from the lower or the upper halves of every 16.
 inline vi in_turns(vi a, vi b, int first) {
     uint8_t x[64], y[64], r[64];
     std::memcpy(x, a.x, 64);
@@ -112,12 +112,12 @@ inline int32_t sum_of_codes(const int8_t* codes) {  // sixteen
     return sum;
 }
 
-constexpr int kByteWords = 1;  // of a row, per four 8-bit codes
+constexpr int kByteWords = 1;  // per four 8-bit codes in a row
 inline void put_codes(void* to, int64_t index, const int8_t* codes, bool) { __builtin_memcpy((int8_t*)to + 16 * index, codes, 16); }
 inline int32_t start_word(int bits, int32_t less) { return bits == 8 ? 0 : less; }
 inline vi dot8(vi acc, Codes w, int32_t x) { TW_MAKE(vi, acc.x[i] + dot_lane(w.x[i], x, 128)); }
 inline vi dot4(vi acc, Codes w, int32_t x) { TW_MAKE(vi, acc.x[i] + dot_lane(w.x[i], x, 0)); }
-// What AVX-512's instruction does: the second of a pair first, each with one rounding.
+// As AVX-512's instruction: add the second of a pair first, with a rounding per addition.
 inline vf dot_pair(vf acc, vi w, int32_t x) {
     vf x_low = of_bits(ispread((int32_t)((uint32_t)x << 16)));
     vf x_high = of_bits(ispread(x & (int32_t)0xffff0000));

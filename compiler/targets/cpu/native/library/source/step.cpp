@@ -1,4 +1,4 @@
-// A step: all threads walk over the instructions together.
+// Runs a step: all threads execute the instructions together.
 
 #include <algorithm>
 #include <chrono>
@@ -143,10 +143,10 @@ void run_step(void* given, int thread) {
     if (thread == 0) context.turns = worker.turns;
 }
 
-// Whether the step gives its logits to another rank, or the best of them alone.
+// Return whether another rank gets the step's logits, or rank 0 gets only the best.
 bool has_others(const Engine& engine, const TwStep& step) { return engine.exchange && (engine.exchange->rank || step.best); }
 
-// Whether a slot still has all that a token sees; a sequence that begins sees nothing.
+// Return whether a slot still has all visible positions. A new sequence has none.
 bool is_retained(const Engine& engine, int32_t slot, int32_t position) {
     for (const CacheGroup& each : engine.groups)
         if (position && std::max(position + 1 - each.window, 0) < each.given_back[slot]) return false;
