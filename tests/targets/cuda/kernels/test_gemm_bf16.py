@@ -181,7 +181,7 @@ def ways_of(held: PackedWeight, count: int) -> list[DenseTileConfig]:
         DenseTileConfig(eights, groups, slices)
         for eights, groups in gemm_bf16.MADE
         for slices in (1, 2, 4, 8)
-        if 8 * eights >= count and slices <= max(1, chunks // 2)
+        if 8 * eights >= count and slices <= max(1, chunks // 2) and 1 in (groups, slices)
     ]
 
 

@@ -4,11 +4,46 @@
 #include "arrange.cuh"
 #include "tiles.cuh"
 
-// What becomes of a lane's sums: rows g and g + 8 of a tile, tokens `token` + 8 m and one on. What is
-// added to is read before anything is written.
+// Whether an epilogue only adds sums to values in memory.
+__device__ __forceinline__ bool only_adds(const Product &p) { return p.epilogue == ADD && !p.bias; }
+
+// A lane's values in memory, for rows g and g + 8 of a tile and tokens `token` + 8 m + i.
+template <int MT> struct Addends {
+  float old[MT][4];
+
+  // Call `run` with each value's indices and place.
+  template <class Run>
+  __device__ __forceinline__ static void each(const Product &p, int token, int tile, int g,
+                                              Run run) {
+    const int row = tile * 16 + g;
+    float *out = (float *)p.out + (size_t)token * p.out_stride + row;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (token + 8 * m + (i & 1) < p.num_tokens && row + (i >> 1) * 8 < p.num_rows)
+          run(m, i, out + (size_t)(8 * m + (i & 1)) * p.out_stride + (i >> 1) * 8);
+  }
+  __device__ __forceinline__ void read(const Product &p, int token, int tile, int g) {
+    each(p, token, tile, g, [&](int m, int i, float *place) { old[m][i] = *place; });
+  }
+  template <int F>
+  __device__ __forceinline__ void add(const Product &p, int token, int tile, int g,
+                                      const float (*sums)[4]) const {
+    each(p, token, tile, g, [&](int m, int i, float *place) {
+      if constexpr (F == NVFP4)
+        *place = old[m][i] + scaled(p, tile * 16 + g + (i >> 1) * 8, sums[m][i]);
+      else *place = old[m][i] + sums[m][i] * p.scale.all;
+    });
+  }
+};
+
+// Finish a lane's sums for rows g and g + 8 of a tile, and tokens `token` + 8 m + i. `early`: the
+// addends, if already read.
 template <int F, int MT>
 __device__ __forceinline__ void finish_tile(const Product &p, int token, int tile, int g,
-                                            float (&sums)[MT][4]) {
+                                            const float (&sums)[MT][4],
+                                            const Addends<MT> *early = nullptr) {
   constexpr int AT_ONCE = MT < 4 ? MT : 4;
   constexpr bool CODED = is_coded<F>;
   if (tile >= p.num_tiles) return;
@@ -26,31 +61,13 @@ __device__ __forceinline__ void finish_tile(const Product &p, int token, int til
     }
     return;
   }
-  if (p.epilogue == ADD && !p.bias) {
-    const int row = tile * 16 + g;
-    float *out = (float *)p.out + (size_t)token * p.out_stride + row;
-    auto is_there = [&](int m, int i) {
-      return token + 8 * m + (i & 1) < p.num_tokens && row + (i >> 1) * 8 < p.num_rows;
-    };
-    auto place = [&](int m, int i) {
-      return out + (size_t)(8 * m + (i & 1)) * p.out_stride + (i >> 1) * 8;
-    };
+  if (only_adds(p)) {
+    if (early) return early->template add<F>(p, token, tile, g, sums);
 #pragma unroll
     for (int first = 0; first < MT; first += AT_ONCE) {
-      float old[AT_ONCE][4];
-#pragma unroll
-      for (int m = 0; m < AT_ONCE; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (is_there(first + m, i)) old[m][i] = *place(first + m, i);
-#pragma unroll
-      for (int m = 0; m < AT_ONCE; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (is_there(first + m, i))
-            if constexpr (F == NVFP4)
-              *place(first + m, i) = old[m][i] + scaled(p, row + (i >> 1) * 8, sums[first + m][i]);
-            else *place(first + m, i) = old[m][i] + sums[first + m][i] * p.scale.all;
+      Addends<AT_ONCE> addends;
+      addends.read(p, token + 8 * first, tile, g);
+      addends.template add<F>(p, token + 8 * first, tile, g, sums + first);
     }
     return;
   }

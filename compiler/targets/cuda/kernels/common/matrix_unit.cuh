@@ -4,7 +4,9 @@
 #include "primitives.cuh"
 
 typedef unsigned long long u64;
-constexpr u64 ONCE = 0x12F0000000000000ull, OFTEN = 0x14F0000000000000ull;  // L2 cache policies
+// L2 cache policies: default, evicted first, evicted last.
+constexpr u64 USUAL = 0x1000000000000000ull, ONCE = 0x12F0000000000000ull,
+              OFTEN = 0x14F0000000000000ull;
 
 // Location of rows for the tensor copy engine.
 struct alignas(64) TensorMap {

@@ -346,10 +346,11 @@ template <class P> __device__ __forceinline__ float swiglu(const P &p, float gat
 __device__ __forceinline__ float scaled(const Product &p, int row, float sum) {
   return __fmul_rn(sum, (float)p.scale.rows[row]);
 }
-// Write two values of a tile: rows g and g + 8. With SWIGLU, they are gate and up.
-template <int F>
+// Write two values of a tile: rows g and g + 8. With SWIGLU, they are gate and up. EARLY: `old` has
+// the addends.
+template <int F, bool EARLY = false>
 __device__ __forceinline__ void finish(const Product &p, int token, int tile, int g, float top,
-                                       float low) {
+                                       float low, float2 old = {}) {
   if (token >= p.num_tokens) return;
   const int row = tile * 16 + g;
   if constexpr (F == NVFP4) {
@@ -370,6 +371,16 @@ __device__ __forceinline__ void finish(const Product &p, int token, int tile, in
     return;
   }
   float *out = (float *)p.out + (size_t)token * p.out_stride + row;
-  if (row < p.num_rows) out[0] = p.epilogue == ADD ? out[0] + top : top;
-  if (row + 8 < p.num_rows) out[8] = p.epilogue == ADD ? out[8] + low : low;
+  if (row < p.num_rows) out[0] = p.epilogue == ADD ? (EARLY ? old.x : out[0]) + top : top;
+  if (row + 8 < p.num_rows) out[8] = p.epilogue == ADD ? (EARLY ? old.y : out[8]) + low : low;
+}
+// Read the addends for `finish`, after `wait_for_inputs` and long before their use.
+__device__ __forceinline__ float2 addends_of(const Product &p, int token, int tile, int g) {
+  float2 old = make_float2(0.0f, 0.0f);
+  if (p.epilogue != ADD || token >= p.num_tokens) return old;
+  const int row = tile * 16 + g;
+  const float *out = (const float *)p.out + (size_t)token * p.out_stride + row;
+  if (row < p.num_rows) old.x = out[0];
+  if (row + 8 < p.num_rows) old.y = out[8];
+  return old;
 }

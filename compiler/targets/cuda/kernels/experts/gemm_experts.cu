@@ -85,7 +85,7 @@ template <int F, int MT> __device__ __forceinline__ void gemm_experts(const Gemm
   const int end = p.pairs.tiles[2 * p.pairs.num_tiles + blockIdx.x];
   const Product &of = p.gemm.product;
   const size_t tiles = (size_t)of.num_tiles * of.num_steps;
-  auto finish = [&](int place, int tile, auto &sums) {
+  auto finish = [&](int place, int tile, auto &sums, auto...) {
     store_pairs<MT>(p, expert, first + place - blockIdx.x * MT * 8, end, tile, sums);
   };
   gemm_block<F, MT, 2, 0>(p.gemm, of.weight + expert * tiles * step_bytes<F>, finish);

@@ -97,12 +97,24 @@ template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(
       for (int i = 0; i < 4; ++i)
         partial[(m * 8 + 2 * t + (i & 1)) * width + (warp * R + r) * 16 + g + (i >> 1) * 8] =
             acc[r][m][i];
-  cluster_barrier();
+  // Call `run` with pairs of rows in a tile, for tokens of this slice.
+  constexpr int EACH = (MT * R * 8 + 31) / 32;
   const int num_pairs = num_warps * R * 8;
-  for (int i = threadIdx.x; i < MT * num_pairs; i += blockDim.x) {
-    const int token = i / num_pairs * 8 + slice, pair = i % num_pairs;
-    const int owner = blockIdx.x * num_warps * R + (pair >> 3);
-    if (token >= p.num_tokens || owner >= p.num_tiles) continue;
+  auto each = [&](auto run) {
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+      const int i = threadIdx.x + j * blockDim.x, pair = i % num_pairs;
+      const int token = i / num_pairs * 8 + slice;
+      const int owner = blockIdx.x * num_warps * R + (pair >> 3);
+      if (token < min(p.num_tokens, MT * 8) && owner < p.num_tiles) run(j, token, owner, pair);
+    }
+  };
+  float2 old[EACH];
+  each([&](int j, int token, int owner, int pair) {
+    old[j] = addends_of(p, token, owner, pair & 7);
+  });
+  cluster_barrier();
+  each([&](int j, int token, int owner, int pair) {
     const u32 at = shared_address(partial + token * width + (pair >> 3) * 16 + (pair & 7));
     float top[SLICES], low[SLICES];
 #pragma unroll
@@ -115,8 +127,8 @@ template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(
       top[0] += top[s];
       low[0] += low[s];
     }
-    finish<F>(p, token, owner, pair & 7, top[0], low[0]);
-  }
+    finish<F, true>(p, token, owner, pair & 7, top[0], low[0], old[j]);
+  });
   cluster_arrive();  // another block may still read this block's memory
   cluster_wait();
 }

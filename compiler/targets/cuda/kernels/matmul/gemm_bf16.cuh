@@ -61,12 +61,42 @@ __device__ __forceinline__ void finish_sums(const Product &p, int token, int til
   }
 }
 
+// Add the sums of S slices in order, and finish this block's tokens. `tile`: the warp's row tile.
+// Addends are read before the barrier of the cluster, then all sums.
+template <int MT, int S>
+__device__ __forceinline__ void add_slices(const Product &p, const float4 *sums, int token,
+                                           int tile, bool is_group, int g) {
+  constexpr int EACH = (MT + S - 1) / S;  // in units of 8 tokens
+  const int first = blockIdx.z * MT / S, count = is_group ? (blockIdx.z + 1) * MT / S - first : 0;
+  Addends<1> addends[EACH];
+  float4 of[EACH][S];
+#pragma unroll
+  for (int m = 0; m < EACH; ++m)
+    if (m < count && only_adds(p)) addends[m].read(p, token + 8 * (first + m), tile, g);
+  cluster_barrier();
+#pragma unroll
+  for (int m = 0; m < EACH; ++m)
+#pragma unroll
+    for (int s = 0; s < S; ++s)
+      if (m < count) of[m][s] = read4_of_rank(shared_address(sums + (first + m) * 128), s);
+#pragma unroll
+  for (int m = 0; m < EACH; ++m)
+    if (m < count) {
+      float all[1][4] = {};
+#pragma unroll
+      for (int s = 0; s < S; ++s)
+        all[0][0] += of[m][s].x, all[0][1] += of[m][s].y, all[0][2] += of[m][s].z,
+            all[0][3] += of[m][s].w;
+      finish_tile<BF16>(p, token + 8 * (first + m), tile, g, all, &addends[m]);
+    }
+}
+
 // Multiply MT * 8 tokens in G groups of four warps, 64 rows per group. A further warp starts the
-// copies. A block processes row blocks without a gap. Or a cluster along z splits K, and its sums
-// are added in order.
+// copies. A block processes row blocks without a gap. Or a cluster along z splits K, and its sums are
+// added in order. The blocks of a cluster have a single group.
 template <int MT, int G> __device__ __forceinline__ void dense(const Dense &dense) {
   constexpr u32 W_BYTES = G * 64 * 128, X_BYTES = MT * 8 * 128, BYTES = W_BYTES + X_BYTES;
-  constexpr int TOKENS = MT * 8, UNITS = G * MT, COLUMNS = 64;
+  constexpr int TOKENS = MT * 8, COLUMNS = 64;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 full[MOST_CHUNKS], empty[MOST_CHUNKS];
   const int lane = threadIdx.x & 31, group = threadIdx.x >> 7, g = lane >> 2, t = lane & 3;
@@ -144,30 +174,19 @@ template <int MT, int G> __device__ __forceinline__ void dense(const Dense &dens
       finish_sums(dense.product, token, tile_of(block), g, acc);
     }
   }
-  if (gridDim.z == 1) return;
+  if (G > 1 || gridDim.z == 1) return;
   wait_for_inputs();
   __syncthreads();
-  float4 *sums = (float4 *)memory;
-  if (group < G) {
+  float4 *sums = (float4 *)memory + (threadIdx.x & 127);
+  if (group == 0) {
 #pragma unroll
     for (int m = 0; m < MT; ++m)
-      sums[(group * MT + m) * 128 + (threadIdx.x & 127)] =
-          make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
+      sums[m * 128] = make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
   }
-  cluster_barrier();
-  if (group < G) {
-    const int last = (blockIdx.z + 1) * UNITS / gridDim.z;
-    for (int unit = blockIdx.z * UNITS / gridDim.z + group; unit < last; unit += G) {
-      const u32 from = shared_address(sums + unit * 128 + (threadIdx.x & 127));
-      float all[1][4] = {};
-      for (int s = 0; s < gridDim.z; ++s) {
-        const float4 v = read4_of_rank(from, s);
-        all[0][0] += v.x, all[0][1] += v.y, all[0][2] += v.z, all[0][3] += v.w;
-      }
-      const int to = token + unit % MT * 8, of = tile_of(blockIdx.y) + (unit / MT - group) * 4;
-      finish_sums(dense.product, to, of, g, all);
-    }
-  }
+  const int tile = tile_of(blockIdx.y);
+  if (gridDim.z == 2) add_slices<MT, 2>(dense.product, sums, token, tile, group == 0, g);
+  else if (gridDim.z == 4) add_slices<MT, 4>(dense.product, sums, token, tile, group == 0, g);
+  else add_slices<MT, 8>(dense.product, sums, token, tile, group == 0, g);
   cluster_arrive();  // another block may still read this block's memory
   cluster_wait();
 }

@@ -74,7 +74,7 @@ class DenseTileConfig:
     Attributes:
         eights: Tokens per block, divided by 8.
         groups: Groups of 64 rows per block.
-        slices: Slices of K. Their blocks are a cluster.
+        slices: Slices of K, a power of two. Their blocks are a cluster, with a single group each.
         resident: Blocks per multiprocessor.
     """
 
@@ -211,7 +211,7 @@ def linear(
     turns = -(-arguments.num_blocks // most)
     blocks = 1, -(-arguments.num_blocks // turns), way.slices
     threads = 128 * way.groups + 32
-    assert num_tokens <= 8 * way.eights
+    assert num_tokens <= 8 * way.eights and 1 in (way.groups, way.slices)
     at = nvrtc.Launch(blocks, threads, way.shared_bytes, cluster=(1, 1, way.slices))
     nvrtc.launch(SOURCE, way.kernel, at=at, arguments=arguments)
 

@@ -5,10 +5,12 @@
 #include "finish.cuh"
 #include "matrix_unit.cuh"
 
-// Copy a multiple of 16 bytes. A barrier in this block counts them.
-__device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-               "[%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+// Copy a multiple of 16 bytes with an L2 cache policy. A barrier in this block counts the bytes.
+__device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier,
+                                          u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+               "[%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier),
+               "l"(policy) : "memory");
 }
 // Increment a word in this block's shared memory and return its previous value. Relaxed order is
 // enough, because the ordered data has been read. A stronger order waits for all memory.
@@ -126,16 +128,17 @@ template <int F, int MT, int G> struct Ring {
   __device__ __forceinline__ void fetch_weights(u32 step, u32 slot) const {
     if (lane == 0) {
       arrive_for(full + 8 * slot, step_bytes<F>);
+      // Blocks with further tokens read the same weights.
       copy_bulk(codes + slot * W_BYTES, weight + (size_t)step * step_bytes<F>, step_bytes<F>,
-                full + 8 * slot);
+                full + 8 * slot, gridDim.x == 1 ? ONCE : USUAL);
     }
   }
   __device__ __forceinline__ void fetch_x(u32 step, u32 slot) const {  // called by a single lane
     const u32 to = x_ring + slot * X_BYTES;
     const u8 *from = x + 2 * step * x_chunk;
     arrive_for(full + 8 * slot, X_BYTES);
-    copy_bulk(to, from, X_HALF, full + 8 * slot);
-    copy_bulk(to + X_HALF, from + x_chunk, X_HALF, full + 8 * slot);
+    copy_bulk(to, from, X_HALF, full + 8 * slot, USUAL);
+    copy_bulk(to + X_HALF, from + x_chunk, X_HALF, full + 8 * slot, USUAL);
   }
   // Fill all stages. Weights never change, so their copies start before x is ready.
   __device__ __forceinline__ void begin(bool is_first) const {
@@ -209,7 +212,7 @@ template <bool VALUE> struct Starts { static constexpr bool value = VALUE; };
 // Multiply MT * 8 tokens in G groups of four warps, 64 rows per group. CUT: the eight slices of K
 // are divided among C blocks (a cluster along z) with CUT groups each, for the same 64 rows. Slices
 // are added in order, as in gemm.cuh. `weight` replaces the address in the arguments. `finish`
-// receives a lane's first token, its row tile and its sums.
+// receives a lane's first token, its row tile, its sums and, with CUT > 1, its addends.
 template <int F, int MT, int G, int CUT, int C = 1, class Finish>
 __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weight,
                                            Finish finish) {
@@ -360,6 +363,9 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
     }
   constexpr int EACH = MT > RINGS * C ? MT / (RINGS * C) : 1, HERE = RINGS * OWN;
   const u32 first = share * EACH;  // in units of 8 tokens
+  const int token = blockIdx.x * TOKENS + first * 8 + 2 * t;
+  Addends<EACH> addends;
+  if (first < MT && only_adds(p)) addends.read(p, token, tile, lane >> 2);
   if (C > 1) cluster_barrier();
   else __syncthreads();
   float all[EACH][4];
@@ -376,7 +382,7 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
           all[m][i] = s ? all[m][i] + value : value;
         }
       }
-    finish(blockIdx.x * TOKENS + first * 8 + 2 * t, tile, all);
+    finish(token, tile, all, &addends);
   }
   if (C > 1) {
     cluster_arrive();  // another block may still read this block's memory
@@ -386,8 +392,8 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
 template <int F, int MT, int G, int CUT, int C = 1>
 __device__ __forceinline__ void gemm_block(const GemmBlock &args) {
   const int g = (threadIdx.x & 31) >> 2;
-  auto finish = [&](int token, int tile, auto &sums) {
-    finish_tile<F>(args.product, token, tile, g, sums);
+  auto finish = [&](int token, int tile, auto &sums, auto... early) {
+    finish_tile<F>(args.product, token, tile, g, sums, early...);
   };
   gemm_block<F, MT, G, CUT, C>(args, args.product.weight, finish);
 }
@@ -440,12 +446,12 @@ __device__ __forceinline__ void copy_stages(u32 at_empty, u32 depth, u32 num_ste
 
 // Multiply MT * 8 tokens with up to 4 G row tiles per block. A further warp starts all copies, into
 // `depth` stages with a step's x and weights. A block processes row blocks without a gap. Or a
-// cluster along z splits K, groups without tiles take steps in turn, and all sums are added in
-// order. See `SplitTileConfig` for the depth.
+// cluster of SPLITS blocks along z splits K, groups without tiles take steps in turn, and all sums
+// are added in order. See `SplitTileConfig` for the depth.
 template <int F, int MT, int G>
 __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
   constexpr u32 X_HALF = MT * 8 * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
-  constexpr int LINES = step_bytes<F> / 128;
+  constexpr int LINES = step_bytes<F> / 128, SPLITS = 2;
   const Product &p = args.product;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 full[MOST_DEPTH], empty[MOST_DEPTH];
@@ -477,8 +483,9 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
       };
       auto tokens = [&](u32 step, u32 slot) {
         const u8 *from = x + 2 * step * x_chunk;
-        copy_bulk(x_ring + slot * X_BYTES, from, X_HALF, at_full + 8 * slot);
-        copy_bulk(x_ring + slot * X_BYTES + X_HALF, from + x_chunk, X_HALF, at_full + 8 * slot);
+        const u32 to = x_ring + slot * X_BYTES;
+        copy_bulk(to, from, X_HALF, at_full + 8 * slot, USUAL);
+        copy_bulk(to + X_HALF, from + x_chunk, X_HALF, at_full + 8 * slot, USUAL);
       };
       copy_stages(at_empty, depth, num_steps, num_blocks, weights, tokens);
     }
@@ -550,25 +557,39 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
     for (int m = 0; m < MT; ++m)
       sums[(group * MT + m) * 128] = make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
   }
-  const u32 count = gridDim.z * sets;  // of the sums for a value: up to SLICES
-  const u32 units = groups * MT, last = (blockIdx.z + 1) * units / gridDim.z;
-  const u32 first = blockIdx.z * units / gridDim.z + group;
+  // A unit has a group's tiles and 8 tokens.
+  constexpr int MOST = MT / SPLITS;  // per group
+  const u32 units = groups * MT, last = group < G ? (blockIdx.z + 1) * units / SPLITS : 0;
+  const u32 first = blockIdx.z * units / SPLITS + group;
+  auto token_of = [&](u32 unit) { return token + (int)(unit % MT * 8); };
+  auto tile_of_unit = [&](u32 unit) { return tile_of(blockIdx.y, unit / MT * 4 + (warp & 3)); };
+  Addends<1> addends[MOST];
+#pragma unroll
+  for (u32 i = 0; i < MOST; ++i)
+    if (first + i * G < last && only_adds(p))
+      addends[i].read(p, token_of(first + i * G), tile_of_unit(first + i * G), g);
   cluster_barrier();
-  if (group < G)
-    for (u32 unit = first; unit < last; unit += G) {
-      float4 of[SLICES];
 #pragma unroll
-      for (u32 s = 0; s < SLICES; ++s)
-        if (s < count)
-          of[s] = read4_of_rank(shared_address(sums + (s % sets * units + unit) * 128), s / sets);
-      float all[1][4] = {};
+  for (u32 i = 0; i < MOST; ++i) {
+    const u32 unit = first + i * G;
+    if (unit >= last) break;
+    float4 of[SPLITS][G];
 #pragma unroll
-      for (u32 s = 0; s < SLICES; ++s)
-        if (s < count)
-          all[0][0] += of[s].x, all[0][1] += of[s].y, all[0][2] += of[s].z, all[0][3] += of[s].w;
-      finish_tile<F>(p, token + unit % MT * 8, tile_of(blockIdx.y, unit / MT * 4 + (warp & 3)), g,
-                     all);
-    }
+    for (u32 rank = 0; rank < SPLITS; ++rank)
+#pragma unroll
+      for (u32 s = 0; s < G; ++s)
+        if (s < sets)
+          of[rank][s] = read4_of_rank(shared_address(sums + (s * units + unit) * 128), rank);
+    float all[1][4] = {};
+#pragma unroll
+    for (u32 rank = 0; rank < SPLITS; ++rank)
+#pragma unroll
+      for (u32 s = 0; s < G; ++s)
+        if (s < sets)
+          all[0][0] += of[rank][s].x, all[0][1] += of[rank][s].y, all[0][2] += of[rank][s].z,
+              all[0][3] += of[rank][s].w;
+    finish_tile<F>(p, token_of(unit), tile_of_unit(unit), g, all, &addends[i]);
+  }
   cluster_arrive();  // another block may still read this block's memory
   cluster_wait();
 }

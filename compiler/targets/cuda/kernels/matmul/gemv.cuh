@@ -68,9 +68,18 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
       normalise(from, p.norm, p.num_columns, padded, p.eps, x);
     }
   } else if (MT == 0) {
+    constexpr int EACH = 256 * 8, AT_ONCE = 8;  // 16,384 columns with a single wait for memory
     wait_for_inputs();
-    for (int at = threadIdx.x * 8; at < padded; at += 256 * 8)
-      *(uint4 *)(x + at) = *(const uint4 *)((const u16 *)p.x + at);
+    for (int first = threadIdx.x * 8; first < padded; first += AT_ONCE * EACH) {
+      uint4 read[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i)
+        if (first + i * EACH < padded)
+          read[i] = *(const uint4 *)((const u16 *)p.x + first + i * EACH);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i)
+        if (first + i * EACH < padded) *(uint4 *)(x + first + i * EACH) = read[i];
+    }
   } else {
     wait_for_inputs();
     for (int token = 0; token < p.num_tokens; ++token)
@@ -87,10 +96,22 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
   u32 at = x_first;
   int tile = first_tile, turn = 0;
   float acc[1][GROUPS][4] = {};
+  float2 old[MT ? 2 * MT : 1];  // addends for the tile
+  auto read_addends = [&] {
+    if (is_cut && warp != (turn & 7)) return;
+    if (MT) {
+#pragma unroll
+      for (int i = 0; i < 2 * MT; ++i)
+        old[i] = addends_of(p, (lane >> 3) + 4 * i, tile, lane & 7);
+    } else {
+      old[0] = addends_of(p, 0, tile, is_cut ? lane & 7 : lane >> 2);
+    }
+  };
   // Separate from `finish_some`: the code for a single token must remain short.
   auto finish_one = [&] {
     if (!is_cut) {
-      if ((lane & 3) == 0) finish<F>(p, 0, tile, lane >> 2, acc[0][0][0], acc[0][0][2]);
+      if ((lane & 3) == 0)
+        finish<F, true>(p, 0, tile, lane >> 2, acc[0][0][0], acc[0][0][2], old[0]);
       return;
     }
     float(*partial)[TOKENS][16] = sums[turn & 1];
@@ -106,7 +127,7 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
         top += partial[slice][0][lane];
         low += partial[slice][0][lane + 8];
       }
-      finish<F>(p, 0, tile, lane, top, low);
+      finish<F, true>(p, 0, tile, lane, top, low, old[0]);
     }
   };
   auto finish_some = [&] {
@@ -119,15 +140,17 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
         partial[warp][m * 8 + 2 * t + (i & 1)][g + (i >> 1) * 8] = acc[0][m][i];
     __syncthreads();
     if (warp == (turn & 7))
-      for (int token = lane >> 3; token < p.num_tokens; token += 4) {
-        const int row = lane & 7;
+#pragma unroll
+      for (int i = 0; i < 2 * GROUPS; ++i) {
+        const int token = (lane >> 3) + 4 * i, row = lane & 7;
+        if (token >= p.num_tokens) break;
         float top = partial[0][token][row], low = partial[0][token][row + 8];
 #pragma unroll
         for (int slice = 1; slice < SLICES; ++slice) {
           top += partial[slice][token][row];
           low += partial[slice][token][row + 8];
         }
-        finish<F>(p, token, tile, row, top, low);
+        finish<F, true>(p, token, tile, row, top, low, old[MT ? i : 0]);
       }
   };
   auto finish_tile = [&] {
@@ -139,7 +162,9 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
     at = x_first;
     tile += tile_stride;
     ++turn;
+    read_addends();
   };
+  read_addends();
   if (num_steps == 0) {
     while (tile < p.num_tiles) finish_tile();
     return;
