@@ -81,6 +81,7 @@ inline u32 read4(u32 from) {
 }
 inline void read_matrices(u32 (&)[4], u32) {}
 inline void copy16(u32, const void *) {}
+inline void copy16_once(u32, const void *) {}
 inline void copy4(u32, const void *) {}
 inline void release_dependents() {}
 

@@ -3,11 +3,6 @@
 
 #include "primitives.cuh"
 
-typedef unsigned long long u64;
-// L2 cache policies: default, evicted first, evicted last.
-constexpr u64 USUAL = 0x1000000000000000ull, ONCE = 0x12F0000000000000ull,
-              OFTEN = 0x14F0000000000000ull;
-
 // Location of rows for the tensor copy engine.
 struct alignas(64) TensorMap {
   u64 words[16];

@@ -4,6 +4,10 @@
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
+typedef unsigned long long u64;
+// L2 cache policies: default, evicted first, evicted last.
+constexpr u64 USUAL = 0x1000000000000000ull, ONCE = 0x12F0000000000000ull,
+              OFTEN = 0x14F0000000000000ull;
 
 __device__ __forceinline__ void wait_for_inputs() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -16,6 +20,12 @@ __device__ __forceinline__ u32 shared_address(const void *p) {
 }
 __device__ __forceinline__ void copy16(u32 to, const void *from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
+               : "memory");
+}
+// As above, evicted first from the L2 cache.
+__device__ __forceinline__ void copy16_once(u32 to, const void *from) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to),
+               "l"(from), "l"(ONCE)
                : "memory");
 }
 // As above, or 16 bytes of zeros.

@@ -77,16 +77,18 @@ template <int F> struct Source {
     copy(place16, place4, 0);
     skip(ADVANCE);
   }
-  // Copy the tile after `offset` bytes.
+  // Copy the tile after `offset` bytes. `READS_ONCE`: no other block reads the tile.
+  template <bool READS_ONCE = false>
   __device__ __forceinline__ void copy(u32 place16, u32 place4, int offset) const {
+    auto run = [](u32 to, const u8 *from) { READS_ONCE ? copy16_once(to, from) : copy16(to, from); };
     if (F == BF16) {
 #pragma unroll
       for (int piece = 0; piece < 8; ++piece)
-        copy16(place16 + piece * 512, (piece & 1 ? b : a) + offset + (piece >> 1) * 64);
+        run(place16 + piece * 512, (piece & 1 ? b : a) + offset + (piece >> 1) * 64);
     } else {
 #pragma unroll
       for (int piece = 0; piece < pieces<F>; ++piece)
-        copy16(place16 + piece * 512, a + offset + piece * 512);
+        run(place16 + piece * 512, a + offset + piece * 512);
       copy4(place4, b + offset);
     }
   }
