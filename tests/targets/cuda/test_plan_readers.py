@@ -1,4 +1,7 @@
-"""Attention and gate and up matmuls write the next matmul's input if it is their only reader."""
+"""Attention and gate and up matmuls write the next matmul's input if it is their only reader.
+
+Matmuls that add to the residual write the next input without its norm's factor.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from tests.targets.cuda.recorded import FORMATS, plan_of, recorded_gpu, rows_of,
 from tests.tiny import precision_of
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block
-from tilewright.compiler.targets.cuda.steps.plan_readers import readers_of
+from tilewright.compiler.targets.cuda.steps.plan_readers import norm_readers_of, readers_of
 from tilewright.compiler.targets.program.instructions import (
     AttentionOp,
     BufferView,
@@ -93,3 +96,60 @@ def test_the_next_matmul_reads_what_attention_writes(
             assert matmul.product.num_tokens == num_rows
             is_coded = source is gemm_block.CODED_SOURCE
             assert bool(attention.is_coded) == is_coded == (kind == "q40")
+
+
+def test_a_norm_of_the_residual_has_the_next_matmul_as_reader() -> None:
+    program = program_of("bfp8")
+    readers = norm_readers_of(program)
+    deferred = [op for op in program.instructions if id(op) in readers]
+    assert len(deferred) == 3 and all(isinstance(op, LinearOp) and op.residual for op in deferred)
+    assert all(reader.norm is not None for reader in readers.values())
+
+    def has_reader(*instructions: Any) -> bool:
+        return id(instructions[0]) in norm_readers_of(replace(program, instructions=instructions))
+
+    first: Any = deferred[0]
+    reader = readers[id(first)]
+    assert has_reader(first, reader)
+    assert not has_reader(replace(first, residual=False), reader)
+    assert not has_reader(replace(first, bias=first.weight), reader)
+    assert not has_reader(first, replace(reader, norm=None))
+    assert not has_reader(first, replace(reader, x=reader.out))
+    assert not has_reader(
+        replace(first, out=BufferView(0, 64)), replace(reader, x=BufferView(0, 64))
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "count"),
+    [
+        ("bfp8", 16, 0),
+        ("bfp8", 17, 3),
+        ("bfp8", 32, 3),
+        ("bfp8", 33, 0),
+        ("bf16", 32, 0),
+        ("q40", 32, 0),
+    ],
+)
+def test_a_decode_step_defers_norms(
+    kind: str, num_rows: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matmul reads what the preceding matmul wrote."""
+    program = program_of(kind)
+    with recorded_gpu(monkeypatch, (9, 0)):
+        steps = steps_of(program, max_rows=128, max_context=1024)
+        launched: list[tuple[str, Any]] = []
+        monkeypatch.setattr(
+            nvrtc,
+            "launch",
+            lambda source, name, *, arguments, **_: launched.append((name, arguments)),
+        )
+        steps.decode(rows_of(num_rows), captured=True)
+    products = [getattr(each, "product", None) for _, each in launched]
+    deferred = [at for at, each in enumerate(products) if each is not None and each.next_units]
+    assert len(deferred) == count
+    for at in deferred:
+        first, second = products[at], products[at + 1]
+        assert second is not None and second.num_squares == first.next_units == 64
+        assert first.next_places == second.x_stride
+    assert sum(each is not None and each.num_squares > 0 for each in products) == count

@@ -19,7 +19,7 @@ class BoundMatmul:
     """A matmul in one phase with all that is known at load.
 
     Attributes:
-        each: The plan's instruction.
+        each: The program's instruction.
         packed, bias, norm: Weight, bias, and the norm before the matmul with its epsilon.
         codes: e4m3 copy of the weight. None: there is none, or the fidelity does not permit it.
         values: bfloat16 copy of a weight in blocks. None: there is none.

@@ -53,7 +53,11 @@ from tilewright.compiler.targets.cuda.steps.cublas import (
     codes_product,
     store_product,
 )
-from tilewright.compiler.targets.cuda.steps.plan_readers import mixers_behind, readers_of
+from tilewright.compiler.targets.cuda.steps.plan_readers import (
+    mixers_behind,
+    norm_readers_of,
+    readers_of,
+)
 from tilewright.compiler.targets.cuda.tuning import tuning
 from tilewright.compiler.targets.cuda.weights.copies import DequantizedCopies
 from tilewright.compiler.targets.cuda.weights.e4m3 import LEAST_LOFI
@@ -66,6 +70,10 @@ LEAST_STRICT = 16
 kernel with another order of summation. On an H200 with CUDA 13.0 the orders were equal, see
 `tests/targets/cuda/strict_products.py`.
 """
+
+
+MOST_DEFERRED = 32
+"""Maximum rows of a decode step with deferred norms."""
 
 
 def _at_least(rows: Tensor, count: int) -> Tensor:
@@ -120,9 +128,13 @@ class MatmulOps:
         self._readers: dict[int, LinearOp] = {}
         self._matmuls: dict[tuple[int, bool], BoundMatmul] = {}
         self._fed_reader: LinearOp | None = None  # the next matmul, if its input is arranged
+        self._norm_readers: dict[int, LinearOp] = {}
+        self._deferred: tuple[LinearOp, gemv.DeferredNorm] | None = None  # the next matmul's norm
         self._has_dense = is_native and arithmetic == FAST
         if self._has_dense:
             nvrtc.load(device, gemm_bf16.SOURCE, gemm_swiglu_bf16.SOURCE)
+            self._norm_readers = norm_readers_of(plan)
+            self._squares = torch.empty(MOST_DEFERRED * widest // 16, device=device)
             if copies.num_lofi:
                 nvrtc.load(device, gemm_block_e4m3.SOURCE)
         if is_native:
@@ -148,6 +160,8 @@ class MatmulOps:
         packed, bias, norm, kernel = bound.packed, bound.bias, bound.norm, bound.kernel(out, x)
         is_expected = self._fed_reader is bound.each and kernel == BLOCK
         assert self._fed_reader is None or is_expected, "its input is arranged for another matmul"
+        before, self._deferred = self._deferred, None
+        assert before is None or before[0] is bound.each, "its norm belongs to another matmul"
         if kernel in (E4M3, BLOCK_E4M3):
             self._lofi_product(bound, out, x, decodes, is_ours=kernel == BLOCK_E4M3)
         elif kernel == SWIGLU:
@@ -174,9 +188,11 @@ class MatmulOps:
                 is_small_m=decodes if self._strict else None,
             )
         elif kernel == BLOCK:
-            if norm is None or not gemv.takes_norm(packed.num_columns):
+            if before:
+                norm = None
+            elif norm is None or not gemv.takes_norm(packed.num_columns):
                 x, norm = self._norm(x, norm, decodes or self._strict), None
-            self._gemm_block(each, out, x, packed, bias, norm, decodes)
+            self._gemm_block(bound, out, x, norm, decodes, before[1] if before else None)
         elif kernel == GEMV:
             x = x if norm is not None else self._norm(x, None, decodes)
             self._native_product(each, out, x, packed, bias, norm, decodes or self._strict)
@@ -263,32 +279,35 @@ class MatmulOps:
 
     def _gemm_block(
         self,
-        each: LinearOp,
+        bound: BoundMatmul,
         out: Tensor,
         x: Tensor,
-        packed: PackedWeight,
-        bias: Tensor | None,
         norm: tuple[Tensor, float] | None,
         decodes: bool,
+        before: gemv.DeferredNorm | None,
     ) -> None:
         """Multiply in launches of up to `gemm_block.MAX_TOKENS` rows, with the layout of the only
         reader for a single launch.
         """
-        is_there, self._fed_reader = self._fed_reader is not None, None
+        each, packed = bound.each, bound.packed
+        is_fed, self._fed_reader = self._fed_reader is not None, None
         num_rows, launches = len(x), gemm_block.launches_of(len(x))
         out, feeds = self._fed_by(each, out, num_rows, decodes)
         for rows in launches:
+            way = self._way(packed, rows.stop - rows.start)
             gemm_block.linear(
                 out[rows] if len(launches) > 1 else out,
                 x[rows],
                 packed,
                 epilogue=epilogue_of(each),
-                arranged=self._fed if is_there else self._arranged,
-                bias=bias,
+                arranged=self._fed if is_fed else self._arranged,
+                bias=bound.bias,
                 norm=norm,
-                way=self._way(packed, rows.stop - rows.start),
-                is_there=is_there,
+                way=way,
+                is_there=is_fed or before is not None,
                 feeds=feeds,
+                before=before,
+                after=self._defer(each, num_rows, gemm_block.units_of(packed, way), decodes),
                 alone=rows.stop == num_rows and self._is_alone(each, packed, num_rows),
             )
 
@@ -325,6 +344,22 @@ class MatmulOps:
             return 0
         self._fed_reader = reader
         return gemm_block.num_places(self._way(bound.packed, num_rows), num_rows)
+
+    def _defer(
+        self, op: LinearOp, num_rows: int, units: int, decodes: bool
+    ) -> gemv.DeferredNorm | None:
+        """Return the norm that a matmul with ``units`` leaves to the next matmul, or None."""
+        reader = self._norm_readers.get(id(op))
+        if reader is None or not units or not decodes or num_rows > MOST_DEFERRED:
+            return None
+        bound = self._bound(reader, decodes)
+        is_block = bound.aligned.at(num_rows) == BLOCK and bound.packed.format not in gemv.CODED
+        if not is_block or bound.norm is None:
+            return None
+        places = gemm_block.num_places(self._way(bound.packed, num_rows), num_rows)
+        norm = gemv.DeferredNorm(*bound.norm, self._arranged, self._squares, units, places)
+        self._deferred = bound.each, norm
+        return norm
 
     def _native_product(
         self,

@@ -41,6 +41,20 @@ def readers_of(program: KernelProgram) -> dict[int, LinearOp]:
     return found
 
 
+def norm_readers_of(program: KernelProgram) -> dict[int, LinearOp]:
+    """Return the next matmul by the identity of a matmul that adds to the residual.
+
+    The next matmul normalizes this residual, with whole tiles.
+    """
+    readers = {}
+    for op, reader in pairwise(program.instructions):
+        if isinstance(op, LinearOp) and isinstance(reader, LinearOp):
+            is_read = op.residual and op.bias is None and reader.x == op.out
+            if is_read and reader.norm is not None and op.out.width % TILE_COLUMNS == 0:
+                readers[id(op)] = reader
+    return readers
+
+
 def _can_feed(op: Instruction) -> TypeGuard[AttentionOp | LinearOp]:
     if isinstance(op, LinearOp):
         # Shared experts may run along with experts.

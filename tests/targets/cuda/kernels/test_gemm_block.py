@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -288,6 +289,39 @@ def test_a_split_matmul_feeds_the_next(kind: str, count: int, gpu: torch.device)
     gemm_block.linear(behind, x, held, feeds=gemm_block.num_places(way, count), **how)
     gemm_block.linear(fed, out, down, is_there=True, **after)
     assert torch.equal(fed, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [6144, 28672])
+@pytest.mark.parametrize("kinds", list(itertools.product(["bfp8", "bfp4"], repeat=2)))
+@pytest.mark.parametrize("count", [17, 20, 32])
+def test_a_split_matmul_defers_the_norm_before_the_next(
+    kinds: tuple[str, str], rows: int, count: int, gpu: torch.device
+) -> None:
+    """The residual has the same bits. The next matmul is compared with float64."""
+    first = weight(kinds[0], (4096, 2048), gpu, paired=False)
+    second = weight(kinds[1], (rows, 4096), gpu, paired=False)
+    ways = [gemm_block.split_way(each) for each in (first, second)]
+    norm = torch.rand(4096, device=gpu) + 0.5
+    squares = torch.full((64 * 256,), NAN, device=gpu)
+    arranged = gemm_block.scratch(4096, gpu).fill_(0xFF)
+    units, places = (
+        gemm_block.units_of(first, ways[0]),
+        gemm_block.num_places(ways[1], count),
+    )
+    deferred = gemv.DeferredNorm(norm, 1e-5, arranged, squares, units, places)
+    x, old = tokens(first, gpu)[:count], 3 * torch.randn(count, 4096, device=gpu)
+    want, total = old.clone(), old.clone()
+    how = {"epilogue": gemv.ADD, "arranged": gemm_block.scratch(2048, gpu), "way": ways[0]}
+    gemm_block.linear(want, x, first, **how)
+    gemm_block.linear(total, x, first, after=deferred, **how)
+    assert torch.equal(total, want)
+    out = torch.full((count, rows), NAN, device=gpu)
+    how = {"epilogue": gemv.STORE, "arranged": arranged, "way": ways[1]}
+    gemm_block.linear(out, total, second, before=deferred, is_there=True, **how)
+    product = (total * norm).bfloat16().double() @ unpack(second).double().T
+    factor = torch.rsqrt(total.double().square().mean(1, keepdim=True) + 1e-5)
+    torch.testing.assert_close(out.double(), product * factor, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

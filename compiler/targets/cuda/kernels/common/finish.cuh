@@ -27,6 +27,10 @@ template <int MT> struct Addends {
   __device__ __forceinline__ void read(const Product &p, int token, int tile, int g) {
     each(p, token, tile, g, [&](int m, int i, float *place) { old[m][i] = *place; });
   }
+  // Read the addends of an epilogue that only adds, before the sums are complete.
+  __device__ __forceinline__ void read_early(const Product &p, int token, int tile, int g) {
+    if (only_adds(p)) read(p, token, tile, g);
+  }
   template <int F>
   __device__ __forceinline__ void add(const Product &p, int token, int tile, int g,
                                       const float (*sums)[4]) const {

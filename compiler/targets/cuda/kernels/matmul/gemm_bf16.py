@@ -63,7 +63,7 @@ class Dense(ctypes.Structure):
         *((name, TensorMap) for name in ("weight", "x")),
         ("product", MatmulParams),
         *((name, ctypes.c_int) for name in ("num_chunks", "depth", "num_blocks")),
-        ("padding", ctypes.c_int * 5),
+        ("padding", ctypes.c_int * 9),
     )
 
 

@@ -2,7 +2,7 @@
 // matrix unit's first operand. It reads x from shared memory.
 #pragma once
 
-#include "finish.cuh"
+#include "deferred_norm.cuh"
 #include "matrix_unit.cuh"
 
 // Copy a multiple of 16 bytes with an L2 cache policy. A barrier in this block counts the bytes.
@@ -212,9 +212,10 @@ template <bool VALUE> struct Starts { static constexpr bool value = VALUE; };
 // Multiply MT * 8 tokens in G groups of four warps, 64 rows per group. CUT: the eight slices of K
 // are divided among C blocks (a cluster along z) with CUT groups each, for the same 64 rows. Slices
 // are added in order, as in gemm.cuh. `weight` replaces the address in the arguments. `finish`
-// receives a lane's first token, its row tile, its sums and, with CUT > 1, its addends.
-template <int F, int MT, int G, int CUT, int C = 1, class Finish>
-__device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weight,
+// receives a lane's first token, its row tile, its sums and, with CUT > 1, its addends. `prepare`
+// runs before the matmuls.
+template <int F, int MT, int G, int CUT, int C = 1, class Prepare, class Finish>
+__device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weight, Prepare prepare,
                                            Finish finish) {
   using R = Ring<F, MT, G>;
   constexpr int TOKENS = MT * 8, RINGS = CUT > 1 ? CUT : 1;
@@ -253,6 +254,7 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
   release_beside(p);
   __syncthreads();
   ring.begin(warp == 0);
+  prepare();
   float acc[MT][4] = {}, total[MT][4] = {};
   u32 a[2][4], b[2][4];  // fragments of two quarters: decoded, and multiplied
   float block[is_summed<F> ? MT : 1][4] = {};  // sums over a column block
@@ -365,7 +367,7 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
   const u32 first = share * EACH;  // in units of 8 tokens
   const int token = blockIdx.x * TOKENS + first * 8 + 2 * t;
   Addends<EACH> addends;
-  if (first < MT && only_adds(p)) addends.read(p, token, tile, lane >> 2);
+  if (first < MT) addends.read_early(p, token, tile, lane >> 2);
   if (C > 1) cluster_barrier();
   else __syncthreads();
   float all[EACH][4];
@@ -382,7 +384,7 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
           all[m][i] = s ? all[m][i] + value : value;
         }
       }
-    finish(token, tile, all, &addends);
+    finish(token, tile, all, addends);
   }
   if (C > 1) {
     cluster_arrive();  // another block may still read this block's memory
@@ -391,11 +393,23 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
 }
 template <int F, int MT, int G, int CUT, int C = 1>
 __device__ __forceinline__ void gemm_block(const GemmBlock &args) {
-  const int g = (threadIdx.x & 31) >> 2;
-  auto finish = [&](int token, int tile, auto &sums, auto... early) {
-    finish_tile<F>(args.product, token, tile, g, sums, early...);
+  constexpr int TOKENS = MT * 8, THREADS = 128 * (CUT > 1 ? CUT : G);
+  __shared__ __align__(8) float factors[TOKENS];
+  const Product &p = args.product;
+  const int g = (threadIdx.x & 31) >> 2, first = blockIdx.x * TOKENS;
+  auto prepare = [&] {
+    if (!p.squares) return;
+    wait_for_inputs();
+    read_factors<TOKENS, THREADS>(p, factors, first, threadIdx.x, 1);
   };
-  gemm_block<F, MT, G, CUT, C>(args, args.product.weight, finish);
+  auto finish = [&](int token, int tile, auto &sums, auto &...early) {
+    const int t = threadIdx.x & 3;
+    scale_sums(p, factors + token - 2 * t - first, t, sums);
+    if constexpr (sizeof...(early))
+      finish_group<F, CUT ? CUT : 1>(p, token, tile, sums, early..., threadIdx.x >> 7, blockIdx.y);
+    else finish_tile<F>(p, token, tile, g, sums);
+  };
+  gemm_block<F, MT, G, CUT, C>(args, p.weight, prepare, finish);
 }
 
 struct alignas(64) GemmSplit {
@@ -403,7 +417,7 @@ struct alignas(64) GemmSplit {
   Product product;   // x is the output of `arrange`, with `x_stride` tokens
   int depth;         // steps in flight
   int tiles;         // row tiles in a block
-  int padding[6];
+  int padding[10];
 };
 // Copy a step of some row tiles, evicted first from the L2 cache. Bytes past the last tile are
 // zero.
@@ -455,6 +469,7 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
   const Product &p = args.product;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 full[MOST_DEPTH], empty[MOST_DEPTH];
+  __shared__ __align__(8) float factors[MT * 8];
   const u32 lane = threadIdx.x & 31;
   const u32 warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), group = warp >> 2;  // uniform
   const int g = lane >> 2, t = lane & 3;
@@ -491,6 +506,10 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
     }
     __syncwarp();
   } else if (set < sets) {
+    if (p.squares) {  // every group computes all factors
+      wait_for_inputs();
+      read_factors<MT * 8, 128>(p, factors, blockIdx.x * (MT * 8), threadIdx.x & 127, 1 + group);
+    }
     u32 a[2][4], b[2][4];  // fragments of two quarters: decoded, and multiplied
     Codes<F> codes;
     u32 slot = set, parity = 0;
@@ -543,6 +562,7 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
         for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(acc[m][i])::"memory");
       if (gridDim.z > 1) break;
       wait_for_inputs();  // the previous kernel may write the addend
+      scale_sums(p, factors, t, acc);
       finish_tile<F>(p, token, tile_of(block, at), g, acc);
 #pragma unroll
       for (int i = 0; i < MT * 4; ++i) acc[i >> 2][i & 3] = 0.0f;
@@ -566,8 +586,8 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
   Addends<1> addends[MOST];
 #pragma unroll
   for (u32 i = 0; i < MOST; ++i)
-    if (first + i * G < last && only_adds(p))
-      addends[i].read(p, token_of(first + i * G), tile_of_unit(first + i * G), g);
+    if (first + i * G < last)
+      addends[i].read_early(p, token_of(first + i * G), tile_of_unit(first + i * G), g);
   cluster_barrier();
 #pragma unroll
   for (u32 i = 0; i < MOST; ++i) {
@@ -588,7 +608,9 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
         if (s < sets)
           all[0][0] += of[rank][s].x, all[0][1] += of[rank][s].y, all[0][2] += of[rank][s].z,
               all[0][3] += of[rank][s].w;
-    finish_tile<F>(p, token_of(unit), tile_of_unit(unit), g, all, &addends[i]);
+    scale_sums(p, factors + unit % MT * 8, t, all);
+    finish_group<F, G>(p, token_of(unit), tile_of_unit(unit), all, addends[i], group,
+                       blockIdx.y * groups + unit / MT);
   }
   cluster_arrive();  // another block may still read this block's memory
   cluster_wait();

@@ -23,7 +23,9 @@ from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
     SLICES,
     STEP_BYTES,
     SUMMED,
+    DeferredNorm,
     MatmulParams,
+    defer_norms,
     num_slices,
     product_arguments,
     room_of,
@@ -285,7 +287,7 @@ class _GemmSplit(ctypes.Structure):
         ("weight", TensorMap),
         ("product", MatmulParams),
         *((name, ctypes.c_int) for name in ("depth", "tiles")),
-        ("padding", ctypes.c_int * 6),
+        ("padding", ctypes.c_int * 10),
     )
 
 
@@ -309,6 +311,7 @@ SOURCE = nvrtc.KernelSource(
         "tiles.cuh",
         "arrange.cuh",
         "finish.cuh",
+        "deferred_norm.cuh",
         "norm.cuh",
         "gemm_block.cuh",
     ),
@@ -384,6 +387,8 @@ def linear(
     way: BlockTileConfig | SplitTileConfig | None = None,
     is_there: bool = False,
     feeds: int = 0,
+    before: DeferredNorm | None = None,
+    after: DeferredNorm | None = None,
     alone: bool = False,
 ) -> None:
     """Run :func:`.gemv.linear` for ``x [M, K]`` with up to `MAX_TOKENS` rows.
@@ -403,6 +408,8 @@ def linear(
         is_there: ``arranged`` already has x.
         feeds: :func:`num_places` for the next matmul, if ``out`` is its scratch. SWIGLU then has
             whole column tiles.
+        before: the norm before the matmul, deferred by the last matmul. Its x is ``arranged``.
+        after: the norm after the ADD epilogue, to be deferred. Requires :func:`units_of`.
         alone: the next kernel starts after this kernel.
     """
     num_tokens = len(x)
@@ -420,10 +427,24 @@ def linear(
     product = product_arguments(out, packed, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
     product.x, product.x_stride = arranged.data_ptr(), places
     product.places, product.alone = feeds, alone
+    assert before is None or (is_there and before.places == places)
+    assert after is None or after.units == units_of(packed, way)
+    defer_norms(product, before, after)
     if isinstance(way, SplitTileConfig):
         _launch_split(product, packed, way)
     else:
         _launch(product, packed, way)
+
+
+def units_of(packed: PackedWeight, way: BlockTileConfig | SplitTileConfig) -> int:
+    """Return the units of a deferred norm behind this matmul. 0: not supported."""
+    if packed.format in CODED:
+        return 0
+    if isinstance(way, SplitTileConfig):
+        groups = -(-way.tiles // 4) if way.joined > 1 else 0
+        return -(-packed.num_row_tiles // way.tiles) * groups
+    is_cut = way.kernel(packed).startswith(("joined", "cut"))
+    return -(-packed.num_row_tiles // 4) if is_cut and way.groups > 1 else 0
 
 
 def num_places(way: BlockTileConfig | SplitTileConfig, num_tokens: int) -> int:

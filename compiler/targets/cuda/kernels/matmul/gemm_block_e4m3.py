@@ -59,7 +59,8 @@ class _GemmBlockE4M3(ctypes.Structure):
         ("product", MatmulParams),
         *((name, ctypes.c_void_p) for name in ("weight_scales", "token_scales")),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("depth", "tiles", "padding")),
+        *((name, ctypes.c_int) for name in ("depth", "tiles")),
+        ("padding", ctypes.c_int * 5),
     )
 
 
@@ -72,6 +73,7 @@ SOURCE = nvrtc.KernelSource(
         "tiles.cuh",
         "arrange.cuh",
         "finish.cuh",
+        "deferred_norm.cuh",
         "norm.cuh",
         "gemm_bf16.cuh",
         "gemm_block.cuh",

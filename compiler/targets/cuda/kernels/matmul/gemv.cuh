@@ -43,7 +43,9 @@ __device__ __forceinline__ void gemv(const Product &p, u16 *normed = nullptr) {
       const u32 place = to + slot * SLOT_BYTES, place4 = to4 + slot * SLOT_BYTES;
       const bool is_whole = TOGETHER == 2 && low_bits(source.a) + Source<F>::ADVANCE != end;
       source.template copy<true>(place, place4, 0);
-      if (is_whole) source.template copy<true>(place + step_bytes<F>, place4 + step_bytes<F>, Source<F>::ADVANCE);
+      if (is_whole)
+        source.template copy<true>(place + step_bytes<F>, place4 + step_bytes<F>,
+                                   Source<F>::ADVANCE);
       source.skip(is_whole ? 2 * Source<F>::ADVANCE : Source<F>::ADVANCE);
       if (__builtin_expect(low_bits(source.a) == end, 0)) {
         next_tile += tile_stride;

@@ -1,0 +1,101 @@
+// Deferred norms. A matmul that adds to the residual also writes sums of squares, and the next
+// matmul's x without the norm's factor, in bfloat16. The next matmul multiplies its sums by it.
+// No kernel computes the norm.
+#pragma once
+
+#include "finish.cuh"
+
+__device__ __forceinline__ void barrier_of_group(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+}
+// Finish four warps with the same tokens, with early addends. Also write the next matmul's x. `unit`:
+// the group's index in `next_squares`.
+template <int F, int GROUPS, int MT>
+__device__ __forceinline__ void finish_group(const Product &p, int token, int tile,
+                                             const float (&sums)[MT][4],
+                                             const Addends<MT> &addends, int group, int unit) {
+  __shared__ float parts[GROUPS][4][8 * MT];
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, thread = threadIdx.x & 127;
+  if (!p.next_norm) return finish_tile<F>(p, token, tile, g, sums, &addends);
+  barrier_of_group(group);  // `parts` of an earlier unit are read
+  float squares[MT][2] = {};
+  const int row = tile * 16 + g;
+  const float norms[2] = {row < p.num_rows ? p.next_norm[row] : 0.0f,
+                          row + 8 < p.num_rows ? p.next_norm[row + 8] : 0.0f};
+  addends.each(p, token, tile, g, [&](int m, int i, float *place) {
+    const float value = addends.old[m][i] + sums[m][i] * p.scale.all;
+    const int own = token + 8 * m + (i & 1), column = row + (i >> 1) * 8;
+    const int piece = piece_of<false>(column) ^ own & 7;
+    *place = value;
+    squares[m][i & 1] = fmaf(value, value, squares[m][i & 1]);
+    u16 *to = p.next_x;
+    if (p.next_places)
+      to += ((size_t)(column / CHUNK) * p.next_places + own) * CHUNK + piece * 8 +
+            (column >> 4 & 3) * 2 + (column & 1);
+    else
+      to += (size_t)own * p.next_stride + column;
+    *to = (u16)pack2(value * norms[i >> 1], 0.0f);
+  });
+#pragma unroll
+  for (int m = 0; m < MT; ++m)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float sum = squares[m][i];
+#pragma unroll
+      for (int offset = 4; offset <= 16; offset <<= 1) sum += __shfl_xor_sync(~0u, sum, offset);
+      if (g == 0) parts[group][thread >> 5][8 * m + 2 * t + i] = sum;
+    }
+  barrier_of_group(group);
+  const int own = token - 2 * t + thread;
+  if (thread < 8 * MT && own < p.num_tokens) {
+    const float *of = &parts[group][0][thread];
+    p.next_squares[(size_t)own * p.next_units + unit] =
+        of[0] + of[8 * MT] + of[16 * MT] + of[24 * MT];
+  }
+}
+
+// Compute factors for TOKENS tokens from `first`, with THREADS threads. They wait at `barrier`.
+template <int TOKENS, int THREADS>
+__device__ __forceinline__ void read_factors(const Product &p, float *factors, int first,
+                                             int thread, int barrier) {
+  constexpr int LANES = 8, LOADS = 8;  // per token, and per lane at once
+  constexpr int EACH = (TOKENS * LANES + THREADS - 1) / THREADS;
+  float sums[EACH] = {};
+  for (int from = thread % LANES; from < p.num_squares; from += LANES * LOADS) {
+    float read[EACH][LOADS];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+#pragma unroll
+      for (int j = 0; j < LOADS; ++j) {
+        const int local = (thread + i * THREADS) / LANES, at = from + j * LANES;
+        const bool is_there = local < TOKENS && first + local < p.num_tokens && at < p.num_squares;
+        read[i][j] = is_there ? p.squares[(size_t)(first + local) * p.num_squares + at] : 0.0f;
+      }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+#pragma unroll
+      for (int j = 0; j < LOADS; ++j) sums[i] += read[i][j];
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int local = (thread + i * THREADS) / LANES;
+#pragma unroll
+    for (int offset = 1; offset < LANES; offset <<= 1)
+      sums[i] += __shfl_xor_sync(~0u, sums[i], offset);
+    if (thread % LANES == 0 && local < TOKENS)
+      factors[local] = rsqrtf(sums[i] / p.num_columns + p.eps);
+  }
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+// Multiply a lane's sums by its tokens' factors.
+template <int MT>
+__device__ __forceinline__ void scale_sums(const Product &p, const float *factors, int t,
+                                           float (&sums)[MT][4]) {
+  if (!p.squares) return;
+#pragma unroll
+  for (int m = 0; m < MT; ++m) {
+    const float2 factor = *(const float2 *)(factors + 8 * m + 2 * t);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[m][i] *= i & 1 ? factor.y : factor.x;
+  }
+}
