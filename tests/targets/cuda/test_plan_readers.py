@@ -114,6 +114,8 @@ def test_a_norm_of_the_residual_has_the_next_matmul_as_reader() -> None:
     assert not has_reader(replace(first, residual=False), reader)
     assert not has_reader(replace(first, bias=first.weight), reader)
     assert not has_reader(first, replace(reader, norm=None))
+    assert not has_reader(first, replace(reader, group="shared_experts"))
+    assert not has_reader(first, replace(reader, fqn="model.cross_layers.0.wq"))
     assert not has_reader(first, replace(reader, x=reader.out))
     assert not has_reader(
         replace(first, out=BufferView(0, 64)), replace(reader, x=BufferView(0, 64))

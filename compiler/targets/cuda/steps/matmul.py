@@ -72,10 +72,6 @@ kernel with another order of summation. On an H200 with CUDA 13.0 the orders wer
 """
 
 
-MOST_DEFERRED = 32
-"""Maximum rows of a decode step with deferred norms."""
-
-
 def _at_least(rows: Tensor, count: int) -> Tensor:
     """Return ``count`` or more rows from a step's buffer. Additional rows are not read."""
     return rows.as_strided((max(len(rows), count), rows.shape[1]), rows.stride())
@@ -134,7 +130,7 @@ class MatmulOps:
         if self._has_dense:
             nvrtc.load(device, gemm_bf16.SOURCE, gemm_swiglu_bf16.SOURCE)
             self._norm_readers = norm_readers_of(plan)
-            self._squares = torch.empty(MOST_DEFERRED * widest // 16, device=device)
+            self._squares = torch.empty(8 * gemm_block.SPLIT[0] * widest // 16, device=device)
             if copies.num_lofi:
                 nvrtc.load(device, gemm_block_e4m3.SOURCE)
         if is_native:
@@ -295,6 +291,7 @@ class MatmulOps:
         out, feeds = self._fed_by(each, out, num_rows, decodes)
         for rows in launches:
             way = self._way(packed, rows.stop - rows.start)
+            units = gemm_block.units_of(packed, way) if decodes else 0
             gemm_block.linear(
                 out[rows] if len(launches) > 1 else out,
                 x[rows],
@@ -307,7 +304,7 @@ class MatmulOps:
                 is_there=is_fed or before is not None,
                 feeds=feeds,
                 before=before,
-                after=self._defer(each, num_rows, gemm_block.units_of(packed, way), decodes),
+                after=self._defer(each, num_rows, units),
                 alone=rows.stop == num_rows and self._is_alone(each, packed, num_rows),
             )
 
@@ -345,18 +342,17 @@ class MatmulOps:
         self._fed_reader = reader
         return gemm_block.num_places(self._way(bound.packed, num_rows), num_rows)
 
-    def _defer(
-        self, op: LinearOp, num_rows: int, units: int, decodes: bool
-    ) -> gemv.DeferredNorm | None:
+    def _defer(self, op: LinearOp, num_rows: int, units: int) -> gemv.DeferredNorm | None:
         """Return the norm that a matmul with ``units`` leaves to the next matmul, or None."""
         reader = self._norm_readers.get(id(op))
-        if reader is None or not units or not decodes or num_rows > MOST_DEFERRED:
+        if reader is None or not units:
             return None
-        bound = self._bound(reader, decodes)
-        is_block = bound.aligned.at(num_rows) == BLOCK and bound.packed.format not in gemv.CODED
-        if not is_block or bound.norm is None:
+        bound = self._bound(reader, decodes=True)
+        way = self._way(bound.packed, num_rows)
+        is_split = bound.aligned.at(num_rows) == BLOCK and isinstance(way, SplitTileConfig)
+        if not is_split or bound.norm is None:
             return None
-        places = gemm_block.num_places(self._way(bound.packed, num_rows), num_rows)
+        places = gemm_block.num_places(way, num_rows)
         norm = gemv.DeferredNorm(*bound.norm, self._arranged, self._squares, units, places)
         self._deferred = bound.each, norm
         return norm

@@ -8,49 +8,41 @@
 __device__ __forceinline__ void barrier_of_group(int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
 }
-// Finish four warps with the same tokens, with early addends. Also write the next matmul's x. `unit`:
-// the group's index in `next_squares`.
-template <int F, int GROUPS, int MT>
+// Finish 8 tokens of four warps, with early addends. Also write the next matmul's x. `unit`: the
+// group's index in `next_squares`.
+template <int F, int GROUPS>
 __device__ __forceinline__ void finish_group(const Product &p, int token, int tile,
-                                             const float (&sums)[MT][4],
-                                             const Addends<MT> &addends, int group, int unit) {
-  __shared__ float parts[GROUPS][4][8 * MT];
+                                             const float (&sums)[1][4],
+                                             const Addends<1> &addends, int group, int unit) {
+  __shared__ float parts[GROUPS][4][8];
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, thread = threadIdx.x & 127;
   if (!p.next_norm) return finish_tile<F>(p, token, tile, g, sums, &addends);
   barrier_of_group(group);  // `parts` of an earlier unit are read
-  float squares[MT][2] = {};
+  float squares[2] = {};
   const int row = tile * 16 + g;
   const float norms[2] = {row < p.num_rows ? p.next_norm[row] : 0.0f,
                           row + 8 < p.num_rows ? p.next_norm[row + 8] : 0.0f};
-  addends.each(p, token, tile, g, [&](int m, int i, float *place) {
-    const float value = addends.old[m][i] + sums[m][i] * p.scale.all;
-    const int own = token + 8 * m + (i & 1), column = row + (i >> 1) * 8;
+  addends.each(p, token, tile, g, [&](int, int i, float *place) {
+    const float value = addends.old[0][i] + sums[0][i] * p.scale.all;
+    const int own = token + (i & 1), column = row + (i >> 1) * 8;
     const int piece = piece_of<false>(column) ^ own & 7;
     *place = value;
-    squares[m][i & 1] = fmaf(value, value, squares[m][i & 1]);
-    u16 *to = p.next_x;
-    if (p.next_places)
-      to += ((size_t)(column / CHUNK) * p.next_places + own) * CHUNK + piece * 8 +
-            (column >> 4 & 3) * 2 + (column & 1);
-    else
-      to += (size_t)own * p.next_stride + column;
-    *to = (u16)pack2(value * norms[i >> 1], 0.0f);
+    squares[i & 1] = fmaf(value, value, squares[i & 1]);
+    p.next_x[((size_t)(column / CHUNK) * p.next_places + own) * CHUNK + piece * 8 +
+             (column >> 4 & 3) * 2 + (column & 1)] = (u16)pack2(value * norms[i >> 1], 0.0f);
   });
 #pragma unroll
-  for (int m = 0; m < MT; ++m)
+  for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float sum = squares[m][i];
-#pragma unroll
-      for (int offset = 4; offset <= 16; offset <<= 1) sum += __shfl_xor_sync(~0u, sum, offset);
-      if (g == 0) parts[group][thread >> 5][8 * m + 2 * t + i] = sum;
-    }
+    for (int offset = 4; offset <= 16; offset <<= 1)
+      squares[i] += __shfl_xor_sync(~0u, squares[i], offset);
+    if (g == 0) parts[group][thread >> 5][2 * t + i] = squares[i];
+  }
   barrier_of_group(group);
   const int own = token - 2 * t + thread;
-  if (thread < 8 * MT && own < p.num_tokens) {
+  if (thread < 8 && own < p.num_tokens) {
     const float *of = &parts[group][0][thread];
-    p.next_squares[(size_t)own * p.next_units + unit] =
-        of[0] + of[8 * MT] + of[16 * MT] + of[24 * MT];
+    p.next_squares[(size_t)own * p.next_units + unit] = of[0] + of[8] + of[16] + of[24];
   }
 }
 

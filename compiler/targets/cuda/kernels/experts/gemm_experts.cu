@@ -88,7 +88,7 @@ template <int F, int MT> __device__ __forceinline__ void gemm_experts(const Gemm
   auto finish = [&](int place, int tile, auto &sums, auto...) {
     store_pairs<MT>(p, expert, first + place - blockIdx.x * MT * 8, end, tile, sums);
   };
-  gemm_block<F, MT, 2, 0>(p.gemm, of.weight + expert * tiles * step_bytes<F>, [] {}, finish);
+  gemm_block<F, MT, 2, 0>(p.gemm, of.weight + expert * tiles * step_bytes<F>, finish);
 }
 
 #define EXPERTS(name, F, MT)                                                                      \

@@ -212,10 +212,9 @@ template <bool VALUE> struct Starts { static constexpr bool value = VALUE; };
 // Multiply MT * 8 tokens in G groups of four warps, 64 rows per group. CUT: the eight slices of K
 // are divided among C blocks (a cluster along z) with CUT groups each, for the same 64 rows. Slices
 // are added in order, as in gemm.cuh. `weight` replaces the address in the arguments. `finish`
-// receives a lane's first token, its row tile, its sums and, with CUT > 1, its addends. `prepare`
-// runs before the matmuls.
-template <int F, int MT, int G, int CUT, int C = 1, class Prepare, class Finish>
-__device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weight, Prepare prepare,
+// receives a lane's first token, its row tile, its sums and, with CUT > 1, its addends.
+template <int F, int MT, int G, int CUT, int C = 1, class Finish>
+__device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weight,
                                            Finish finish) {
   using R = Ring<F, MT, G>;
   constexpr int TOKENS = MT * 8, RINGS = CUT > 1 ? CUT : 1;
@@ -254,7 +253,6 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
   release_beside(p);
   __syncthreads();
   ring.begin(warp == 0);
-  prepare();
   float acc[MT][4] = {}, total[MT][4] = {};
   u32 a[2][4], b[2][4];  // fragments of two quarters: decoded, and multiplied
   float block[is_summed<F> ? MT : 1][4] = {};  // sums over a column block
@@ -384,7 +382,7 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
           all[m][i] = s ? all[m][i] + value : value;
         }
       }
-    finish(token, tile, all, addends);
+    finish(token, tile, all, &addends);
   }
   if (C > 1) {
     cluster_arrive();  // another block may still read this block's memory
@@ -393,23 +391,11 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args, const u8 *weig
 }
 template <int F, int MT, int G, int CUT, int C = 1>
 __device__ __forceinline__ void gemm_block(const GemmBlock &args) {
-  constexpr int TOKENS = MT * 8, THREADS = 128 * (CUT > 1 ? CUT : G);
-  __shared__ __align__(8) float factors[TOKENS];
-  const Product &p = args.product;
-  const int g = (threadIdx.x & 31) >> 2, first = blockIdx.x * TOKENS;
-  auto prepare = [&] {
-    if (!p.squares) return;
-    wait_for_inputs();
-    read_factors<TOKENS, THREADS>(p, factors, first, threadIdx.x, 1);
+  const int g = (threadIdx.x & 31) >> 2;
+  auto finish = [&](int token, int tile, auto &sums, auto... early) {
+    finish_tile<F>(args.product, token, tile, g, sums, early...);
   };
-  auto finish = [&](int token, int tile, auto &sums, auto &...early) {
-    const int t = threadIdx.x & 3;
-    scale_sums(p, factors + token - 2 * t - first, t, sums);
-    if constexpr (sizeof...(early))
-      finish_group<F, CUT ? CUT : 1>(p, token, tile, sums, early..., threadIdx.x >> 7, blockIdx.y);
-    else finish_tile<F>(p, token, tile, g, sums);
-  };
-  gemm_block<F, MT, G, CUT, C>(args, p.weight, prepare, finish);
+  gemm_block<F, MT, G, CUT, C>(args, args.product.weight, finish);
 }
 
 struct alignas(64) GemmSplit {

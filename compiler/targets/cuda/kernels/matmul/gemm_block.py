@@ -408,7 +408,7 @@ def linear(
         is_there: ``arranged`` already has x.
         feeds: :func:`num_places` for the next matmul, if ``out`` is its scratch. SWIGLU then has
             whole column tiles.
-        before: the norm before the matmul, deferred by the last matmul. Its x is ``arranged``.
+        before: the norm before `gemm_split`, deferred by the last matmul. Its x is ``arranged``.
         after: the norm after the ADD epilogue, to be deferred. Requires :func:`units_of`.
         alone: the next kernel starts after this kernel.
     """
@@ -429,6 +429,7 @@ def linear(
     product.places, product.alone = feeds, alone
     assert before is None or (is_there and before.places == places)
     assert after is None or after.units == units_of(packed, way)
+    assert before is None or isinstance(way, SplitTileConfig)
     defer_norms(product, before, after)
     if isinstance(way, SplitTileConfig):
         _launch_split(product, packed, way)
@@ -438,13 +439,9 @@ def linear(
 
 def units_of(packed: PackedWeight, way: BlockTileConfig | SplitTileConfig) -> int:
     """Return the units of a deferred norm behind this matmul. 0: not supported."""
-    if packed.format in CODED:
+    if not isinstance(way, SplitTileConfig) or way.joined == 1:
         return 0
-    if isinstance(way, SplitTileConfig):
-        groups = -(-way.tiles // 4) if way.joined > 1 else 0
-        return -(-packed.num_row_tiles // way.tiles) * groups
-    is_cut = way.kernel(packed).startswith(("joined", "cut"))
-    return -(-packed.num_row_tiles // 4) if is_cut and way.groups > 1 else 0
+    return -(-packed.num_row_tiles // way.tiles) * -(-way.tiles // 4)
 
 
 def num_places(way: BlockTileConfig | SplitTileConfig, num_tokens: int) -> int:

@@ -76,8 +76,7 @@ class MatmulParams(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("places", "alone")),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("next_norm", "next_x", "next_squares", "squares")),
-        *((name, ctypes.c_int) for name in ("next_stride", "next_places", "next_units")),
-        ("num_squares", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("next_places", "next_units", "num_squares")),
         ("scale", MatmulScale),
     )
 
@@ -92,11 +91,10 @@ class DeferredNorm:
     Attributes:
         norm: Weight fp32 ``[K]``.
         eps: Epsilon.
-        x: Residual times ``norm``, bfloat16 ``[M, K]``, or with ``places`` the scratch for
-            :func:`.gemm_block.linear`.
+        x: Residual times ``norm``, as scratch for :func:`.gemm_block.linear`.
         squares: fp32 scratch with ``units`` sums per token.
         units: Row groups in the first matmul.
-        places: Places in the scratch. 0: ``x`` has rows.
+        places: Places in ``x``.
     """
 
     norm: Tensor
@@ -104,7 +102,7 @@ class DeferredNorm:
     x: Tensor
     squares: Tensor
     units: int
-    places: int = 0
+    places: int
 
 
 def defer_norms(
@@ -119,7 +117,6 @@ def defer_norms(
         assert after.squares.numel() >= product.num_tokens * after.units
         product.next_norm, product.next_x = after.norm.data_ptr(), after.x.data_ptr()
         product.next_squares, product.next_units = after.squares.data_ptr(), after.units
-        product.next_stride = 0 if after.places else after.x.stride(0)
         product.next_places = after.places
 
 
