@@ -25,10 +25,10 @@ from tilewright.models.checkpoints.huggingface.config import config_of_hf
 from tilewright.models.shapes import SHAPES
 
 
-def program_of(kind: str) -> KernelProgram:
-    config = {**SHAPES["llama-3.1-8b"], "num_hidden_layers": 2}
+def program_of(kind: str, shape: str = "llama-3.1-8b", num_layers: int = 2) -> KernelProgram:
+    config = {**SHAPES[shape], "num_hidden_layers": num_layers}
     precision = precision_of(kind, **FORMATS.get(kind, {"kv_cache": "bf16"}))
-    return plan_of(config_of_hf(config, where="llama-3.1-8b"), precision)
+    return plan_of(config_of_hf(config, where=shape), precision)
 
 
 def test_attention_and_gate_and_up_have_a_reader_in_every_layer() -> None:
@@ -80,12 +80,13 @@ def test_the_next_matmul_reads_what_attention_writes(
     with recorded_gpu(monkeypatch, (9, 0)):
         steps = steps_of(program, max_rows=1024, max_context=1024)
         launched: list[tuple[str, nvrtc.KernelSource, Any]] = []
-        monkeypatch.setattr(
-            nvrtc,
-            "launch",
-            lambda source, name, *, arguments, **_: launched.append((name, source, arguments)),
-        )
-        steps.decode(rows_of(num_rows), captured=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                nvrtc,
+                "launch",
+                lambda source, name, *, arguments, **_: launched.append((name, source, arguments)),
+            )
+            steps.decode(rows_of(num_rows), captured=True)
     found = [at for at, (name, *_) in enumerate(launched) if name.startswith(("attend", "walk"))]
     assert len(found) == 2
     for at in found:
@@ -113,6 +114,7 @@ def test_a_norm_of_the_residual_has_the_next_matmul_as_reader() -> None:
     assert has_reader(first, reader)
     assert not has_reader(replace(first, residual=False), reader)
     assert not has_reader(replace(first, bias=first.weight), reader)
+    assert not has_reader(replace(first, norm=reader.norm), reader)
     assert not has_reader(first, replace(reader, norm=None))
     assert not has_reader(first, replace(reader, group="shared_experts"))
     assert not has_reader(first, replace(reader, fqn="model.cross_layers.0.wq"))
@@ -141,17 +143,41 @@ def test_a_decode_step_defers_norms(
     with recorded_gpu(monkeypatch, (9, 0)):
         steps = steps_of(program, max_rows=128, max_context=1024)
         launched: list[tuple[str, Any]] = []
-        monkeypatch.setattr(
-            nvrtc,
-            "launch",
-            lambda source, name, *, arguments, **_: launched.append((name, arguments)),
-        )
-        steps.decode(rows_of(num_rows), captured=True)
-    products = [getattr(each, "product", None) for _, each in launched]
-    deferred = [at for at, each in enumerate(products) if each is not None and each.next_units]
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                nvrtc,
+                "launch",
+                lambda source, name, *, arguments, **_: launched.append((name, arguments)),
+            )
+            steps.decode(rows_of(num_rows), captured=True)
+    norms = [getattr(each, "norms", None) for _, each in launched]
+    deferred = [at for at, each in enumerate(norms) if each is not None and each.next_groups]
     assert len(deferred) == count
     for at in deferred:
-        first, second = products[at], products[at + 1]
-        assert second is not None and second.num_squares == first.next_units == 64
-        assert first.next_places == second.x_stride
-    assert sum(each is not None and each.num_squares > 0 for each in products) == count
+        first, second = norms[at], norms[at + 1]
+        assert second is not None and second.num_squares == first.next_groups == 64
+        assert first.next_places == launched[at + 1][1].product.x_stride
+    assert sum(each is not None and each.num_squares > 0 for each in norms) == count
+
+
+def test_a_matmul_that_reads_scratch_does_not_defer_into_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After linear attention, wo reads the memory that deferred norms write."""
+    program = program_of("bfp8", "qwen3.8-27b", 4)
+    launched: list[tuple[Any, Any, bool]] = []
+    real = gemm_block.linear
+
+    def linear(
+        out: Any, x: Any, packed: Any, *, arranged: Any, after: Any = None, **how: Any
+    ) -> None:
+        launched.append((arranged, after, how["is_there"]))
+        real(out, x, packed, arranged=arranged, after=after, **how)
+
+    with recorded_gpu(monkeypatch, (9, 0)):
+        steps = steps_of(program, max_rows=128, max_context=1024)
+        monkeypatch.setattr(gemm_block, "linear", linear)
+        steps.decode(rows_of(32), captured=True)
+    deferring = [each for each in launched if each[1] is not None]
+    assert len(deferring) == 3 and len(launched) > 8
+    assert all(is_there and after.x is not arranged for arranged, after, is_there in deferring)

@@ -125,7 +125,9 @@ class MatmulOps:
         self._matmuls: dict[tuple[int, bool], BoundMatmul] = {}
         self._fed_reader: LinearOp | None = None  # the next matmul, if its input is arranged
         self._norm_readers: dict[int, LinearOp] = {}
-        self._deferred: tuple[LinearOp, gemv.DeferredNorm] | None = None  # the next matmul's norm
+        self._deferred: tuple[LinearOp, gemm_block.DeferredNorm] | None = (
+            None  # the next matmul's norm
+        )
         self._has_dense = is_native and arithmetic == FAST
         if self._has_dense:
             nvrtc.load(device, gemm_bf16.SOURCE, gemm_swiglu_bf16.SOURCE)
@@ -157,7 +159,8 @@ class MatmulOps:
         is_expected = self._fed_reader is bound.each and kernel == BLOCK
         assert self._fed_reader is None or is_expected, "its input is arranged for another matmul"
         before, self._deferred = self._deferred, None
-        assert before is None or before[0] is bound.each, "its norm belongs to another matmul"
+        is_expected = before is None or (before[0] is bound.each and kernel == BLOCK)
+        assert is_expected, "its norm belongs to another matmul"
         if kernel in (E4M3, BLOCK_E4M3):
             self._lofi_product(bound, out, x, decodes, is_ours=kernel == BLOCK_E4M3)
         elif kernel == SWIGLU:
@@ -280,7 +283,7 @@ class MatmulOps:
         x: Tensor,
         norm: tuple[Tensor, float] | None,
         decodes: bool,
-        before: gemv.DeferredNorm | None,
+        before: gemm_block.DeferredNorm | None,
     ) -> None:
         """Multiply in launches of up to `gemm_block.MAX_TOKENS` rows, with the layout of the only
         reader for a single launch.
@@ -289,9 +292,8 @@ class MatmulOps:
         is_fed, self._fed_reader = self._fed_reader is not None, None
         num_rows, launches = len(x), gemm_block.launches_of(len(x))
         out, feeds = self._fed_by(each, out, num_rows, decodes)
+        deferred = self._defer(bound, num_rows) if is_fed and decodes else None
         for rows in launches:
-            way = self._way(packed, rows.stop - rows.start)
-            units = gemm_block.units_of(packed, way) if decodes else 0
             gemm_block.linear(
                 out[rows] if len(launches) > 1 else out,
                 x[rows],
@@ -300,13 +302,14 @@ class MatmulOps:
                 arranged=self._fed if is_fed else self._arranged,
                 bias=bound.bias,
                 norm=norm,
-                way=way,
+                way=self._way(packed, rows.stop - rows.start),
                 is_there=is_fed or before is not None,
                 feeds=feeds,
                 before=before,
-                after=self._defer(each, num_rows, units),
+                after=None if deferred is None else deferred[1],
                 alone=rows.stop == num_rows and self._is_alone(each, packed, num_rows),
             )
+        self._deferred = deferred
 
     def _fed_by(
         self, op: LinearOp, out: Tensor, num_rows: int, decodes: bool
@@ -342,10 +345,16 @@ class MatmulOps:
         self._fed_reader = reader
         return gemm_block.num_places(self._way(bound.packed, num_rows), num_rows)
 
-    def _defer(self, op: LinearOp, num_rows: int, units: int) -> gemv.DeferredNorm | None:
-        """Return the norm that a matmul with ``units`` leaves to the next matmul, or None."""
-        reader = self._norm_readers.get(id(op))
-        if reader is None or not units:
+    def _defer(
+        self, first: BoundMatmul, num_rows: int
+    ) -> tuple[LinearOp, gemm_block.DeferredNorm] | None:
+        """Return the next matmul with its norm, if the first matmul defers this norm.
+
+        The first matmul reads ``_fed``, because it writes the next x to ``_arranged``.
+        """
+        reader = self._norm_readers.get(id(first.each))
+        groups = gemm_block.norm_groups_of(first.packed, self._way(first.packed, num_rows))
+        if reader is None or not groups:
             return None
         bound = self._bound(reader, decodes=True)
         way = self._way(bound.packed, num_rows)
@@ -353,9 +362,8 @@ class MatmulOps:
         if not is_split or bound.norm is None:
             return None
         places = gemm_block.num_places(way, num_rows)
-        norm = gemv.DeferredNorm(*bound.norm, self._arranged, self._squares, units, places)
-        self._deferred = bound.each, norm
-        return norm
+        x, squares = self._arranged, self._squares
+        return bound.each, gemm_block.DeferredNorm(*bound.norm, x, squares, groups, places)
 
     def _native_product(
         self,

@@ -44,12 +44,12 @@ def readers_of(program: KernelProgram) -> dict[int, LinearOp]:
 def norm_readers_of(program: KernelProgram) -> dict[int, LinearOp]:
     """Return the next matmul by the identity of a matmul that adds to the residual.
 
-    The next matmul normalizes this residual, with whole tiles. Every decode step runs both.
+    The next matmul normalizes this residual, with whole tiles. No decode step runs only the first.
     """
     readers = {}
     for op, reader in pairwise(program.instructions):
         if isinstance(op, LinearOp) and isinstance(reader, LinearOp):
-            is_read = op.residual and op.bias is None and reader.x == op.out
+            is_read = op.residual and op.bias is None and op.norm is None and reader.x == op.out
             is_read = is_read and not (reader.is_cross or reader.group.startswith("shared"))
             if is_read and reader.norm is not None and op.out.width % TILE_COLUMNS == 0:
                 readers[id(op)] = reader

@@ -199,10 +199,12 @@ def test_products(size: tuple[int, int], gpu: torch.device) -> None:
         gemm_bf16.linear(out, x[:count], held, epilogue=gemv.STORE, bias=bias)
         torch.testing.assert_close(out.double(), want[:count], rtol=1e-4, atol=1e-4)
         assert bool(around[count:].isnan().all()) and bool(around[:, size[0] :].isnan().all())
-        for _ in range(3):
-            total = torch.ones(count, size[0], device=gpu)
-            gemm_bf16.linear(total, x[:count], held, epilogue=gemv.ADD, bias=bias)
-            assert torch.equal(total, 1 + out)
+        for added in (bias, None, None):
+            old = torch.randn(count, size[0], device=gpu)
+            total, plain = old.clone(), torch.empty_like(old)
+            gemm_bf16.linear(plain, x[:count], held, epilogue=gemv.STORE, bias=added)
+            gemm_bf16.linear(total, x[:count], held, epilogue=gemv.ADD, bias=added)
+            assert torch.equal(total, old + plain)
 
 
 @pytest.mark.gpu

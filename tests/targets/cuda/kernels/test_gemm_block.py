@@ -6,6 +6,7 @@ import itertools
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from tests.targets.cuda.kernels.test_gemv import (
     check_headers,
     gpu_of,
     shaped,
+    swiglu_of,
     tokens,
     unpack,
     weight,
 )
 from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.matmul import gemm_block, gemv
+from tilewright.compiler.targets.cuda.weights.packed_weight import PackedWeight
 
 KINDS = ["bfp8", "bfp4", *gemv.CODED]
 BATCHES = [17, 33, 64, 65, 128, 192, 200, 384, 512]
@@ -143,6 +146,16 @@ def test_it_compiles_without_spills_and_keeps_the_matrix_unit_fed(
     assert "serialized" not in output
 
 
+def check_sums(x: torch.Tensor, held: PackedWeight, how: dict[str, Any]) -> None:
+    """Compare sums with the residual, with and without a bias."""
+    for bias in (how.get("bias"), None):
+        old = torch.randn(len(x), held.num_rows, device=x.device)
+        total, plain = old.clone(), torch.empty_like(old)
+        gemm_block.linear(plain, x, held, epilogue=gemv.STORE, **{**how, "bias": bias})
+        gemm_block.linear(total, x, held, epilogue=gemv.ADD, **{**how, "bias": bias})
+        assert torch.equal(total, old + plain)
+
+
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
     """A GPU for gemm_block.cu."""
@@ -172,9 +185,7 @@ def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.de
         torch.testing.assert_close(out.double(), want[:count], rtol=1e-4, atol=1e-4)
         assert bool(around[count:].isnan().all()) and bool(around[:, size[0] :].isnan().all())
         assert torch.equal(out[:64], few[: min(count, 64)])
-        total = torch.ones(count, size[0], device=gpu)
-        gemm_block.linear(total, x[:count], held, epilogue=gemv.ADD, **how)
-        assert torch.equal(total, 1 + out)
+        check_sums(x[:count], held, how)
 
 
 @pytest.mark.gpu
@@ -262,9 +273,7 @@ def test_split_matmul_is_near_float64(kind: str, size: tuple[int, int], gpu: tor
         gemm_block.linear(out, x[:count], held, epilogue=gemv.STORE, **how)
         torch.testing.assert_close(out.double(), want[:count], rtol=1e-4, atol=1e-4)
         assert bool(around[count:].isnan().all()) and bool(around[:, size[0] :].isnan().all())
-        total = torch.ones(count, size[0], device=gpu)
-        gemm_block.linear(total, x[:count], held, epilogue=gemv.ADD, **how)
-        assert torch.equal(total, 1 + out)
+        check_sums(x[:count], held, how)
 
 
 @pytest.mark.gpu
@@ -292,36 +301,54 @@ def test_a_split_matmul_feeds_the_next(kind: str, count: int, gpu: torch.device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [6144, 28672])
 @pytest.mark.parametrize("kinds", list(itertools.product(["bfp8", "bfp4"], repeat=2)))
-@pytest.mark.parametrize("count", [17, 20, 32])
+@pytest.mark.parametrize("size", [(6144, 4096), (28672, 4096), (10240, 5120), (10240, 8192)])
+@pytest.mark.parametrize("count", [17, 32])
 def test_a_split_matmul_defers_the_norm_before_the_next(
-    kinds: tuple[str, str], rows: int, count: int, gpu: torch.device
+    kinds: tuple[str, str], size: tuple[int, int], count: int, gpu: torch.device
 ) -> None:
     """The residual has the same bits. The next matmul is compared with float64."""
-    first = weight(kinds[0], (4096, 2048), gpu, paired=False)
-    second = weight(kinds[1], (rows, 4096), gpu, paired=False)
-    ways = [gemm_block.split_way(each) for each in (first, second)]
-    norm = torch.rand(4096, device=gpu) + 0.5
-    squares = torch.full((64 * 256,), NAN, device=gpu)
-    arranged = gemm_block.scratch(4096, gpu).fill_(0xFF)
-    units, places = (
-        gemm_block.units_of(first, ways[0]),
-        gemm_block.num_places(ways[1], count),
-    )
-    deferred = gemv.DeferredNorm(norm, 1e-5, arranged, squares, units, places)
-    x, old = tokens(first, gpu)[:count], 3 * torch.randn(count, 4096, device=gpu)
-    want, total = old.clone(), old.clone()
-    how = {"epilogue": gemv.ADD, "arranged": gemm_block.scratch(2048, gpu), "way": ways[0]}
-    gemm_block.linear(want, x, first, **how)
-    gemm_block.linear(total, x, first, after=deferred, **how)
-    assert torch.equal(total, want)
-    out = torch.full((count, rows), NAN, device=gpu)
-    how = {"epilogue": gemv.STORE, "arranged": arranged, "way": ways[1]}
-    gemm_block.linear(out, total, second, before=deferred, is_there=True, **how)
-    product = (total * norm).bfloat16().double() @ unpack(second).double().T
-    factor = torch.rsqrt(total.double().square().mean(1, keepdim=True) + 1e-5)
-    torch.testing.assert_close(out.double(), product * factor, rtol=1e-4, atol=1e-4)
+    rows, width = size
+    first = weight(kinds[0], (width, 2048), gpu, paired=False)
+    way_of_first = gemm_block.split_way(first)
+    norm = torch.rand(width, device=gpu) + 0.5
+    squares = torch.full((32 * width // 16,), NAN, device=gpu)
+    x, old = tokens(first, gpu)[:count], 3 * torch.randn(count, width, device=gpu)
+    how: dict[str, Any] = {"arranged": gemm_block.scratch(2048, gpu), "way": way_of_first}
+    plain, total = torch.empty_like(old), old.clone()
+    gemm_block.linear(plain, x, first, epilogue=gemv.STORE, **how)
+    for is_swiglu in (False, True):
+        second = weight(kinds[1], size, gpu, paired=is_swiglu)
+        way = gemm_block.split_way(second)
+        arranged = gemm_block.scratch(width, gpu).fill_(0xFF)
+        groups = gemm_block.norm_groups_of(first, way_of_first)
+        places = gemm_block.num_places(way, count)
+        deferred = gemm_block.DeferredNorm(norm, 1e-5, arranged, squares, groups, places)
+        total.copy_(old)
+        gemm_block.linear(total, x, first, epilogue=gemv.ADD, after=deferred, **how)
+        assert torch.equal(total, old + plain)
+        bias = None if is_swiglu else torch.randn(rows, device=gpu)
+        dtype = torch.bfloat16 if is_swiglu else torch.float32
+        out = torch.full((count, rows // (1 + is_swiglu)), NAN, dtype=dtype, device=gpu)
+        gemm_block.linear(
+            out,
+            total,
+            second,
+            epilogue=gemv.SWIGLU if is_swiglu else gemv.STORE,
+            arranged=arranged,
+            bias=bias,
+            way=way,
+            is_there=True,
+            before=deferred,
+        )
+        factor = torch.rsqrt(total.double().square().mean(1, keepdim=True) + 1e-5)
+        normed, dense = (total * norm).bfloat16().double() * factor, unpack(second)
+        if is_swiglu:
+            want = swiglu_of(normed, dense)
+            torch.testing.assert_close(out.double(), want, rtol=2**-7, atol=1e-3)
+        else:
+            want = normed @ dense.double().T + bias
+            torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -36,13 +36,6 @@ struct Product {
   int places;  // SWIGLU: tokens of the next matmul's x, 0 elsewhere
   int alone;  // the next kernel starts after this kernel ends: see release_beside
   float eps;
-  // Deferred norms, see deferred_norm.cuh. After this matmul: the norm's weight [N] or null, the next
-  // x as `arrange` writes it, and squares [M, units]. Before it: squares [M, num_squares] or null.
-  const float *next_norm;
-  u16 *next_x;
-  float *next_squares;
-  const float *squares;
-  int next_places, next_units, num_squares;
   union {
     float all;           // scale of the stored values, a power of two
     const double *rows;  // NVFP4: second scales of rows, in whole tiles

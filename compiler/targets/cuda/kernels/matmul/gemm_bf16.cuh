@@ -11,7 +11,7 @@ struct Dense {
   int num_chunks;       // 128 bytes of K each
   int depth;            // chunks in flight
   int num_blocks;       // row blocks
-  int padding[9];       // to the alignment of maps
+  int padding[5];       // to the alignment of maps
 };
 constexpr int MOST_CHUNKS = 12;
 

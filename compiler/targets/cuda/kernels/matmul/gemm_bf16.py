@@ -63,7 +63,7 @@ class Dense(ctypes.Structure):
         *((name, TensorMap) for name in ("weight", "x")),
         ("product", MatmulParams),
         *((name, ctypes.c_int) for name in ("num_chunks", "depth", "num_blocks")),
-        ("padding", ctypes.c_int * 9),
+        ("padding", ctypes.c_int * 5),
     )
 
 
@@ -212,6 +212,7 @@ def linear(
     blocks = 1, -(-arguments.num_blocks // turns), way.slices
     threads = 128 * way.groups + 32
     assert num_tokens <= 8 * way.eights and 1 in (way.groups, way.slices)
+    assert way.slices in (1, 2, 4, 8)
     at = nvrtc.Launch(blocks, threads, way.shared_bytes, cluster=(1, 1, way.slices))
     nvrtc.launch(SOURCE, way.kernel, at=at, arguments=arguments)
 

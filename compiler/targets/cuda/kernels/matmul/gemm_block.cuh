@@ -401,6 +401,7 @@ __device__ __forceinline__ void gemm_block(const GemmBlock &args) {
 struct alignas(64) GemmSplit {
   TensorMap weight;  // [num_tiles, num_steps * step_bytes / 128, 128], boxes with a step of `tiles`
   Product product;   // x is the output of `arrange`, with `x_stride` tokens
+  DeferredNorms norms;
   int depth;         // steps in flight
   int tiles;         // row tiles in a block
   int padding[10];
@@ -453,6 +454,7 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
   constexpr u32 X_HALF = MT * 8 * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
   constexpr int LINES = step_bytes<F> / 128, SPLITS = 2;
   const Product &p = args.product;
+  const DeferredNorms &norms = args.norms;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 full[MOST_DEPTH], empty[MOST_DEPTH];
   __shared__ __align__(8) float factors[MT * 8];
@@ -492,9 +494,9 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
     }
     __syncwarp();
   } else if (set < sets) {
-    if (p.squares) {  // every group computes all factors
+    if (norms.squares) {  // every group computes all factors
       wait_for_inputs();
-      read_factors<MT * 8, 128>(p, factors, blockIdx.x * (MT * 8), threadIdx.x & 127, 1 + group);
+      read_factors<MT * 8, 128>(p, norms, factors, blockIdx.x * (MT * 8), threadIdx.x & 127, 1 + group);
     }
     u32 a[2][4], b[2][4];  // fragments of two quarters: decoded, and multiplied
     Codes<F> codes;
@@ -548,7 +550,7 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
         for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(acc[m][i])::"memory");
       if (gridDim.z > 1) break;
       wait_for_inputs();  // the previous kernel may write the addend
-      scale_sums(p, factors, t, acc);
+      if (norms.squares) scale_sums(factors, t, acc);
       finish_tile<F>(p, token, tile_of(block, at), g, acc);
 #pragma unroll
       for (int i = 0; i < MT * 4; ++i) acc[i >> 2][i & 3] = 0.0f;
@@ -594,8 +596,8 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
         if (s < sets)
           all[0][0] += of[rank][s].x, all[0][1] += of[rank][s].y, all[0][2] += of[rank][s].z,
               all[0][3] += of[rank][s].w;
-    scale_sums(p, factors + unit % MT * 8, t, all);
-    finish_group<F, G>(p, token_of(unit), tile_of_unit(unit), all, addends[i], group,
+    if (norms.squares) scale_sums(factors + unit % MT * 8, t, all);
+    finish_group<F, G>(p, norms, token_of(unit), tile_of_unit(unit), all, addends[i], group,
                        blockIdx.y * groups + unit / MT);
   }
   cluster_arrive();  // another block may still read this block's memory

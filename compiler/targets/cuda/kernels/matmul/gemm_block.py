@@ -17,15 +17,14 @@ from tilewright.compiler.targets.cuda.kernels.common import nvrtc
 from tilewright.compiler.targets.cuda.kernels.common.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.matmul.gemm_bf16 import TensorMap
 from tilewright.compiler.targets.cuda.kernels.matmul.gemv import (
+    ADD,
     CODED,
     LIKE,
     MOST_SHARED,
     SLICES,
     STEP_BYTES,
     SUMMED,
-    DeferredNorm,
     MatmulParams,
-    defer_norms,
     num_slices,
     product_arguments,
     room_of,
@@ -280,12 +279,47 @@ class GemmBlock(ctypes.Structure):
     )
 
 
+class _DeferredNorms(ctypes.Structure):
+    """C++ `DeferredNorms`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("next_norm", "next_x", "next_squares", "squares")),
+        *((name, ctypes.c_int) for name in ("next_places", "next_groups", "num_squares")),
+        ("eps", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredNorm:
+    """A norm between two matmuls without its own kernel, see deferred_norm.cuh.
+
+    The first matmul, with the ADD epilogue and a split K, writes x and squares. The second matmul
+    reads them. Both have `SplitTileConfig`.
+
+    Attributes:
+        norm: Weight fp32 ``[K]``.
+        eps: Epsilon.
+        x: Residual times ``norm``, as scratch for :func:`linear`.
+        squares: fp32 scratch with ``groups`` sums per token.
+        groups: Groups of rows in the first matmul, see :func:`norm_groups_of`.
+        places: Places in ``x``.
+    """
+
+    norm: Tensor
+    eps: float
+    x: Tensor
+    squares: Tensor
+    groups: int
+    places: int
+
+
 class _GemmSplit(ctypes.Structure):
     """C++ `GemmSplit`."""
 
     _fields_ = (
         ("weight", TensorMap),
         ("product", MatmulParams),
+        ("norms", _DeferredNorms),
         *((name, ctypes.c_int) for name in ("depth", "tiles")),
         ("padding", ctypes.c_int * 10),
     )
@@ -321,6 +355,7 @@ SOURCE = nvrtc.KernelSource(
         ("Product", MatmulParams),
         ("GemmBlock", GemmBlock),
         ("TensorMap", TensorMap),
+        ("DeferredNorms", _DeferredNorms),
         ("GemmSplit", _GemmSplit),
     ),
 )
@@ -409,7 +444,7 @@ def linear(
         feeds: :func:`num_places` for the next matmul, if ``out`` is its scratch. SWIGLU then has
             whole column tiles.
         before: the norm before `gemm_split`, deferred by the last matmul. Its x is ``arranged``.
-        after: the norm after the ADD epilogue, to be deferred. Requires :func:`units_of`.
+        after: the norm after the ADD epilogue, to be deferred. Requires :func:`norm_groups_of`.
         alone: the next kernel starts after this kernel.
     """
     num_tokens = len(x)
@@ -428,17 +463,17 @@ def linear(
     product.x, product.x_stride = arranged.data_ptr(), places
     product.places, product.alone = feeds, alone
     assert before is None or (is_there and before.places == places)
-    assert after is None or after.units == units_of(packed, way)
-    assert before is None or isinstance(way, SplitTileConfig)
-    defer_norms(product, before, after)
+    assert after is None or after.groups == norm_groups_of(packed, way)
+    assert after is None or after.x is not arranged, "other blocks still read x"
     if isinstance(way, SplitTileConfig):
-        _launch_split(product, packed, way)
+        _launch_split(product, packed, way, _deferred_norms(product, before, after))
     else:
+        assert before is None and after is None
         _launch(product, packed, way)
 
 
-def units_of(packed: PackedWeight, way: BlockTileConfig | SplitTileConfig) -> int:
-    """Return the units of a deferred norm behind this matmul. 0: not supported."""
+def norm_groups_of(packed: PackedWeight, way: BlockTileConfig | SplitTileConfig) -> int:
+    """Return the groups of rows for a deferred norm after this matmul. 0: not supported."""
     if not isinstance(way, SplitTileConfig) or way.joined == 1:
         return 0
     return -(-packed.num_row_tiles // way.tiles) * -(-way.tiles // 4)
@@ -494,18 +529,37 @@ def _launch(product: MatmulParams, packed: PackedWeight, way: BlockTileConfig) -
     nvrtc.launch(source, way.kernel(packed), at=at, arguments=arguments)
 
 
-def _launch_split(product: MatmulParams, packed: PackedWeight, way: SplitTileConfig) -> None:
+def _deferred_norms(
+    product: MatmulParams, before: DeferredNorm | None, after: DeferredNorm | None
+) -> _DeferredNorms:
+    """Return the arguments for deferred norms before and after a matmul."""
+    norms = _DeferredNorms()
+    if before is not None:
+        norms.squares, norms.num_squares = before.squares.data_ptr(), before.groups
+        norms.eps = before.eps
+    if after is not None:
+        assert product.epilogue == ADD and not product.bias and not product.places
+        assert after.squares.numel() >= product.num_tokens * after.groups
+        norms.next_norm, norms.next_x = after.norm.data_ptr(), after.x.data_ptr()
+        norms.next_squares, norms.next_groups = after.squares.data_ptr(), after.groups
+        norms.next_places = after.places
+    return norms
+
+
+def _launch_split(
+    product: MatmulParams, packed: PackedWeight, way: SplitTileConfig, norms: _DeferredNorms
+) -> None:
     """Launch blocks for all tokens. Without a split K, a block processes row tiles in turn."""
     shared, depth = way.shared_bytes(packed), way.depth(packed)
     assert shared <= MOST_SHARED and depth > way.sets
-    assert way.joined * way.sets <= SLICES
+    assert way.joined in (1, 2) and way.joined * way.sets <= SLICES
     count = -(-packed.num_row_tiles // way.tiles)
     if way.joined == 1:
         count = min(count, num_processors(packed.data.device))
     blocks = product.x_stride // (8 * way.eights), count, way.joined
     at = nvrtc.Launch(blocks, 128 * way.groups + 32, shared, cluster=(1, 1, way.joined))
     weight = tile_map(packed, way.tiles)
-    arguments = _GemmSplit(weight=weight, product=product, depth=depth, tiles=way.tiles)
+    arguments = _GemmSplit(weight, product, norms, depth, way.tiles)
     nvrtc.launch(SOURCE, way.kernel(packed), at=at, arguments=arguments)
 
 

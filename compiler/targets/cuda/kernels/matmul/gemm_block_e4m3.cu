@@ -81,7 +81,7 @@ struct alignas(64) GemmBlockE4M3 {
   float scale;                             // a power of two, for the weight
   int depth;                               // steps in flight
   int tiles;                               // row tiles in a block
-  int padding[5];
+  int padding;
 };
 
 constexpr int EIGHTS = 8, GROUPS = 4;  // tokens in a block, divided by 8; groups of four warps

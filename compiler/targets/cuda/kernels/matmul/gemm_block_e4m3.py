@@ -59,8 +59,7 @@ class _GemmBlockE4M3(ctypes.Structure):
         ("product", MatmulParams),
         *((name, ctypes.c_void_p) for name in ("weight_scales", "token_scales")),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in ("depth", "tiles")),
-        ("padding", ctypes.c_int * 5),
+        *((name, ctypes.c_int) for name in ("depth", "tiles", "padding")),
     )
 
 

@@ -10,7 +10,7 @@ struct GemmSwiGLU {
   int num_chunks;            // 128 bytes of K each
   int depth;                 // chunks in flight
   int num_blocks;            // row blocks
-  u64 rest[4];               // padding to the alignment of maps
+  u64 rest[2];               // padding to the alignment of maps
 };
 
 // Copy a box to the same address in both blocks of a cluster. Each block's barrier counts its

@@ -56,7 +56,7 @@ class _GemmSwiGLU(ctypes.Structure):
         *((name, TensorMap) for name in ("weight", "x", "out")),
         ("product", MatmulParams),
         *((name, ctypes.c_int) for name in ("num_chunks", "depth", "num_blocks")),
-        ("rest", ctypes.c_uint64 * 4),
+        ("rest", ctypes.c_uint64 * 2),
     )
 
 

@@ -75,49 +75,8 @@ class MatmulParams(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("x_stride", "out_stride", "epilogue")),
         *((name, ctypes.c_int) for name in ("places", "alone")),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("next_norm", "next_x", "next_squares", "squares")),
-        *((name, ctypes.c_int) for name in ("next_places", "next_units", "num_squares")),
         ("scale", MatmulScale),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredNorm:
-    """A norm between two matmuls without its own kernel, see deferred_norm.cuh.
-
-    The first matmul, with the ADD epilogue in a cluster, writes x and squares. The second matmul
-    reads them.
-
-    Attributes:
-        norm: Weight fp32 ``[K]``.
-        eps: Epsilon.
-        x: Residual times ``norm``, as scratch for :func:`.gemm_block.linear`.
-        squares: fp32 scratch with ``units`` sums per token.
-        units: Row groups in the first matmul.
-        places: Places in ``x``.
-    """
-
-    norm: Tensor
-    eps: float
-    x: Tensor
-    squares: Tensor
-    units: int
-    places: int
-
-
-def defer_norms(
-    product: MatmulParams, before: DeferredNorm | None, after: DeferredNorm | None
-) -> None:
-    """Set the arguments for deferred norms before and after a matmul. See :class:`DeferredNorm`."""
-    if before is not None:
-        product.squares, product.num_squares = before.squares.data_ptr(), before.units
-        product.eps = before.eps
-    if after is not None:
-        assert product.epilogue == ADD and not product.bias and not product.places
-        assert after.squares.numel() >= product.num_tokens * after.units
-        product.next_norm, product.next_x = after.norm.data_ptr(), after.x.data_ptr()
-        product.next_squares, product.next_units = after.squares.data_ptr(), after.units
-        product.next_places = after.places
 
 
 class _Leaving(ctypes.Structure):
