@@ -31,6 +31,23 @@ def program_of(kind: str, shape: str = "llama-3.1-8b", num_layers: int = 2) -> K
     return plan_of(config_of_hf(config, where=shape), precision)
 
 
+def launches_of(
+    kind: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, nvrtc.KernelSource, Any]]:
+    """Return a decode step's C++ kernels with their sources and arguments."""
+    program = program_of(kind)
+    launched: list[tuple[str, nvrtc.KernelSource, Any]] = []
+    with recorded_gpu(monkeypatch, (9, 0)), monkeypatch.context() as patch:
+        steps = steps_of(program, max_rows=1024, max_context=1024)
+        patch.setattr(
+            nvrtc,
+            "launch",
+            lambda source, name, *, arguments, **_: launched.append((name, source, arguments)),
+        )
+        steps.decode(rows_of(num_rows), captured=True)
+    return launched
+
+
 def test_attention_and_gate_and_up_have_a_reader_in_every_layer() -> None:
     program = program_of("bfp8")
     readers = readers_of(program)
@@ -76,17 +93,7 @@ def test_only_the_single_reader_of_whole_tiles_counts() -> None:
 def test_the_next_matmul_reads_what_attention_writes(
     kind: str, num_rows: int, is_arranged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = program_of(kind)
-    with recorded_gpu(monkeypatch, (9, 0)):
-        steps = steps_of(program, max_rows=1024, max_context=1024)
-        launched: list[tuple[str, nvrtc.KernelSource, Any]] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                nvrtc,
-                "launch",
-                lambda source, name, *, arguments, **_: launched.append((name, source, arguments)),
-            )
-            steps.decode(rows_of(num_rows), captured=True)
+    launched = launches_of(kind, num_rows, monkeypatch)
     found = [at for at, (name, *_) in enumerate(launched) if name.startswith(("attend", "walk"))]
     assert len(found) == 2
     for at in found:
@@ -139,24 +146,14 @@ def test_a_decode_step_defers_norms(
     kind: str, num_rows: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A matmul reads what the preceding matmul wrote."""
-    program = program_of(kind)
-    with recorded_gpu(monkeypatch, (9, 0)):
-        steps = steps_of(program, max_rows=128, max_context=1024)
-        launched: list[tuple[str, Any]] = []
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                nvrtc,
-                "launch",
-                lambda source, name, *, arguments, **_: launched.append((name, arguments)),
-            )
-            steps.decode(rows_of(num_rows), captured=True)
-    norms = [getattr(each, "norms", None) for _, each in launched]
+    launched = launches_of(kind, num_rows, monkeypatch)
+    norms = [getattr(each, "norms", None) for *_, each in launched]
     deferred = [at for at, each in enumerate(norms) if each is not None and each.next_groups]
     assert len(deferred) == count
     for at in deferred:
         first, second = norms[at], norms[at + 1]
         assert second is not None and second.num_squares == first.next_groups == 64
-        assert first.next_places == launched[at + 1][1].product.x_stride
+        assert first.next_places == launched[at + 1][2].product.x_stride
     assert sum(each is not None and each.num_squares > 0 for each in norms) == count
 
 

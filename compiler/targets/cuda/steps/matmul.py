@@ -125,9 +125,8 @@ class MatmulOps:
         self._matmuls: dict[tuple[int, bool], BoundMatmul] = {}
         self._fed_reader: LinearOp | None = None  # the next matmul, if its input is arranged
         self._norm_readers: dict[int, LinearOp] = {}
-        self._deferred: tuple[LinearOp, gemm_block.DeferredNorm] | None = (
-            None  # the next matmul's norm
-        )
+        # The next matmul with its deferred norm.
+        self._deferred: tuple[LinearOp, gemm_block.DeferredNorm] | None = None
         self._has_dense = is_native and arithmetic == FAST
         if self._has_dense:
             nvrtc.load(device, gemm_bf16.SOURCE, gemm_swiglu_bf16.SOURCE)
@@ -353,13 +352,13 @@ class MatmulOps:
         The first matmul reads ``_fed``, because it writes the next x to ``_arranged``.
         """
         reader = self._norm_readers.get(id(first.each))
-        groups = gemm_block.norm_groups_of(first.packed, self._way(first.packed, num_rows))
-        if reader is None or not groups:
+        if reader is None:
             return None
+        groups = gemm_block.norm_groups_of(first.packed, self._way(first.packed, num_rows))
         bound = self._bound(reader, decodes=True)
         way = self._way(bound.packed, num_rows)
         is_split = bound.aligned.at(num_rows) == BLOCK and isinstance(way, SplitTileConfig)
-        if not is_split or bound.norm is None:
+        if not groups or not is_split or bound.norm is None:
             return None
         places = gemm_block.num_places(way, num_rows)
         x, squares = self._arranged, self._squares

@@ -61,12 +61,14 @@ __device__ __forceinline__ void finish_group(const Product &p, const DeferredNor
   }
 }
 
-// Compute factors for TOKENS tokens from `first`, with THREADS threads. They wait at `barrier`.
-template <int TOKENS, int THREADS>
+// Compute factors for TOKENS tokens from `first`, with the threads of a group.
+template <int TOKENS>
 __device__ __forceinline__ void read_factors(const Product &p, const DeferredNorms &norms,
-                                             float *factors, int first, int thread, int barrier) {
+                                             float *factors, int first, int group) {
+  constexpr int THREADS = 128;
   constexpr int LANES = 8, LOADS = 8;  // per token, and per lane at once
   constexpr int EACH = (TOKENS * LANES + THREADS - 1) / THREADS;
+  const int thread = threadIdx.x % THREADS;
   float sums[EACH] = {};
   for (int from = thread % LANES; from < norms.num_squares; from += LANES * LOADS) {
     float read[EACH][LOADS];
@@ -94,7 +96,7 @@ __device__ __forceinline__ void read_factors(const Product &p, const DeferredNor
     if (thread % LANES == 0 && local < TOKENS)
       factors[local] = rsqrtf(sums[i] / p.num_columns + norms.eps);
   }
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+  barrier_of_group(group);
 }
 // Multiply a lane's sums by its tokens' factors.
 template <int MT>

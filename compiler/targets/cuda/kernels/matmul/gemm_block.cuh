@@ -7,7 +7,7 @@
 
 // Copy a multiple of 16 bytes with an L2 cache policy. A barrier in this block counts the bytes.
 __device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier,
-                                          u64 policy) {
+                                          u64 policy = USUAL) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                "[%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier),
                "l"(policy) : "memory");
@@ -137,8 +137,8 @@ template <int F, int MT, int G> struct Ring {
     const u32 to = x_ring + slot * X_BYTES;
     const u8 *from = x + 2 * step * x_chunk;
     arrive_for(full + 8 * slot, X_BYTES);
-    copy_bulk(to, from, X_HALF, full + 8 * slot, USUAL);
-    copy_bulk(to + X_HALF, from + x_chunk, X_HALF, full + 8 * slot, USUAL);
+    copy_bulk(to, from, X_HALF, full + 8 * slot);
+    copy_bulk(to + X_HALF, from + x_chunk, X_HALF, full + 8 * slot);
   }
   // Fill all stages. Weights never change, so their copies start before x is ready.
   __device__ __forceinline__ void begin(bool is_first) const {
@@ -487,8 +487,8 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
       auto tokens = [&](u32 step, u32 slot) {
         const u8 *from = x + 2 * step * x_chunk;
         const u32 to = x_ring + slot * X_BYTES;
-        copy_bulk(to, from, X_HALF, at_full + 8 * slot, USUAL);
-        copy_bulk(to + X_HALF, from + x_chunk, X_HALF, at_full + 8 * slot, USUAL);
+        copy_bulk(to, from, X_HALF, at_full + 8 * slot);
+        copy_bulk(to + X_HALF, from + x_chunk, X_HALF, at_full + 8 * slot);
       };
       copy_stages(at_empty, depth, num_steps, num_blocks, weights, tokens);
     }
@@ -496,7 +496,7 @@ __device__ __forceinline__ void gemm_split(const GemmSplit &args) {
   } else if (set < sets) {
     if (norms.squares) {  // every group computes all factors
       wait_for_inputs();
-      read_factors<MT * 8, 128>(p, norms, factors, blockIdx.x * (MT * 8), threadIdx.x & 127, 1 + group);
+      read_factors<MT * 8>(p, norms, factors, blockIdx.x * (MT * 8), group);
     }
     u32 a[2][4], b[2][4];  // fragments of two quarters: decoded, and multiplied
     Codes<F> codes;
